@@ -1,0 +1,40 @@
+"""``[data]``: where documents come from."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """The corpus and how it is read."""
+
+    source: Literal["stdlib", "text", "jsonl", "huggingface", "tokens"] = "stdlib"
+    """stdlib: the source text of the running Python's standard library, nothing to download. text: files, one document
+    each. jsonl: files with one JSON object a line. huggingface: a streamed dataset (needs ``pip install
+    crius[huggingface]``). tokens: a folder written by ``crius data prepare``."""
+
+    path: tuple[str, ...] = ()
+    """text, jsonl: files and globs (repeat the flag for more). huggingface: the dataset's name or folder.
+    tokens: the folder. stdlib takes none."""
+
+    text_field: str = "text"
+    """jsonl, huggingface: the key that holds the document."""
+
+    name: str = ""
+    """huggingface: the configuration of the dataset, for example en of allenai/c4."""
+
+    split: str = "train"
+    """huggingface: the split to train on."""
+
+    virtual_shards: int = 8
+    """huggingface: the stream is read as this many shards with a cursor each, whatever the number of ranks. The
+    data-parallel ranks must divide it."""
+
+    shuffle: bool = True
+    """Visit the sequences of an indexed corpus in a random order, a new one each epoch. Streams are not shuffled."""
+
+    cache_dir: str = ""
+    """Where tokenised corpora are kept. Empty: crius/ below XDG_CACHE_HOME or ~/.cache."""
+
+    prefetch: int = 2
+    """Batches prepared ahead by a background thread. 0 prepares each one when it is asked for."""

@@ -1,0 +1,44 @@
+"""``RunConfig``: one run, as data. Frozen; nothing changes it after parsing."""
+
+from dataclasses import dataclass, field
+
+from crius.config.activation_checkpoint import ActivationCheckpointConfig
+from crius.config.checkpoint import CheckpointConfig
+from crius.config.comm import CommConfig
+from crius.config.compile import CompileConfig
+from crius.config.data import DataConfig
+from crius.config.debug import DebugConfig
+from crius.config.job import JobConfig
+from crius.config.lr_scheduler import LRSchedulerConfig
+from crius.config.metrics import MetricsConfig
+from crius.config.model import ModelConfig
+from crius.config.optimizer import OptimizerConfig
+from crius.config.parallelism import ParallelismConfig
+from crius.config.profiler import ProfilerConfig
+from crius.config.quantize import QuantizeConfig
+from crius.config.tokenizer import TokenizerConfig
+from crius.config.training import TrainingConfig
+from crius.config.validation import ValidationConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """All sections of a run, each a frozen dataclass of its own file."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lr_scheduler: LRSchedulerConfig = field(default_factory=LRSchedulerConfig)
+    activation_checkpoint: ActivationCheckpointConfig = field(default_factory=ActivationCheckpointConfig)
+    compile: CompileConfig = field(default_factory=CompileConfig)
+    quantize: QuantizeConfig = field(default_factory=QuantizeConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
+    debug: DebugConfig = field(default_factory=DebugConfig)
+    comm: CommConfig = field(default_factory=CommConfig)
+    job: JobConfig = field(default_factory=JobConfig)

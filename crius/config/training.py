@@ -1,0 +1,50 @@
+"""``[training]``: length, batch, precision and accumulation."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Dtype = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """How long and on what batches the model is trained."""
+
+    steps: int = 10_000
+    """Number of optimizer steps."""
+
+    seq_len: int = 2048
+    """Tokens in a sequence."""
+
+    local_batch_size: int = -1
+    """Sequences a rank takes in one microbatch. -1: global_batch_size / data-parallel ranks, at most 8, the rest is
+    accumulated. Lower it to save activation memory; the loss curve does not change."""
+
+    global_batch_size: int = -1
+    """Sequences in one optimizer step, over all ranks and microbatches. More than local_batch_size x data-parallel
+    ranks accumulates gradients. -1: local_batch_size x data-parallel ranks where local_batch_size is given,
+    else 16 (or the number of data-parallel ranks, if that is larger)."""
+
+    gradient_sync: Literal["immediate", "deferred", "auto"] = "auto"
+    """When gradients are synchronised under accumulation. immediate: reduce-scatter (and all-reduce over replicas) in
+    every microbatch: least memory. deferred: only in the last microbatch: least communication, but each rank keeps
+    unsharded gradients. auto: reduce-scatter in every microbatch, all-reduce over replicas once."""
+
+    mixed_precision_param: Dtype = "bfloat16"
+    """dtype of the gathered weights and of the activations. The master weights stay float32."""
+
+    mixed_precision_reduce: Dtype = "float32"
+    """dtype in which gradients are reduced over ranks and accumulated."""
+
+    max_norm: float = 1.0
+    """Gradients are scaled down so that their global L2 norm is at most this. 0 turns clipping off."""
+
+    enable_cpu_offload: bool = False
+    """Keep sharded weights, gradients and optimizer state in host memory: least device memory, slow."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda where torch can use a GPU, else cpu."""
+
+    gc_interval: int = 50
+    """Steps between runs of Python's garbage collector, on all ranks at the same step so that none waits for
+    another's. 0 leaves it automatic."""
