@@ -65,7 +65,7 @@ class CheckpointError(CriusError):
     """A checkpoint cannot be written or read."""
 
 
-class EnvironmentError(CriusError):  # noqa: A001  the name of the concept; never imported with *
+class EnvironmentError(CriusError):
     """A package, a device or a permission that the run needs is missing."""
 
 

@@ -14,7 +14,8 @@ class MetricsConfig:
     """Write TensorBoard event files with torchtitan's tag names (needs ``pip install crius[tensorboard]``)."""
 
     peak_tflops: float = 0.0
-    """Dense bf16 peak of one device in TFLOP/s, for MFU. 0: known devices use their published peak, others print n/a."""
+    """Dense bf16 peak of one device in TFLOP/s, for MFU. 0: the published peak of known
+    devices; others print n/a."""
 
     enable_progress_bar: bool = True
     """Show a bar with the remaining time on a terminal. Pipes and files always get plain lines."""

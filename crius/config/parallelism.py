@@ -61,4 +61,4 @@ class ParallelismConfig:
         """``data_parallel_shard_degree`` with -1 filled from ``num_ranks``; at least 1."""
         if self.data_parallel_shard_degree != -1:
             return self.data_parallel_shard_degree
-        return max(1, num_ranks // self.fixed_ranks())
+        return max(1, num_ranks // max(1, self.fixed_ranks()))

@@ -1,0 +1,50 @@
+# make setup   .venv with Crius and torch          make train       train the debug Llama on this machine
+# make test    everything that CI runs              make clean       remove .venv
+#
+# A GPU machine overrides one variable, for example
+#   make setup CRIUS_TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cu130"
+CRIUS_TORCH ?= torch==2.13.0
+PYTHON ?= python3
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.setup-$(shell printf '%s' '$(CRIUS_TORCH)' | cksum | cut -d' ' -f1)
+TEST_STAMP := $(STAMP)-test
+
+# uv is many times faster; it does not read pip's settings, so the wheels at hand are named to it
+UV := $(shell command -v uv 2>/dev/null)
+ifdef UV
+MAKE_VENV = $(UV) venv --quiet --allow-existing --python $(PYTHON) $(VENV)
+INSTALL = UV_FIND_LINKS="$(PIP_FIND_LINKS)" $(UV) pip install --quiet --python $(BIN)/python
+else
+MAKE_VENV = $(PYTHON) -m venv $(VENV)
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
+endif
+
+.PHONY: setup train test lint clean
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml
+	$(MAKE_VENV)
+	$(INSTALL) $(CRIUS_TORCH)
+	$(INSTALL) -e .
+	rm -f $(VENV)/.setup-*
+	touch $@
+
+$(TEST_STAMP): $(STAMP)
+	$(INSTALL) -e '.[test]'
+	touch $@
+
+train: $(STAMP)
+	HF_HUB_OFFLINE=1 $(BIN)/crius train
+
+lint: $(TEST_STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/pytest tests
+
+clean:
+	rm -rf $(VENV)

@@ -1,0 +1,44 @@
+"""A ``RunConfig`` as flat names, as TOML, and as a difference."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import tomli_w
+
+from crius.config.run import RunConfig
+
+
+def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Dotted field names of a config and their values, in the order of the sections."""
+    flat: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            flat.update(flatten(value, f"{prefix}{field.name}."))
+        else:
+            flat[f"{prefix}{field.name}"] = value
+    return flat
+
+
+def _plain(value: Any) -> Any:
+    """Dataclasses as tables and tuples as lists; None, which TOML cannot say, is left out."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items() if item is not None}
+    return list(value) if isinstance(value, tuple) else value
+
+
+def to_toml(config: RunConfig) -> str:
+    """TOML that ``crius train --config`` reads back to the same run.
+
+    ``job.run_dir`` is left out, so that the repeated run writes to a folder of its own.
+    """
+    tree = dataclasses.asdict(config)
+    del tree["job"]["run_dir"]
+    return tomli_w.dumps(_plain(tree))
+
+
+def differences(left: RunConfig, right: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """Dotted names whose values differ, with the left and the right value."""
+    a, b = flatten(left), flatten(right)
+    return {name: (a[name], b[name]) for name in a if a[name] != b[name]}

@@ -1,0 +1,196 @@
+"""Flags and TOML to a ``RunConfig``, with the origin of every value.
+
+Order: defaults < recipe (``--recipe NAME``) < ``--config a.toml`` (repeatable, the last one wins) < flags.
+"""
+
+import difflib
+import importlib.resources
+import tomllib
+import types
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+from cyclopts import App, ArgumentCollection, CycloptsError
+from cyclopts.config import Dict
+from cyclopts.exceptions import UnknownOptionError
+
+from crius.errors import ConfigError
+
+DEFAULT_RECIPE = "llama3_debug"
+
+# torchtitan's names of flags that Crius spells otherwise; accepted wherever a flag or a TOML key is.
+ALIASES = {
+    "job.dump_folder": "job.run_dir",
+    "metrics.log_freq": "metrics.log_interval",
+    "parallelism.fsdp_reshard_after_forward": "parallelism.reshard_after_forward_mode",
+    "profiling.enable_profiling": "profiler.enable",
+    "training.dataset_path": "data.path",
+    "training.seed": "debug.seed",
+    "training.deterministic": "debug.deterministic",
+    "validation.freq": "validation.interval",
+}
+
+# Names people try that mean a flag of another place: only suggested, never applied.
+MOVED = {
+    "float8.enable": "quantize.dense.float8.enable",
+    "mx.enable": "quantize.dense.mxfp8.enable",
+    "training.compile": "compile.enable",
+    "training.dataset": "data.source",
+    "training.batch_size": "training.local_batch_size",
+    "training.tensor_parallel_degree": "parallelism.tensor_parallel_degree",
+    "model.tokenizer_path": "tokenizer.path",
+    "optimizer.fused": "optimizer.implementation",
+}
+
+# Other people's spellings of a choice that differ by more than case, hyphens and underscores.
+CHOICE_ALIASES = {"interleaved1f1b": "interleave_1f1b", "interleavedzerobubble": "interleave_zero_bubble"}
+
+
+def recipe_names() -> list[str]:
+    """Names of the recipes that come with Crius, sorted."""
+    folder = importlib.resources.files("crius") / "recipes"
+    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """``, did you mean X?`` for the nearest known name, or an empty string."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f", did you mean {near[0]}?" if near else ""
+
+
+class RunSources:
+    """A cyclopts config hook: fills what the command line left open from TOML and remembers where values came from.
+
+    Attributes:
+        origins: dotted field name to a phrase such as ``command line`` or ``recipe llama3_debug``, of every value that
+            is not a default.
+        recipe: name of the recipe that was used; empty when only ``--config`` files were.
+    """
+
+    def __init__(self) -> None:
+        self.origins: dict[str, str] = {}
+        self.recipe = ""
+
+    def origin(self, name: str) -> str:
+        """Where the value of the dotted field ``name`` came from; ``default`` when nobody set it."""
+        return self.origins.get(name, "default")
+
+    def __call__(self, app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+        """Called by cyclopts between reading the command line and converting values."""
+        named = {argument.name: argument for argument in arguments}
+        if "--recipe" not in named:
+            return
+        files = [token.value for token in named["--config"].tokens]
+        recipes = [token.value for token in named["--recipe"].tokens] or ([] if files else [DEFAULT_RECIPE])
+        self.recipe = recipes[0] if recipes else ""
+        for source, table in [*((path, read_toml(Path(path))) for path in reversed(files)), *map(_recipe, recipes)]:
+            Dict(_renamed(table), source=source, use_commands_as_keys=False)(app, commands, arguments)
+        for argument in arguments:
+            if not argument.tokens:
+                continue
+            argument.tokens = [token.evolve(value=_canonical(token.value, argument.hint)) for token in argument.tokens]
+            source = argument.tokens[0].source
+            self.origins[argument.name.lstrip("-")] = "command line" if source == "cli" else source
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file.
+
+    Raises:
+        ConfigError: no such file, or not TOML; names the file and, where known, the line.
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        what = f"{path} cannot be read: {error.strerror}."
+        raise ConfigError(what, where="--config", fix="give a TOML file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}.", fix="mend that line") from None
+
+
+def _recipe(name: str) -> tuple[str, dict[str, Any]]:
+    names = recipe_names()
+    if name not in names:
+        raise ConfigError(
+            f"no recipe is called {name}{did_you_mean(name, names)}",
+            where="--recipe",
+            fix=f"use one of {', '.join(names)}, or --config FILE.toml",
+        )
+    text = (importlib.resources.files("crius") / "recipes" / f"{name}.toml").read_text(encoding="utf-8")
+    return f"recipe {name}", tomllib.loads(text)
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        name = f"{prefix}{key}".replace("-", "_")
+        if isinstance(value, dict):
+            yield from _flat(value, f"{name}.")
+        else:
+            yield name, value
+
+
+def _renamed(table: Mapping[str, Any]) -> dict[str, Any]:
+    """``table`` with torchtitan's names replaced by ours."""
+    tree: dict[str, Any] = {}
+    for name, value in _flat(table):
+        *sections, leaf = ALIASES.get(name, name).split(".")
+        node = tree
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[leaf] = value
+    return tree
+
+
+def _choices(hint: Any) -> list[str]:
+    if get_origin(hint) is Literal:
+        return [choice for choice in get_args(hint) if isinstance(choice, str)]
+    if get_origin(hint) in (Union, types.UnionType):
+        return [choice for part in get_args(hint) for choice in _choices(part)]
+    return []
+
+
+def _canonical(value: str, hint: Any) -> str:
+    """``value`` in the spelling of the choice that it equals when case, ``-`` and ``_`` are ignored."""
+    plain = value.lower().replace("_", "").replace("-", "")
+    for choice in _choices(hint):
+        if plain == choice.replace("_", "").replace("-", "") or CHOICE_ALIASES.get(plain) == choice:
+            return choice
+    return value
+
+
+def normalized_argv(argv: Sequence[str]) -> list[str]:
+    """``argv`` with torchtitan's flag names replaced, and ``--flag true`` joined to ``--flag=true``."""
+    out: list[str] = []
+    for token in argv:
+        if token.lower() in ("true", "false") and out and out[-1].startswith("--") and "=" not in out[-1]:
+            out[-1] += f"={token.lower()}"
+            continue
+        if token.startswith("--"):
+            flag, equals, value = token[2:].partition("=")
+            name = flag.replace("-", "_")
+            token = f"--{ALIASES.get(name, flag)}{equals}{value}"
+        out.append(token)
+    return out
+
+
+def explain(error: CycloptsError) -> ConfigError:
+    """A parsing error of cyclopts as a ``ConfigError`` of one clear sentence."""
+    if not isinstance(error, UnknownOptionError):
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        return ConfigError(" ".join(lines), fix="see crius COMMAND --help for what each flag takes")
+    token = error.token
+    known = [name for argument in error.argument_collection for name in argument.names if not argument.children]
+    if token.source == "cli":
+        written, where = token.keyword or token.value, "command line"
+        name = written.lstrip("-").partition("=")[0]
+    else:
+        name = ".".join(part for part in (token.keyword or "").replace("]", "[").split("[") if part)
+        written, where = name, token.source
+    moved = MOVED.get(name.replace("-", "_"))
+    hint = f", did you mean --{moved}?" if moved else did_you_mean(f"--{name}", known)
+    if where != "command line":
+        hint = hint.replace("--", "")
+    kind = "flag" if where == "command line" else "key"
+    fix = f"write {hint.removeprefix(', did you mean ').rstrip('?')}" if hint else "crius train --help lists every flag"
+    return ConfigError(f"unknown {kind} {written}{hint or '.'}", where=where, fix=fix)

@@ -1,0 +1,53 @@
+"""One rank's share of an optimizer step: tokens, labels, positions.
+
+B batch, T tokens
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+IGNORE_INDEX = -100
+"""Label of a position that is not scored; PyTorch's default ``ignore_index``."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences and what to predict from them, all int64 and ``(batch, tokens)``.
+
+    ``labels_BT[b, t]`` is the token after ``tokens_BT[b, t]``, or ``IGNORE_INDEX``. ``positions_BT`` counts from 0 at
+    the start of each document and of each sequence. ``sample_ids[b]`` names row b in its source; -1 is padding.
+    """
+
+    tokens_BT: Tensor
+    labels_BT: Tensor
+    positions_BT: Tensor
+    sample_ids: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.sample_ids)
+
+    def microbatches(self, size: int) -> Iterator["Batch"]:
+        """Consecutive slices of ``size`` rows, views of this batch.
+
+        Raises:
+            ValueError: ``size`` does not divide the number of rows.
+        """
+        if size < 1 or len(self) % size:
+            raise ValueError(f"microbatches of {size} rows do not divide a batch of {len(self)} rows")
+        for start in range(0, len(self), size):
+            rows = slice(start, start + size)
+            yield Batch(self.tokens_BT[rows], self.labels_BT[rows], self.positions_BT[rows], self.sample_ids[rows])
+
+    def to(self, device: torch.device | str) -> "Batch":
+        """A copy on ``device``; it overlaps with the host where the batch is pinned. This batch if it is there."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin_memory(self) -> "Batch":
+        """A copy in page-locked host memory. Needs CUDA."""
+        return self._map(Tensor.pin_memory)
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
+        return Batch(function(self.tokens_BT), function(self.labels_BT), function(self.positions_BT), self.sample_ids)

@@ -1,0 +1,174 @@
+"""Local corpora are tokenised once a machine: a cache of token folders, keyed by content."""
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from crius.config.data import DataConfig
+from crius.config.tokenizer import TokenizerConfig
+from crius.data.documents import describe, find_files, read_pieces
+from crius.data.prepare import write_folder
+from crius.data.tokenizer import Tokenizer
+from crius.data.tokens import FORMAT_VERSION, TokenFile
+from crius.errors import DataError
+
+SETTLED_NS = 2_000_000_000
+"""A file changed less than 2 s before it was hashed is hashed again next time: another change could have the same
+time stamp, because file systems count time in steps."""
+
+_log = logging.getLogger("crius.data")
+
+
+def open_cached(
+    data: DataConfig, config: TokenizerConfig, tokenizer: Tokenizer, *, flag: str = "--data.path"
+) -> TokenFile:
+    """The token folder of a local corpus, from the cache, or written to it.
+
+    Any number of processes may call this at once: one tokenises, the others wait for it. If that one fails, each of
+    them tries and fails with the same error.
+
+    Args:
+        data: ``source`` is stdlib, text or jsonl.
+        config: what ``tokenizer`` was built from.
+        tokenizer: the tokenizer.
+        flag: where ``data.path`` came from, for messages.
+
+    Raises:
+        DataError: the corpus is bad, or the cache folder cannot be written.
+    """
+    root = cache_folder(data)
+    files = find_files(data, flag)
+    before = [_signature(file) for file in files]
+    digests = _digests(files, before, root / "index")
+    options = data.text_field if data.source == "jsonl" else ""
+    content = [FORMAT_VERSION, data.source, options, tokenizer.fingerprint, *digests]
+    key = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
+    folder = root / "tokens" / key
+    if (found := _open(folder)) is not None:
+        return found
+    with _locked(root, folder):
+        if (found := _open(folder)) is not None:
+            return found
+        _remove(folder)
+        pieces = read_pieces(data, files)
+        write_folder(folder, pieces, tokenizer, tokenizer_config=config, source=describe(data, files))
+        for file, signature in zip(files, before, strict=True):
+            if _signature(file) != signature:
+                _remove(folder)
+                raise DataError(f"{file} changed while it was read.", where=str(file), fix="start again")
+    return TokenFile(folder)
+
+
+def cache_folder(data: DataConfig) -> Path:
+    """``data.cache_dir``, else crius/ below ``XDG_CACHE_HOME``, else ~/.cache/crius."""
+    if data.cache_dir:
+        return Path(data.cache_dir).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if base else Path("~/.cache").expanduser()) / "crius"
+
+
+def _open(folder: Path) -> TokenFile | None:
+    """The entry, or None where there is none or a damaged one."""
+    if not folder.exists():
+        return None
+    try:
+        return TokenFile(folder)
+    except DataError as error:
+        _log.warning("cache: %s It is tokenised again.", error.what)
+        return None
+
+
+def _remove(folder: Path) -> None:
+    """Remove an entry and what a killed writer left beside it. The caller holds the lock."""
+    for leftover in folder.parent.glob(f"{folder.name}.tmp-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    if folder.exists():
+        shutil.rmtree(folder)
+
+
+@contextmanager
+def _locked(root: Path, folder: Path) -> Iterator[None]:
+    """Hold the lock of an entry. The kernel frees it when its holder dies, so that it is never stale."""
+    lock = folder.with_suffix(".lock")
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
+        if not os.access(lock.parent, os.W_OK):
+            raise PermissionError(13, "Permission denied", str(lock.parent))
+    except OSError as error:
+        raise DataError(
+            f"cache folder {root} cannot be written: {error.strerror or error}.",
+            where="--data.cache_dir",
+            why="tokenised corpora are kept there",
+            fix="--data.cache_dir DIR, a folder that can be written",
+        ) from error
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _log.info("cache: waiting for the process that tokenises %s", folder)
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _signature(file: Path) -> list[int]:
+    try:
+        status = file.stat()
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error.strerror or error}.", where=str(file)) from error
+    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+
+
+def _digests(files: tuple[Path, ...], signatures: list[list[int]], index_folder: Path) -> list[str]:
+    """sha256 of each file. Files that did not change are not read again: an index remembers their hashes."""
+    names = [str(file.resolve()) for file in files]
+    index_file = index_folder / (hashlib.sha256("\0".join(names).encode()).hexdigest()[:32] + ".json")
+    known = _read_index(index_file)
+    digests, index = [], {}
+    for name, file, signature in zip(names, files, signatures, strict=True):
+        entry = known.get(name)
+        hashed = time.time_ns()
+        digest = entry[1] if entry is not None and entry[0] == signature else _hash(file)
+        digests.append(digest)
+        if (entry is not None and entry[0] == signature) or max(signature[1:3]) + SETTLED_NS < hashed:
+            index[name] = (signature, digest)
+    if index != known:
+        _write_index(index_file, index)
+    return digests
+
+
+def _hash(file: Path) -> str:
+    try:
+        with file.open("rb") as opened:
+            return hashlib.file_digest(opened, "sha256").hexdigest()
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error.strerror or error}.", where=str(file)) from error
+
+
+def _read_index(file: Path) -> dict[str, tuple[list[int], str]]:
+    try:
+        return {
+            name: (list(signature), str(digest)) for name, (signature, digest) in json.loads(file.read_bytes()).items()
+        }
+    except (OSError, ValueError, TypeError, AttributeError):  # no index, or a damaged one: hash again
+        return {}
+
+
+def _write_index(file: Path, index: dict[str, tuple[list[int], str]]) -> None:
+    temporary = file.with_name(f"{file.name}.tmp-{uuid.uuid4().hex}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(index))
+        temporary.replace(file)
+    except OSError as error:  # it only saves time
+        _log.debug("cache: %s was not written: %s", file, error)

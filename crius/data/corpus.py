@@ -1,0 +1,201 @@
+"""``[data]``, ``[tokenizer]`` and ``[validation]`` to what is trained on and what is held out. No torch."""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from crius.config.data import DataConfig
+from crius.config.tokenizer import TokenizerConfig
+from crius.config.validation import ValidationConfig
+from crius.data.cache import open_cached
+from crius.data.huggingface import open_huggingface
+from crius.data.source import HeldOut, TokenSource
+from crius.data.tokenizer import Tokenizer, build_tokenizer
+from crius.data.tokens import IndexedSource, TokenFile
+from crius.errors import DataError
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """What a run reads.
+
+    Attributes:
+        train: sequences without end.
+        validation: sequences that are never trained on; None where ``validation.interval`` is 0.
+        tokenizer: the tokenizer.
+        token_bytes: ``(vocab_size of the model,)`` int32, UTF-8 bytes of text that each id stands for.
+        description: lines to log.
+    """
+
+    train: TokenSource
+    validation: HeldOut | None
+    tokenizer: Tokenizer
+    token_bytes: npt.NDArray[np.int32]
+    description: tuple[str, ...]
+
+
+def open_corpus(
+    data: DataConfig,
+    tokenizer: TokenizerConfig,
+    validation: ValidationConfig,
+    *,
+    seq_len: int,
+    global_batch_size: int,
+    vocab_size: int,
+    seed: int,
+) -> Corpus:
+    """Open the corpus; the first time on a machine that tokenises it, later it takes milliseconds.
+
+    Held out is the end of the token stream, whole documents where the last one is not too long, or
+    ``validation.path``. Streams: see ``open_huggingface``.
+
+    Args:
+        data: where documents come from.
+        tokenizer: how they become tokens.
+        validation: what is held out.
+        seq_len: tokens in a sequence.
+        global_batch_size: sequences in an optimizer step; an epoch has at least that many.
+        vocab_size: rows of the model's embedding.
+        seed: chooses the order of the sequences.
+
+    Raises:
+        DataError: the corpus cannot be used; the message says what would work.
+        EnvironmentError: a package is missing.
+    """
+    tok = build_tokenizer(tokenizer)
+    if tok.vocab_size > vocab_size:
+        raise DataError(
+            f"tokenizer {tok.name} has {tok.vocab_size:,} ids, the model has rows for {vocab_size:,}.",
+            where="--tokenizer.path",
+            fix=f"--model.vocab_size {tok.vocab_size}",
+        )
+    token_bytes = np.zeros(vocab_size, dtype=np.int32)
+    token_bytes[: tok.vocab_size] = tok.token_bytes()
+    _check_fraction(validation)
+    if data.source == "huggingface":
+        source, held_out, lines = open_huggingface(data, tok, validation, seq_len=seq_len)
+        return Corpus(source, held_out, tok, token_bytes, lines)
+    file = _token_file(data, tokenizer, tok, vocab_size, "--data.path")
+    held_file, holds_out = file, validation.interval > 0
+    if holds_out and validation.path:
+        other = replace(data, path=validation.path)
+        held_file = _token_file(other, tokenizer, tok, vocab_size, "--validation.path")
+    cut = _cut(file, validation.fraction, seq_len) if holds_out and held_file is file else file.meta.num_tokens
+    windows = partial(IndexedSource, seq_len=seq_len, vocab_size=vocab_size, seed=seed)
+    train = windows(file, 0, cut, shuffle=data.shuffle)
+    held = None
+    if holds_out:
+        held = windows(held_file, cut if held_file is file else 0, held_file.meta.num_tokens, shuffle=False)
+    _check_train(train, held, global_batch_size)
+    if held is not None:
+        _check_held_out(train, held, validation, global_batch_size)
+    return Corpus(train, held, tok, token_bytes, _describe(train, held, tok, global_batch_size))
+
+
+def _check_fraction(validation: ValidationConfig) -> None:
+    if validation.interval > 0 and not validation.path and not 0 < validation.fraction < 1:
+        raise DataError(
+            f"validation.fraction {validation.fraction} is not between 0 and 1.",
+            where="--validation.fraction",
+            fix="--validation.fraction 0.02, or --validation.interval 0 for no validation",
+        )
+
+
+def _token_file(data: DataConfig, config: TokenizerConfig, tok: Tokenizer, vocab_size: int, flag: str) -> TokenFile:
+    if data.source != "tokens":
+        file = open_cached(data, config, tok, flag=flag)
+    else:
+        if len(data.path) != 1:
+            raise DataError(
+                f"source tokens takes one folder, got {len(data.path)}.",
+                where=flag,
+                fix=f"{flag} FOLDER, written by crius data prepare",
+            )
+        file = TokenFile(Path(data.path[0]).expanduser())
+        if file.meta.tokenizer_fingerprint != tok.fingerprint:
+            raise DataError(
+                f"{file.folder} was written with tokenizer {file.meta.tokenizer_name}, the run has {tok.name}"
+                + (" of another content." if file.meta.tokenizer_name == tok.name else "."),
+                where="--tokenizer.path",
+                why="text would be spelled with other ids than the model is trained on",
+                fix=f"--tokenizer.path {file.meta.tokenizer_name}, as it was then, or prepare the folder again",
+            )
+    file.check_vocab(vocab_size)
+    return file
+
+
+def _cut(file: TokenFile, fraction: float, seq_len: int) -> int:
+    """First held-out token: the start of a document, unless that leaves less than half of what was asked for."""
+    total = file.meta.num_tokens
+    wanted = round(total * fraction)
+    index = int(np.searchsorted(file.documents, total - wanted))
+    if index < len(file.documents):
+        start = int(file.documents[index])
+        if total - start >= max(wanted / 2, min(wanted, seq_len + 1)):
+            return start
+    return total - wanted
+
+
+def _num_tokens(source: IndexedSource) -> int:
+    return source.last_token - source.first_token
+
+
+def _check_train(train: IndexedSource, held: IndexedSource | None, global_batch_size: int) -> None:
+    if train.num_samples >= global_batch_size:
+        return
+    fixes = []
+    # both have to hold at the length that is proposed
+    limits = [(_num_tokens(train) - 1) // global_batch_size, *([] if held is None else [_num_tokens(held) - 1])]
+    if (shorter := min(limits)) >= 1:
+        fixes.append(f"--training.seq_len {_power_of_two(shorter)}")
+    if train.num_samples and (held is None or held.num_samples):
+        fixes.append(f"--training.global_batch_size {_power_of_two(train.num_samples)}")
+    raise DataError(
+        f"the corpus has {_num_tokens(train):,} tokens to train on = {train.num_samples:,} sequences of "
+        f"{train.seq_len:,}; one step needs {global_batch_size:,} sequences.",
+        where=train.file.meta.source,
+        fix=", or ".join([*fixes, "more text"]),
+    )
+
+
+def _check_held_out(
+    train: IndexedSource, held: IndexedSource, validation: ValidationConfig, global_batch_size: int
+) -> None:
+    if held.num_samples:
+        return
+    tokens, needed, total = _num_tokens(held), held.seq_len + 1, held.file.meta.num_tokens
+    fixes = []
+    fraction = -(-needed * 1000 // total) / 1000
+    if not validation.path and (total - round(total * fraction) - 1) // held.seq_len >= global_batch_size:
+        fixes.append(f"--validation.fraction {fraction:g}")
+    if tokens >= 2:
+        fixes.append(f"--training.seq_len {_power_of_two(tokens - 1)}")
+    raise DataError(
+        f"{tokens:,} tokens are held out for validation, one sequence needs {needed:,}.",
+        where="--validation.path" if validation.path else f"--validation.fraction {validation.fraction}",
+        fix=", or ".join([*fixes, "--validation.interval 0 for no validation"]),
+    )
+
+
+def _power_of_two(limit: int) -> int:
+    """The largest one that is at most ``limit``, which is at least 1."""
+    return 1 << (limit.bit_length() - 1)
+
+
+def _describe(
+    train: IndexedSource, held: IndexedSource | None, tok: Tokenizer, global_batch_size: int
+) -> tuple[str, ...]:
+    meta = train.file.meta
+    lines = (
+        f"corpus: {meta.source}: {meta.num_documents:,} documents, {meta.num_tokens:,} tokens, tokenizer {tok.name} "
+        f"({train.file.folder})",
+        f"train: {_num_tokens(train):,} tokens = {train.num_samples:,} sequences of {train.seq_len:,} = "
+        f"{train.num_samples / global_batch_size:,.1f} steps an epoch",
+    )
+    if held is None:
+        return (*lines, "validation: off")
+    where = "" if held.file is train.file else f" of {held.file.meta.source}"
+    return (*lines, f"validation: {_num_tokens(held):,} tokens = {held.num_samples:,} sequences held out{where}")

@@ -1,0 +1,251 @@
+"""Documents of local corpora, and one clear error for each way in which they can be bad."""
+
+import difflib
+import glob
+import hashlib
+import json
+import platform
+import re
+import sysconfig
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, NamedTuple
+
+from crius.config.data import DataConfig
+from crius.errors import DataError
+
+MAX_LINE_BYTES = 256 << 20
+"""Longest line of a jsonl file, 256 MiB: a file without newlines must not fill the memory."""
+
+PIECE_BYTES = 16 << 20
+"""A text file is read, and tokenised, 16 MiB at a time."""
+
+_NOT_STDLIB = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+
+
+class Piece(NamedTuple):
+    """A document, or a part of a long one; never an empty document."""
+
+    text: str
+    ends_document: bool
+
+
+def find_files(data: DataConfig, flag: str = "--data.path") -> tuple[Path, ...]:
+    """The files of a local corpus, in the order in which they are read; each once.
+
+    Args:
+        data: ``source`` is stdlib, text or jsonl.
+        flag: where ``data.path`` came from, for messages.
+
+    Raises:
+        DataError: no path, a path that does not exist, a pattern without a match, or a folder.
+    """
+    if data.source == "stdlib":
+        if data.path:
+            raise DataError(
+                f"source stdlib takes no path, got {data.path[0]}.", where=flag, fix="--data.source text, or jsonl"
+            )
+        return _stdlib_files()
+    if not data.path:
+        raise DataError(f"source {data.source} needs files.", where=flag, fix=f"{flag} FILE (repeat it for more)")
+    return tuple(sorted({file for pattern in data.path for file in _matches(pattern, data.source, flag)}))
+
+
+def read_pieces(data: DataConfig, files: tuple[Path, ...]) -> Iterator[Piece]:
+    """The documents of ``files``, in order, in bounded memory. Empty documents are left out.
+
+    Raises:
+        DataError: a file cannot be read, is not UTF-8, or a line is not an object with the text; names file and line.
+    """
+    for file in files:
+        if data.source == "jsonl":
+            yield from _jsonl_pieces(file, data.text_field)
+        elif data.source == "stdlib":
+            yield from _stdlib_pieces(file)
+        else:
+            yield from _text_pieces(file)
+
+
+def describe(data: DataConfig, files: tuple[Path, ...]) -> str:
+    """The corpus in a few words, for the log and for meta.json."""
+    if data.source == "stdlib":
+        return f"stdlib of Python {platform.python_version()}, {len(files):,} files"
+    names = ", ".join(data.path[:3]) + (", ..." if len(data.path) > 3 else "")
+    return f"{data.source} {names}, {len(files):,} file{'s' * (len(files) != 1)}"
+
+
+def document_text(row: object, field: str, where: str) -> str:
+    """The text of one record.
+
+    Args:
+        row: a decoded JSON line or a row of a dataset.
+        field: key that holds the text.
+        where: file and line, or dataset and document, for messages.
+
+    Raises:
+        DataError: no such key, or its value is no text.
+    """
+    if not isinstance(row, Mapping):
+        raise DataError(f"the record is {_json_kind(row)}, not an object with a key {field!r}.", where=where)
+    if field not in row:
+        texts = [key for key, value in row.items() if isinstance(value, str)]
+        choice = difflib.get_close_matches(field, list(map(str, row)), n=1, cutoff=0.5) or texts
+        raise DataError(
+            f"the record has no key {field!r}; its keys: {', '.join(map(str, row)) or 'none'}.",
+            where=where,
+            fix=f"--data.text_field {choice[0]}" if choice else "--data.text_field KEY, with the key that has the text",
+        )
+    text = row[field]
+    if not isinstance(text, str):
+        raise DataError(f"the value of {field!r} is {_json_kind(text)}, not text.", where=where)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
+        raise DataError(
+            f"the value of {field!r} is no Unicode text: lone surrogate \\u{ord(text[error.start]):04x} at character "
+            f"{error.start}.",
+            where=where,
+        ) from error
+    return text
+
+
+def _stdlib_files() -> tuple[Path, ...]:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    names = (file.relative_to(root) for file in root.rglob("*.py"))
+    # _sysconfigdata_*.py holds the paths of the machine that built this Python
+    kept = (name for name in names if not _NOT_STDLIB & set(name.parts) and not name.name.startswith("_sysconfigdata"))
+    # by hash, so that the end of the corpus, which is held out, is a random sample of the modules
+    return tuple(
+        root / name for name in sorted(kept, key=lambda name: hashlib.sha256(name.as_posix().encode()).digest())
+    )
+
+
+def _matches(pattern: str, source: str, flag: str) -> list[Path]:
+    path = Path(pattern).expanduser()
+    if path.is_dir():
+        example = path / ("*.jsonl" if source == "jsonl" else "*.txt")
+        raise DataError(f"{pattern} is a folder, not a file.", where=flag, fix=f"{flag} '{example}'")
+    if path.exists():
+        if not path.is_file():
+            raise DataError(f"{pattern} is not a regular file.", where=flag)
+        return [path]
+    found = [Path(name) for name in glob.glob(str(path), recursive=True)]
+    files = [file for file in found if file.is_file()]
+    if files:
+        return files
+    if not glob.has_magic(pattern):
+        raise DataError(
+            f"{pattern} does not exist.", where=flag, why=f"looked in {Path.cwd()}" * (not path.is_absolute())
+        )
+    raise DataError(
+        f"no file matches {pattern}" + (f" ({len(found)} folders do)." if found else "."),
+        where=flag,
+        fix=f"ls {pattern}; ** goes into subfolders",
+    )
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[IO[bytes]]:
+    try:
+        with file.open("rb") as opened:
+            yield opened
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error.strerror or error}.", where=str(file)) from error
+
+
+def _decode(content: bytes, file: Path, line: int, offset: int) -> str:
+    """Text of ``content``, which starts at this line (from 1) and byte offset (from 0) of the file."""
+    try:
+        text = content.decode()
+    except UnicodeDecodeError as error:
+        line += content.count(b"\n", 0, error.start)
+        compressed = content.startswith((b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ")) and offset == 0
+        raise DataError(
+            f"byte {offset + error.start} of {file} is 0x{content[error.start]:02x}, which is not UTF-8.",
+            where=f"{file}:{line}",
+            fix="the file looks compressed: unpack it first"
+            if compressed
+            else f"iconv -t UTF-8 {file}, or remove the byte",
+        ) from error
+    return text.removeprefix("\ufeff") if offset == 0 else text
+
+
+def _stdlib_pieces(file: Path) -> Iterator[Piece]:
+    with _opened(file) as opened:
+        content = opened.read()
+    try:
+        text = content.decode()
+    except UnicodeDecodeError:  # a few modules declare another encoding
+        return
+    if text:
+        yield Piece(text, True)
+
+
+def _text_pieces(file: Path) -> Iterator[Piece]:
+    line, offset, rest, started = 1, 0, b"", False
+    with _opened(file) as opened:
+        while block := opened.read(PIECE_BYTES):
+            content = rest + block
+            cut = 0
+            if len(content) >= PIECE_BYTES:
+                cut = _cut(content)
+                yield Piece(_decode(content[:cut], file, line, offset), False)
+                started = True
+                line, offset = line + content.count(b"\n", 0, cut), offset + cut
+            rest = content[cut:]
+        text = _decode(rest, file, line, offset)
+        if text or started:
+            yield Piece(text, True)
+
+
+def _cut(content: bytes) -> int:
+    """Where to split text so that tokens do not change: byte-level BPE never joins a newline and a visible character.
+
+    Text without such a place is split before its last character.
+    """
+    if found := re.match(rb"(?s).*\n(?=\S)", content):
+        return found.end()
+    last = len(content) - 1
+    while last > len(content) - 4 and last > 0 and content[last] & 0xC0 == 0x80:
+        last -= 1
+    return last
+
+
+def _jsonl_pieces(file: Path, field: str) -> Iterator[Piece]:
+    offset, number = 0, 0
+    with _opened(file) as opened:
+        while content := opened.readline(MAX_LINE_BYTES + 1):
+            number += 1
+            where = f"{file}:{number}"
+            if len(content) > MAX_LINE_BYTES:
+                raise DataError(
+                    f"line {number} is longer than {MAX_LINE_BYTES >> 20} MiB.",
+                    where=where,
+                    why="jsonl has one JSON object a line, and a line is held in memory",
+                    fix="jq -c . FILE writes one object a line; for plain text --data.source text",
+                )
+            line = _decode(content, file, number, offset)
+            offset += len(content)
+            if not line.strip():
+                continue
+            if text := document_text(_json(line, where), field, where):
+                yield Piece(text, True)
+
+
+def _json(line: str, where: str) -> object:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"the line is not JSON: {error.msg} at column {error.colno}.",
+            where=where,
+            fix="jsonl has one JSON object a line; for plain text --data.source text",
+        ) from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
+        raise DataError(f"the line is not JSON that can be read: {error}.", where=where) from error
+
+
+def _json_kind(value: object) -> str:
+    kinds = {"dict": "an object", "list": "a list", "str": "text", "NoneType": "null", "bool": "true or false"}
+    return kinds.get(type(value).__name__, f"a number ({value})" if isinstance(value, int | float) else "no JSON value")

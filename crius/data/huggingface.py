@@ -1,0 +1,201 @@
+"""A Hugging Face dataset, streamed: nothing is downloaded before it is read, and local folders work offline."""
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from crius.config.data import DataConfig
+from crius.config.validation import ValidationConfig
+from crius.data.source import HeldOut
+from crius.data.stream import Row, ShardReader, StreamSample, StreamSource, with_retries
+from crius.data.tokenizer import Tokenizer
+from crius.errors import DataError, EnvironmentError
+
+
+class Split:
+    """One split of a dataset as ``num_shards`` shards of documents.
+
+    Where the split has that many files, a shard is some of the files. Else it is every ``num_shards``-th document, and
+    each shard reads the whole split for it.
+
+    Args:
+        data: path, name and text field.
+        split: the split.
+        num_shards: shards.
+        hold_out: one document of this many is left out of training, 0 for none.
+        tokenizer: the tokenizer.
+        seq_len: tokens in a sequence.
+        sleep: waits that many seconds between attempts.
+
+    Raises:
+        DataError: there is no such dataset, configuration or split, or it cannot be reached.
+        EnvironmentError: the datasets package is missing.
+    """
+
+    def __init__(
+        self,
+        data: DataConfig,
+        split: str,
+        *,
+        num_shards: int,
+        hold_out: int,
+        tokenizer: Tokenizer,
+        seq_len: int,
+        sleep: Callable[[float], None],
+    ) -> None:
+        self.dataset = load(data, split, sleep)
+        self.num_shards, self.hold_out = num_shards, hold_out
+        self.num_files = int(self.dataset.num_shards)
+        self.by_file = self.num_files >= num_shards
+        self.label = " ".join(filter(None, (data.path[0], data.name, split)))
+        self._data, self._tokenizer, self._seq_len, self._sleep = data, tokenizer, seq_len, sleep
+
+    def rows(self, shard: int, document: int) -> Iterator[Row]:
+        """Rows of a shard from its n-th document on."""
+        if self.by_file:
+            return iter(self.dataset.shard(self.num_shards, shard).skip(document))
+        rest = self.dataset.skip(document * self.num_shards + shard)
+        return itertools.islice(rest, 0, None, self.num_shards)
+
+    def held_out(self, shard: int, document: int) -> bool:
+        """Whether a document is for validation only: the last of each ``hold_out`` in the order of the split's file."""
+        number = document if self.by_file else document * self.num_shards + shard
+        return self.hold_out > 0 and number % self.hold_out == self.hold_out - 1
+
+    def train_reader(self, shard: int) -> ShardReader:
+        """Sequences of the documents of a shard that are trained on, again and again."""
+        return self._reader(
+            partial(self.rows, shard),
+            f"{self.label}, shard {shard} of {self.num_shards}",
+            keep=lambda document: not self.held_out(shard, document),
+            repeat=True,
+        )
+
+    def validation_readers(self) -> Iterator[ShardReader]:
+        """Sequences of the documents that are held out, or of all where none is; once each."""
+        if not self.by_file:  # in one pass: a shard would read the whole split for its own
+            yield self._reader(
+                lambda document: iter(self.dataset.skip(document)),
+                self.label,
+                keep=lambda document: not self.hold_out or document % self.hold_out == self.hold_out - 1,
+                repeat=False,
+            )
+            return
+        for shard in range(self.num_shards):
+            yield self._reader(
+                partial(self.rows, shard),
+                f"{self.label}, shard {shard} of {self.num_shards}",
+                keep=partial(self.held_out, shard) if self.hold_out else lambda document: True,
+                repeat=False,
+            )
+
+    def describe(self) -> str:
+        """How the split is read, for the log."""
+        files = f"{self.num_files:,} file{'s' * (self.num_files != 1)}"
+        if self.by_file:
+            return f"{self.label}: streamed as {self.num_shards} shards of its {files}"
+        return (
+            f"{self.label}: streamed as {self.num_shards} shards; it has {files}, fewer than shards, so each shard "
+            f"reads all of it and keeps one document of {self.num_shards}: {self.num_shards} times the download"
+        )
+
+    def _reader(
+        self, rows: Callable[[int], Iterator[Row]], label: str, *, keep: Callable[[int], bool], repeat: bool
+    ) -> ShardReader:
+        return ShardReader(
+            rows,
+            label,
+            self._tokenizer,
+            seq_len=self._seq_len,
+            text_field=self._data.text_field,
+            keep=keep,
+            repeat=repeat,
+            sleep=self._sleep,
+        )
+
+
+def open_huggingface(
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    validation: ValidationConfig,
+    *,
+    seq_len: int,
+    sleep: Callable[[float], None] = time.sleep,
+) -> tuple[StreamSource, HeldOut | None, tuple[str, ...]]:
+    """The source to train on, what is held out, and lines for the log.
+
+    Held out is the split ``validation.path``, else one document of ``1 / validation.fraction``, all over the dataset;
+    these documents are never trained on. Reading them costs reading the documents in between.
+
+    Raises:
+        DataError: the dataset, the split or its first documents are bad.
+        EnvironmentError: the datasets package is missing.
+    """
+    if len(data.path) != 1:
+        raise DataError(
+            f"source huggingface takes one dataset, got {len(data.path)}.",
+            where="--data.path",
+            fix="--data.path allenai/c4 --data.name en, or a folder of jsonl or parquet files",
+        )
+    validates = validation.interval > 0
+    hold_out = max(2, round(1 / validation.fraction)) if validates and not validation.path else 0
+    shared: dict[str, Any] = {"tokenizer": tokenizer, "seq_len": seq_len, "sleep": sleep}
+    train = Split(data, data.split, num_shards=data.virtual_shards, hold_out=hold_out, **shared)
+    source = StreamSource(
+        train.train_reader,
+        num_shards=data.virtual_shards,
+        seq_len=seq_len,
+        identity=f"{train.label} as {data.virtual_shards} by {seq_len} without 1 of {hold_out}, "
+        f"{tokenizer.fingerprint}",
+    )
+    for shard in {0, data.virtual_shards - 1}:  # the last one is empty first, where documents are few
+        source.reader(shard).check()
+    lines = [train.describe()]
+    if not validates:
+        return source, None, (*lines, "validation: off")
+    held = train
+    if validation.path:
+        held = Split(data, validation.path[0], num_shards=1, hold_out=0, **shared)
+        next(held.validation_readers()).check()
+        lines.append(f"validation: first {validation.num_samples:,} sequences of {held.label}")
+    else:
+        lines.append(
+            f"validation: first {validation.num_samples:,} sequences of every {hold_out:,}th document, held out"
+        )
+    sample = StreamSample(
+        held.validation_readers, num_samples=validation.num_samples, seq_len=seq_len, label=held.label
+    )
+    return source, sample, tuple(lines)
+
+
+def load(data: DataConfig, split: str, sleep: Callable[[float], None]) -> Any:
+    """The streaming dataset of ``data.path[0]``.
+
+    Raises:
+        DataError: there is no such dataset, configuration or split, or it cannot be reached.
+        EnvironmentError: the datasets package is missing.
+    """
+    try:
+        import datasets  # noqa: PLC0415  optional package
+    except ImportError as error:
+        raise EnvironmentError(
+            f"source huggingface needs the datasets package, which is not installed ({error}).",
+            where="--data.source",
+            fix='pip install "datasets>=3.1"',
+        ) from error
+    path = data.path[0]
+
+    def attempt() -> Any:
+        try:
+            return datasets.load_dataset(path, data.name or None, split=split, streaming=True)
+        except (FileNotFoundError, ValueError) as error:  # what another attempt cannot change
+            name = f" {data.name}" if data.name else ""
+            raise DataError(
+                f"dataset {path}{name} has no split {split!r} that can be streamed: {error}",
+                where="--data.path",
+                fix="check --data.path, --data.name, --data.split and --validation.path",
+            ) from error
+
+    return with_retries(attempt, f"opening {path}", sleep=sleep, fix="check the network")

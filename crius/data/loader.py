@@ -1,0 +1,272 @@
+"""Sequences to batches: which rank reads which sample, prefetching, and a state that resumes on any number of ranks.
+
+Step s of a run with global batch size B trains on samples ``s * B`` to ``s * B + B - 1``; rank r of n takes those with
+``id % n == r``. So the batch of a step does not depend on n, and, as n divides the shards of a stream, neither is a
+shard read by two ranks.
+"""
+
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from threading import Condition, Thread
+from typing import Any, NamedTuple, TypedDict
+
+import numpy as np
+import torch
+
+from crius.data.batch import IGNORE_INDEX, Batch
+from crius.data.source import HeldOut, Int64Array, TokenSource
+from crius.errors import ConfigError, DataError
+
+_log = logging.getLogger("crius.data")
+
+
+class LoaderState(TypedDict):
+    """What was handed out, not what was prefetched; plain JSON types.
+
+    ``cursors`` has the shards of one rank, as ``str(shard): [epoch, document, token_offset]``. Its keys differ between
+    ranks, all else is equal, so the states of all ranks merge into one that any number of ranks can resume from.
+    """
+
+    step: int
+    next_sample: int
+    source: str
+    cursors: dict[str, list[int]]
+
+
+class _Prepared(NamedTuple):
+    batch: Batch
+    cursors: dict[int, list[int]]
+
+
+class BatchLoader:
+    """One rank's batches, a step at a time, without end.
+
+    Args:
+        source: the sequences.
+        global_batch_size: sequences in a step, over all ranks.
+        rank, num_ranks: which data-parallel rank this is, of how many.
+        prefetch: batches prepared ahead by a thread; 0 prepares each one when it is asked for.
+        start_step: steps that are done already. A stream has to be resumed by ``load_state_dict`` instead.
+        pin_memory: hand out batches in page-locked memory, which copies to a GPU without the host waiting.
+
+    Raises:
+        ConfigError: the ranks do not divide the batch or the shards.
+    """
+
+    def __init__(
+        self,
+        source: TokenSource,
+        *,
+        global_batch_size: int,
+        rank: int,
+        num_ranks: int,
+        prefetch: int,
+        start_step: int = 0,
+        pin_memory: bool = False,
+    ) -> None:
+        assert 0 <= rank < num_ranks
+        _check_divides("training.global_batch_size", global_batch_size, num_ranks)
+        _check_divides("data.virtual_shards", source.num_shards, num_ranks)
+        self.source, self.global_batch_size, self.rank, self.num_ranks = source, global_batch_size, rank, num_ranks
+        self.step = start_step
+        """Steps whose batch was handed out."""
+        self._shards = range(rank, source.num_shards, num_ranks)
+        self._prefetch, self._pin_memory = prefetch, pin_memory
+        self._next_sample = start_step * global_batch_size
+        self._cursors = source.cursors(self._shards)
+        self._prefetcher: _Prefetcher | None = None
+        self._closed = False
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        """The batch of step ``self.step``.
+
+        Raises:
+            DataError: it cannot be read; also where a background thread found that out.
+            StopIteration: the loader is closed.
+        """
+        if self._closed:
+            raise StopIteration
+        if self._prefetcher is None:
+            self._prefetcher = self._start()
+        prepared = self._prefetcher.get()
+        self.step += 1
+        self._next_sample += self.global_batch_size
+        self._cursors = prepared.cursors
+        return prepared.batch
+
+    def close(self) -> None:
+        """Stop the thread and drop what it prepared. Waits at most 5 s for a read that is under way."""
+        self._closed = True
+        self._stop(timeout=5.0)
+
+    def state_dict(self) -> LoaderState:
+        """State after the last batch that was handed out."""
+        cursors = {str(shard): list(cursor) for shard, cursor in self._cursors.items()}
+        return LoaderState(step=self.step, next_sample=self._next_sample, source=self.source.identity, cursors=cursors)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on after the last batch of ``state``, the merged states of a run on any number of ranks.
+
+        The batch size may be another one: the samples go on where they stopped.
+
+        Raises:
+            DataError: ``state`` lacks a shard of this rank or has a shard that the source has not.
+        """
+        saved = {int(shard): cursor for shard, cursor in state["cursors"].items()}
+        missing = [shard for shard in self._shards if shard not in saved]
+        if missing or any(shard >= self.source.num_shards for shard in saved):
+            raise DataError(
+                f"the checkpoint has cursors of shards {_names(saved)}; this run has {self.source.num_shards} shards"
+                + (f" and needs {_names(missing)} here." if missing else "."),
+                where="--data.virtual_shards",
+                why="a stream is resumed with the shards that it began with",
+                fix=f"--data.virtual_shards {max(saved) + 1}" if saved else "resume without the data state",
+            )
+        if state["source"] != self.source.identity:
+            _log.warning(
+                "the data changed since the checkpoint (%s, now %s): samples are counted on, but they are others",
+                state["source"],
+                self.source.identity,
+            )
+        self._stop(timeout=None)  # the thread moves the cursors of the source
+        self.step, self._next_sample = int(state["step"]), int(state["next_sample"])
+        self.source.restore({shard: saved[shard] for shard in self._shards})
+        self._cursors = self.source.cursors(self._shards)
+
+    def _start(self) -> "_Prefetcher":
+        if self._shards and self._next_sample and not any(map(any, self._cursors.values())):
+            raise DataError(
+                f"step {self.step} of a stream cannot be found without its cursors.",
+                why="a stream is read from the start, or from a checkpoint of the data",
+                fix="load the data state of the checkpoint",
+            )
+        next_sample = self._next_sample
+
+        def prepare() -> _Prepared:
+            nonlocal next_sample
+            ids = range(next_sample + (self.rank - next_sample) % self.num_ranks, next_sample + self.global_batch_size)
+            batch = _batch(self.source, ids[:: self.num_ranks])
+            next_sample += self.global_batch_size
+            return _Prepared(batch.pin_memory() if self._pin_memory else batch, self.source.cursors(self._shards))
+
+        return _Prefetcher(prepare, self._prefetch)
+
+    def _stop(self, timeout: float | None) -> None:
+        if self._prefetcher is not None:
+            self._prefetcher.stop(timeout)
+            self._prefetcher = None
+
+
+class _Prefetcher:
+    """Results of ``prepare`` in order, up to ``depth`` of them ahead; its exception where it raised one."""
+
+    def __init__(self, prepare: Callable[[], _Prepared], depth: int) -> None:
+        self._prepare, self._depth = prepare, depth
+        self._ready: deque[_Prepared] = deque()
+        self._error: BaseException | None = None
+        self._stopped = False
+        self._changed = Condition()
+        self._thread = Thread(target=self._run, name="crius-prefetch", daemon=True)
+        if depth > 0:
+            self._thread.start()
+
+    def get(self) -> _Prepared:
+        if self._depth <= 0:
+            return self._prepare()
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready or self._error is not None)
+            if not self._ready:
+                assert self._error is not None
+                raise self._error
+            prepared = self._ready.popleft()
+            self._changed.notify_all()
+            return prepared
+
+    def stop(self, timeout: float | None) -> None:
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+        if self._thread.is_alive():
+            self._thread.join(timeout)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._stopped or len(self._ready) < self._depth)
+                if self._stopped:
+                    return
+            try:
+                prepared = self._prepare()
+            except BaseException as error:  # the consumer raises it
+                with self._changed:
+                    self._error = error
+                    self._changed.notify_all()
+                return
+            with self._changed:
+                self._ready.append(prepared)
+                self._changed.notify_all()
+
+
+def validation_batches(
+    source: HeldOut, *, num_samples: int, batch_size: int, rank: int, num_ranks: int
+) -> Iterator[Batch]:
+    """One rank's share of the sequences that are scored: the same ones every time and under every layout.
+
+    They are spread evenly over what is held out. Each rank gets the same number of batches of ``batch_size`` rows; rows
+    that are missing have only labels ``IGNORE_INDEX`` and sample id -1.
+
+    Args:
+        source: what is held out.
+        num_samples: sequences to score, at most those there are.
+        batch_size: rows of each batch of this rank.
+        rank, num_ranks: which data-parallel rank this is, of how many.
+    """
+    count = min(num_samples, source.num_samples)
+    ids = [number * source.num_samples // count for number in range(count)]
+    mine = ids[rank::num_ranks]
+    for start in range(0, math.ceil(count / num_ranks), batch_size):
+        rows = mine[start : start + batch_size]
+        yield _padded(source, rows, batch_size)
+
+
+def _batch(source: TokenSource | HeldOut, sample_ids: range | list[int]) -> Batch:
+    tokens, positions = source.read(sample_ids)
+    return _to_batch(tokens, positions, tuple(sample_ids))
+
+
+def _to_batch(tokens: Int64Array, positions: Int64Array, sample_ids: tuple[int, ...]) -> Batch:
+    both = torch.from_numpy(tokens)
+    return Batch(both[:, :-1].contiguous(), both[:, 1:].contiguous(), torch.from_numpy(positions), sample_ids)
+
+
+def _padded(source: HeldOut, sample_ids: list[int], batch_size: int) -> Batch:
+    missing = batch_size - len(sample_ids)
+    if not missing:
+        return _batch(source, sample_ids)
+    tokens = np.zeros((batch_size, source.seq_len + 1), dtype=np.int64)
+    positions = np.tile(np.arange(source.seq_len, dtype=np.int64), (batch_size, 1))
+    if sample_ids:
+        tokens[:-missing], positions[:-missing] = source.read(sample_ids)
+    batch = _to_batch(tokens, positions, (*sample_ids, *[-1] * missing))
+    batch.labels_BT[-missing:] = IGNORE_INDEX
+    return batch
+
+
+def _check_divides(name: str, value: int, num_ranks: int) -> None:
+    if value % num_ranks:
+        above = -(-value // num_ranks) * num_ranks
+        raise ConfigError(
+            f"{num_ranks} data-parallel ranks do not divide {name} {value}.",
+            where=f"--{name}",
+            why="each rank reads the same number of sequences a step, and no shard is read by two ranks",
+            fix=f"--{name} {above}",
+        )
+
+
+def _names(shards: Mapping[int, Any] | list[int]) -> str:
+    return ", ".join(map(str, sorted(shards))) or "none"

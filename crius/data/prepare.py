@@ -1,0 +1,221 @@
+"""Tokenise a local corpus once, into a token folder that appears whole or not at all."""
+
+import hashlib
+import logging
+import multiprocessing
+import os
+import shutil
+import time
+import uuid
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from crius.config.data import DataConfig
+from crius.config.tokenizer import TokenizerConfig
+from crius.data.documents import Piece, describe, find_files, read_pieces
+from crius.data.source import TokenArray
+from crius.data.tokenizer import Tokenizer, build_tokenizer
+from crius.data.tokens import DOCUMENTS, DTYPES, FORMAT_VERSION, META, TOKEN_BYTES, TOKENS, TokenMeta
+from crius.errors import DataError
+
+CHUNK_CHARACTERS = 4 << 20
+CHUNK_PIECES = 4096
+
+_log = logging.getLogger("crius.data")
+
+
+class Encoded(NamedTuple):
+    """Tokens of some pieces, end-of-document ids included, and how many each piece has and whether it ends one."""
+
+    tokens: TokenArray
+    lengths: npt.NDArray[np.int64]
+    ends: npt.NDArray[np.bool_]
+
+
+def prepare(data: DataConfig, tokenizer: TokenizerConfig, out: Path, num_workers: int = 1) -> TokenMeta:
+    """Tokenise ``data`` into the new folder ``out``.
+
+    Args:
+        data: ``source`` is stdlib, text or jsonl.
+        tokenizer: the tokenizer.
+        out: a folder that does not exist or is empty.
+        num_workers: processes; the bytes that are written do not depend on it.
+
+    Raises:
+        DataError: the corpus, the tokenizer or ``out`` is not usable. Nothing is left behind.
+    """
+    if data.source in ("huggingface", "tokens"):
+        why = "a streamed dataset is read where it is" if data.source == "huggingface" else "it is tokens already"
+        raise DataError(
+            f"source {data.source} cannot be prepared.",
+            where="--data.source",
+            why=why,
+            fix="--data.source stdlib, text or jsonl",
+        )
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise DataError(f"{out} exists and is not an empty folder.", where=str(out), fix="choose another, or remove it")
+    files = find_files(data)
+    return write_folder(
+        out,
+        read_pieces(data, files),
+        build_tokenizer(tokenizer),
+        tokenizer_config=tokenizer,
+        source=describe(data, files),
+        num_workers=num_workers,
+    )
+
+
+def write_folder(
+    out: Path,
+    pieces: Iterable[Piece],
+    tokenizer: Tokenizer,
+    *,
+    tokenizer_config: TokenizerConfig,
+    source: str,
+    num_workers: int = 1,
+) -> TokenMeta:
+    """Tokenise ``pieces`` in order into ``<out>.tmp-<uuid>`` and rename that to ``out``, which is absent or empty.
+
+    Raises:
+        DataError: there is no document, or the folder cannot be written. Nothing is left behind.
+    """
+    start = time.monotonic()
+    temporary = out.with_name(f"{out.name}.tmp-{uuid.uuid4().hex}")
+    try:
+        temporary.mkdir(parents=True)
+        encoded = _encode_all(_chunks(pieces), tokenizer, tokenizer_config, num_workers)
+        meta = _write(temporary, encoded, tokenizer, source)
+        _sync(temporary)
+        temporary.rename(out)
+        _sync(out.parent)
+    except OSError as error:
+        raise DataError(
+            f"token folder {out} cannot be written: {error.strerror or error}.", where=str(error.filename or out)
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    seconds = time.monotonic() - start
+    _log.info("tokenised %s: %s tokens in %.1f s", source, f"{meta.num_tokens:,}", seconds)
+    return meta
+
+
+def _write(folder: Path, encoded: Iterable[Encoded], tokenizer: Tokenizer, source: str) -> TokenMeta:
+    dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
+    hashes = {name: hashlib.sha256() for name in (TOKENS, DOCUMENTS, TOKEN_BYTES)}
+    num_tokens, num_documents, largest, at_start = 0, 0, 0, True
+
+    def put(file: IO[bytes], name: str, array: npt.NDArray[Any]) -> None:
+        content = array.tobytes()
+        hashes[name].update(content)
+        file.write(content)
+
+    with (folder / TOKENS).open("wb") as tokens, (folder / DOCUMENTS).open("wb") as documents:
+        for chunk in encoded:
+            put(tokens, TOKENS, chunk.tokens.astype(DTYPES[dtype]))
+            begins = np.concatenate(([at_start], chunk.ends[:-1]))
+            starts = (num_tokens + np.cumsum(chunk.lengths) - chunk.lengths)[begins]
+            put(documents, DOCUMENTS, starts.astype("<i8"))
+            at_start = bool(chunk.ends[-1])
+            largest = max(largest, int(chunk.tokens.max(initial=0)))
+            num_tokens, num_documents = num_tokens + len(chunk.tokens), num_documents + len(starts)
+    if not num_documents:
+        raise DataError(f"the corpus is empty: no document with text in {source}.", where="--data.path")
+    with (folder / TOKEN_BYTES).open("wb") as token_bytes:
+        put(token_bytes, TOKEN_BYTES, tokenizer.token_bytes().astype("<i4"))
+    meta = TokenMeta(
+        version=FORMAT_VERSION,
+        dtype=dtype,
+        num_tokens=num_tokens,
+        num_documents=num_documents,
+        max_token_id=largest,
+        tokenizer_name=tokenizer.name,
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        vocab_size=tokenizer.vocab_size,
+        eos_id=tokenizer.eos_id,
+        source=source,
+        sha256={name: value.hexdigest() for name, value in hashes.items()},
+    )
+    (folder / META).write_text(meta.to_json())
+    for name in (*hashes, META):
+        _sync(folder / name)
+    return meta
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _chunks(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    chunk: list[Piece] = []
+    characters = 0
+    for piece in pieces:
+        chunk.append(piece)
+        characters += len(piece.text)
+        if characters >= CHUNK_CHARACTERS or len(chunk) >= CHUNK_PIECES:
+            yield chunk
+            chunk, characters = [], 0
+    if chunk:
+        yield chunk
+
+
+def encode_chunk(tokenizer: Tokenizer, chunk: list[Piece]) -> Encoded:
+    """Tokens of the pieces one after the other, with the end-of-document id after each that ends a document."""
+    ends = np.array([piece.ends_document for piece in chunk])
+    eos = np.array([tokenizer.eos_id])
+    parts: list[TokenArray] = []
+    for ids, end in zip(tokenizer.encode_batch([piece.text for piece in chunk]), ends, strict=True):
+        parts += (ids, eos) if end else (ids, eos[:0])
+    lengths = np.array([len(part) for part in parts]).reshape(-1, 2).sum(axis=1)
+    dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
+    return Encoded(np.concatenate(parts, dtype=dtype, casting="unsafe"), lengths, ends)
+
+
+def _encode_all(
+    chunks: Iterable[list[Piece]], tokenizer: Tokenizer, config: TokenizerConfig, num_workers: int
+) -> Iterator[Encoded]:
+    """Each chunk encoded, in order; at most two chunks a worker are in memory."""
+    if num_workers <= 1:
+        yield from (encode_chunk(tokenizer, chunk) for chunk in chunks)
+        return
+    # not fork: the parent may have threads (torch, a tokenizer), and a forked child can then wait for ever
+    context = multiprocessing.get_context("forkserver")
+    pool = ProcessPoolExecutor(num_workers, mp_context=context, initializer=_start_worker, initargs=(config,))
+    waiting: deque[Future[Encoded]] = deque()
+    try:
+        for chunk in chunks:
+            waiting.append(pool.submit(_encode_in_worker, chunk))
+            if len(waiting) >= 2 * num_workers:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    except BrokenProcessPool as error:
+        raise DataError(
+            f"one of {num_workers} tokeniser processes ended before its work did.",
+            why="most often it was killed because the memory was full",
+            fix=f"use {max(1, num_workers // 2)} workers",
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+_worker_tokenizer: list[Tokenizer] = []
+
+
+def _start_worker(config: TokenizerConfig) -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process a core is enough threads
+    _worker_tokenizer.append(build_tokenizer(config))
+
+
+def _encode_in_worker(chunk: list[Piece]) -> Encoded:
+    return encode_chunk(_worker_tokenizer[0], chunk)

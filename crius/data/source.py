@@ -1,0 +1,69 @@
+"""What a loader needs from a source of sequences: read by sample id, and a cursor where reading is in order only."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Int64Array = npt.NDArray[np.int64]
+TokenArray = npt.NDArray[np.integer[Any]]
+Cursor = Sequence[int]
+"""``[epoch, document, token_offset]`` of the next token that a shard has not trained on."""
+
+
+class TokenSource(Protocol):
+    """An endless supply of sequences, numbered from 0. Sample id g is the same sequence on every rank and layout."""
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens in a sequence that are trained on; a sequence is read with one token more, the last label."""
+
+    @property
+    def num_shards(self) -> int:
+        """Shards that are read in order, sample g from shard ``g % num_shards``; 0 where any sample can be read."""
+
+    @property
+    def identity(self) -> str:
+        """Changes when sample ids stand for other sequences; a resume under another identity is reported."""
+
+    def read(self, sample_ids: Sequence[int]) -> tuple[Int64Array, Int64Array]:
+        """Tokens ``(batch, seq_len + 1)`` and positions ``(batch, seq_len)`` of these samples.
+
+        With shards, the samples of each shard have to be asked for in order, each one once.
+
+        Raises:
+            DataError: the data is damaged or cannot be reached.
+        """
+
+    def cursors(self, shards: Iterable[int]) -> dict[int, list[int]]:
+        """Where each of ``shards`` goes on; empty where ``num_shards`` is 0."""
+
+    def restore(self, cursors: Mapping[int, Cursor]) -> None:
+        """Go on at these cursors; the shards that are not named stay where they are."""
+
+
+class HeldOut(Protocol):
+    """A fixed number of sequences to score."""
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens in a sequence that are scored."""
+
+    @property
+    def num_samples(self) -> int:
+        """Sequences there are; the same on every rank."""
+
+    def read(self, sample_ids: Sequence[int]) -> tuple[Int64Array, Int64Array]:
+        """Tokens ``(batch, seq_len + 1)`` and positions ``(batch, seq_len)`` of samples below ``num_samples``."""
+
+
+def positions_of(document_starts: Int64Array, seq_len: int) -> Int64Array:
+    """Positions ``(seq_len,)`` of a sequence in which documents start at these indices, besides index 0.
+
+    Args:
+        document_starts: indices into the sequence, each in [0, seq_len).
+    """
+    last_start = np.zeros(seq_len, dtype=np.int64)
+    last_start[document_starts] = document_starts
+    return np.arange(seq_len, dtype=np.int64) - np.maximum.accumulate(last_start)

@@ -1,0 +1,301 @@
+"""Sequences from documents that can only be read in order, as a fixed number of shards with a cursor each.
+
+Sample g is sequence ``g // num_shards`` of shard ``g % num_shards``. The number of shards does not depend on the number
+of ranks, so neither does what a sample id stands for; a rank reads the shards whose samples it trains on.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
+
+import numpy as np
+
+from crius.data.documents import document_text
+from crius.data.source import Cursor, Int64Array, TokenArray, positions_of
+from crius.data.tokenizer import Tokenizer
+from crius.errors import CriusError, DataError
+
+RETRIES = 5
+"""Attempts after the first one, 1, 2, 4, 8 and 16 s apart."""
+
+Row = Mapping[str, object]
+OpenRows = Callable[[int], Iterator[Row]]
+"""Rows of a shard from its n-th document on."""
+
+_log = logging.getLogger("crius.data")
+_T = TypeVar("_T")
+
+
+def with_retries(action: Callable[[], _T], what: str, *, sleep: Callable[[float], None], fix: str = "") -> _T:
+    """The result of ``action``, which is repeated after an exception other than a ``CriusError``.
+
+    Raises:
+        DataError: it failed ``RETRIES`` + 1 times; names the last cause.
+    """
+    for attempt in range(RETRIES):
+        try:
+            return action()
+        except CriusError:
+            raise
+        except Exception as error:
+            wait = 2.0**attempt
+            _log.warning("%s failed (%s: %s); trying again in %.0f s", what, type(error).__name__, error, wait)
+            sleep(wait)
+    try:
+        return action()
+    except CriusError:
+        raise
+    except Exception as error:
+        raise DataError(
+            f"{what} failed {RETRIES + 1} times; the last time: {type(error).__name__}: {error}",
+            where="--data.path",
+            fix=fix,
+        ) from error
+
+
+class ShardReader:
+    """The sequences of one shard, in order.
+
+    Args:
+        open_rows: opens the shard at a document.
+        label: dataset and shard, for messages.
+        tokenizer: the tokenizer; its end-of-document id follows each document.
+        seq_len: tokens in a sequence.
+        text_field: key of the text in a row.
+        keep: False for the numbers of documents to leave out.
+        repeat: start again at the end, with the next epoch.
+        sleep: waits that many seconds.
+
+    Attributes:
+        cursor: ``(epoch, document, token_offset)`` of the first token of the next sequence. Documents are counted
+            in the shard, those left out included.
+    """
+
+    def __init__(
+        self,
+        open_rows: OpenRows,
+        label: str,
+        tokenizer: Tokenizer,
+        *,
+        seq_len: int,
+        text_field: str,
+        keep: Callable[[int], bool],
+        repeat: bool = True,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.open_rows, self.label, self.tokenizer, self.seq_len = open_rows, label, tokenizer, seq_len
+        self.text_field, self.keep, self.repeat, self.sleep = text_field, keep, repeat, sleep
+        self.restore((0, 0, 0))
+
+    def restore(self, cursor: Cursor) -> None:
+        """Go on at ``cursor``."""
+        epoch, document, offset = cursor
+        self.cursor = (epoch, document, offset)
+        self._epoch, self._document, self._offset = epoch, document, offset
+        self._rows: Iterator[Row] | None = None
+        self._tokens: TokenArray | None = None
+        self._last: int | None = None  # last token of the sequence before, which is the first of the next one
+        self._nothing_yet = document == 0
+
+    def next_window(self) -> tuple[Int64Array, Int64Array] | None:
+        """Tokens ``(seq_len + 1,)`` and positions ``(seq_len,)``; None at the end, unless the shard repeats.
+
+        Raises:
+            DataError: a row is bad, the shard has no document, or it could not be read in ``RETRIES`` + 1 attempts.
+        """
+        size = self.seq_len + 1
+        window = np.empty(size, dtype=np.int64)
+        starts: list[int] = []
+        filled = 0
+        if self._last is not None:
+            window[0], filled = self._last, 1
+        while filled < size:
+            tokens = self._tokens if self._tokens is not None else self._load()
+            if tokens is None:
+                return None
+            part = tokens[self._offset : self._offset + size - filled]
+            if self._offset == 0 and filled < self.seq_len:
+                starts.append(filled)
+            window[filled : filled + len(part)] = part
+            filled += len(part)
+            self._offset += len(part)
+            self.cursor = (self._epoch, self._document, self._offset - 1)
+            if self._offset == len(tokens):
+                self._step()
+        self._last = int(window[-1])
+        return window, positions_of(np.array(starts, dtype=np.int64), self.seq_len)
+
+    def check(self) -> None:
+        """Read the first document, so that bad data is found before anything is trained.
+
+        Raises:
+            DataError: as ``next_window``.
+        """
+        if self._tokens is None:
+            self._load()
+
+    def _step(self) -> None:
+        self._document, self._offset, self._tokens = self._document + 1, 0, None
+
+    def _load(self) -> TokenArray | None:
+        """Tokens of the document at the cursor, or of the next one that is kept and has text; None at the end."""
+        while True:
+            where = f"{self.label}, document {self._document:,}"
+            row = with_retries(
+                self._next_row,
+                f"reading {where}",
+                sleep=self.sleep,
+                fix="check the network and start again: it resumes",
+            )
+            if row is None:
+                if not self.repeat:
+                    return None
+                self._start_again()
+                continue
+            text = document_text(row, self.text_field, where) if self.keep(self._document) else ""
+            if not text:
+                self._step()
+                continue
+            self._tokens = np.append(self.tokenizer.encode(text).astype(np.int64), self.tokenizer.eos_id)
+            self._nothing_yet = False
+            if self._offset >= len(self._tokens):
+                raise DataError(
+                    f"the document has {len(self._tokens):,} tokens, the checkpoint was at token {self._offset:,}.",
+                    where=where,
+                    why="the dataset or the tokenizer changed since the checkpoint",
+                )
+            return self._tokens
+
+    def _next_row(self) -> Row | None:
+        try:
+            if self._rows is None:
+                self._rows = self.open_rows(self._document)
+            return next(self._rows, None)
+        except Exception:
+            self._rows = None  # the next attempt opens it again at this document
+            raise
+
+    def _start_again(self) -> None:
+        if self._nothing_yet:
+            raise DataError(
+                f"{self.label} has no document with text to train on.",
+                where="--data.path",
+                why="each shard needs at least one; documents are dealt out to the shards",
+                fix="more documents, or fewer shards: --data.virtual_shards",
+            )
+        _log.info("%s: epoch %d begins", self.label, self._epoch + 1)
+        self._epoch, self._document, self._offset = self._epoch + 1, 0, 0
+        self._rows, self._nothing_yet = None, True
+
+
+class StreamSource:
+    """A ``TokenSource`` over shards.
+
+    Args:
+        new_reader: makes the reader of a shard, at its start.
+        num_shards: shards; the data-parallel ranks must divide it.
+        seq_len: tokens in a sequence.
+        identity: names the dataset and all that decides what a sample is.
+    """
+
+    def __init__(
+        self, new_reader: Callable[[int], ShardReader], *, num_shards: int, seq_len: int, identity: str
+    ) -> None:
+        self.num_shards, self.seq_len, self.identity = num_shards, seq_len, identity
+        self._new_reader = new_reader
+        self._readers: dict[int, ShardReader] = {}
+        self._next: dict[int, int] = {}
+
+    def read(self, sample_ids: Sequence[int]) -> tuple[Int64Array, Int64Array]:
+        """Tokens ``(batch, seq_len + 1)`` and positions ``(batch, seq_len)``.
+
+        Raises:
+            DataError: as ``ShardReader.next_window``.
+        """
+        tokens = np.empty((len(sample_ids), self.seq_len + 1), dtype=np.int64)
+        positions = np.empty((len(sample_ids), self.seq_len), dtype=np.int64)
+        for row, sample_id in enumerate(sample_ids):
+            shard = sample_id % self.num_shards
+            assert self._next.get(shard, sample_id) == sample_id, "the samples of a shard are read in order, each once"
+            window = self.reader(shard).next_window()
+            assert window is not None, "the shards of a source repeat"
+            tokens[row], positions[row] = window
+            self._next[shard] = sample_id + self.num_shards
+        return tokens, positions
+
+    def cursors(self, shards: Iterable[int]) -> dict[int, list[int]]:
+        """``[epoch, document, token_offset]`` of the next sequence of each of ``shards``."""
+        return {shard: list(self.reader(shard).cursor) for shard in shards}
+
+    def restore(self, cursors: Mapping[int, Cursor]) -> None:
+        """Go on at these cursors.
+
+        Raises:
+            DataError: there is no such shard.
+        """
+        for shard, cursor in cursors.items():
+            if not 0 <= shard < self.num_shards:
+                raise DataError(
+                    f"the checkpoint has a cursor of shard {shard}, this run has {self.num_shards} shards.",
+                    where="--data.virtual_shards",
+                    fix="resume with the number of shards that the run began with",
+                )
+            self.reader(shard).restore(cursor)
+            self._next.pop(shard, None)
+
+    def reader(self, shard: int) -> ShardReader:
+        """The reader of a shard."""
+        if shard not in self._readers:
+            self._readers[shard] = self._new_reader(shard)
+        return self._readers[shard]
+
+
+class StreamSample:
+    """A ``HeldOut``: the first sequences of some shards, read when they are first asked for and then kept in memory.
+
+    Args:
+        readers: makes the readers, none of which repeats; each is read to its end before the next.
+        num_samples: sequences at most.
+        seq_len: tokens in a sequence.
+        label: names the data, for messages.
+    """
+
+    def __init__(
+        self, readers: Callable[[], Iterator[ShardReader]], *, num_samples: int, seq_len: int, label: str
+    ) -> None:
+        self.seq_len = seq_len
+        self._readers, self._wanted, self._label = readers, num_samples, label
+        self._windows: list[tuple[Int64Array, Int64Array]] = []
+
+    @property
+    def num_samples(self) -> int:
+        """Sequences there are, at least 1. The first call reads them.
+
+        Raises:
+            DataError: there is not one, or it cannot be read.
+        """
+        return len(self._load())
+
+    def read(self, sample_ids: Sequence[int]) -> tuple[Int64Array, Int64Array]:
+        """Tokens ``(batch, seq_len + 1)`` and positions ``(batch, seq_len)``."""
+        rows = [self._load()[sample_id] for sample_id in sample_ids]
+        return np.stack([tokens for tokens, _ in rows]), np.stack([positions for _, positions in rows])
+
+    def _load(self) -> list[tuple[Int64Array, Int64Array]]:
+        if self._windows:
+            return self._windows
+        windows: list[tuple[Int64Array, Int64Array]] = []
+        for reader in self._readers():
+            while len(windows) < self._wanted and (window := reader.next_window()) is not None:
+                windows.append(window)
+            if len(windows) == self._wanted:
+                break
+        if not windows:
+            raise DataError(
+                f"{self._label} has less than one sequence of {self.seq_len} tokens to validate on.",
+                where="--validation.fraction",
+                fix="--validation.fraction 0.1, --validation.path SPLIT, or --validation.interval 0 for no validation",
+            )
+        self._windows = windows
+        return windows

@@ -1,0 +1,230 @@
+"""Text to token ids: bytes, or a Hugging Face ``tokenizer.json``."""
+
+import difflib
+import hashlib
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from crius.config.tokenizer import TokenizerConfig
+from crius.data.source import TokenArray
+from crius.errors import DataError, EnvironmentError
+
+EOS_NAMES = (
+    "<|end_of_text|>",  # Llama 3
+    "<|endoftext|>",  # GPT-2, Qwen
+    "</s>",  # Llama 2, Mistral, T5
+    "<|eot_id|>",
+    "<eos>",  # Gemma
+    "<｜end▁of▁sentence｜>",  # DeepSeek
+    "[EOS]",
+    "[SEP]",  # BERT
+)
+"""Tokens that end a document, the first one present is taken where ``tokenizer.eos_token`` is empty."""
+
+
+class Tokenizer(ABC):
+    """Text to ids and back.
+
+    Attributes:
+        name: what the user typed in ``--tokenizer.path``.
+        fingerprint: hash of all that changes the ids of a text; part of the cache key.
+        vocab_size: one more than the largest id.
+        eos_id: id that follows each document.
+    """
+
+    name: str
+    fingerprint: str
+    vocab_size: int
+    eos_id: int
+
+    @abstractmethod
+    def encode(self, text: str) -> TokenArray:
+        """Ids of ``text``, ``(tokens,)``, without special tokens: a text cannot forge the end of a document."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[TokenArray]:
+        """``encode`` of each text; faster than one at a time where the tokenizer has threads of its own."""
+        return [self.encode(text) for text in texts]
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ``ids`` without special tokens; bytes that are not UTF-8 become U+FFFD."""
+
+    @abstractmethod
+    def token_bytes(self) -> npt.NDArray[np.int32]:
+        """UTF-8 bytes of source text that each id stands for, ``(vocab_size,)``; 0 for special tokens.
+
+        Exact for bytes and byte-level BPE. Where a tokenizer normalises text, drops spaces (WordPiece) or puts a space
+        in front (sentencepiece), it counts what the token spells, which differs from the source by that.
+        """
+
+
+class ByteTokenizer(Tokenizer):
+    """One token a UTF-8 byte, ids 0 to 255, and 256 for the end of a document."""
+
+    def __init__(self) -> None:
+        self.name, self.fingerprint, self.vocab_size, self.eos_id = "byte", "byte-1", 257, 256
+
+    def encode(self, text: str) -> TokenArray:
+        """Bytes of ``text``, a read-only uint8 array."""
+        return np.frombuffer(text.encode(), dtype=np.uint8)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ``ids`` up to 255."""
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+    def token_bytes(self) -> npt.NDArray[np.int32]:
+        """1 for each byte, 0 for the end of a document, ``(257,)``."""
+        counts = np.ones(self.vocab_size, dtype=np.int32)
+        counts[self.eos_id] = 0
+        return counts
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """A ``tokenizer.json``, read by the tokenizers library alone: no transformers, no network.
+
+    Args:
+        path: the file, or a folder that holds one.
+        eos_token: token that ends a document; empty for the first of ``EOS_NAMES`` that there is.
+
+    Raises:
+        DataError: no such file, not a tokenizer, or no token that ends a document.
+        EnvironmentError: the tokenizers package is missing.
+    """
+
+    def __init__(self, path: str, eos_token: str = "") -> None:
+        try:
+            import tokenizers  # noqa: PLC0415  optional package
+        except ImportError as error:
+            raise EnvironmentError(
+                f"tokenizer {path} needs the tokenizers package, which is not installed ({error}).",
+                where="--tokenizer.path",
+                fix='pip install "tokenizers>=0.20", or --tokenizer.path byte',
+            ) from error
+        content = _read(path)
+        try:
+            self._model = tokenizers.Tokenizer.from_str(content.decode())
+        except Exception as error:  # the library raises bare Exception
+            raise DataError(
+                f"{path} is not a tokenizer.json: {error}",
+                where="--tokenizer.path",
+                fix="download the file again; a Git LFS pointer or a tokenizer_config.json is not enough",
+            ) from error
+        # a tokenizer.json may say to cut each text at 512 tokens or to pad it
+        self._model.no_truncation()
+        self._model.no_padding()
+        self._model.encode_special_tokens = True
+        self.name = path
+        self.vocab_size = 1 + max(self._model.get_vocab(with_added_tokens=True).values(), default=0)
+        self.eos_id = self._find_eos(eos_token)
+        self.fingerprint = f"hf-1-{hashlib.sha256(content).hexdigest()}-{self.eos_id}"
+
+    def encode(self, text: str) -> TokenArray:
+        """Ids of ``text``, int64."""
+        return np.asarray(self._model.encode(text, add_special_tokens=False).ids, dtype=np.int64)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[TokenArray]:
+        """Ids of each text, int64; the library spreads the texts over its threads."""
+        encoded = self._model.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.asarray(one.ids, dtype=np.int64) for one in encoded]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ``ids`` without special tokens."""
+        return str(self._model.decode(list(ids), skip_special_tokens=True))
+
+    def token_bytes(self) -> npt.NDArray[np.int32]:
+        """Bytes by the kind of the tokenizer: byte-level, sentencepiece-style or plain text, ``(vocab_size,)``."""
+        spec = json.loads(self._model.to_str())
+        kinds = {*_types(spec.get("pre_tokenizer")), *_types(spec.get("decoder"))}
+        prefix = spec["model"].get("continuing_subword_prefix") or ""
+        counts = np.zeros(self.vocab_size, dtype=np.int32)
+        for token, token_id in self._model.get_vocab(with_added_tokens=False).items():
+            # byte-level: one printable character stands for one byte
+            counts[token_id] = len(token) if "ByteLevel" in kinds else _text_bytes(token, prefix)
+        for token_id, added in self._model.get_added_tokens_decoder().items():
+            counts[token_id] = 0 if added.special else len(added.content.encode())
+        return counts
+
+    def _find_eos(self, eos_token: str) -> int:
+        for name in (eos_token,) if eos_token else EOS_NAMES:
+            if (token_id := self._model.token_to_id(name)) is not None:
+                return int(token_id)
+        special = [added.content for added in self._model.get_added_tokens_decoder().values()]
+        near = difflib.get_close_matches(eos_token, special, n=1)
+        choice = near or special
+        raise DataError(
+            f"tokenizer {self.name} has no token {eos_token!r}."
+            if eos_token
+            else f"tokenizer {self.name} has none of the usual tokens that end a document: {' '.join(EOS_NAMES)}",
+            where="--tokenizer.eos_token" if eos_token else "--tokenizer.path",
+            fix=f"--tokenizer.eos_token '{choice[0]}'; its special tokens: {' '.join(special[:20])}"
+            if choice
+            else "add a special token to the tokenizer; it has none",
+        )
+
+
+def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
+    """The tokenizer of ``[tokenizer]``.
+
+    Raises:
+        DataError: the file is missing or broken, or there is no end-of-document token.
+        EnvironmentError: a package is missing.
+    """
+    if config.path != "byte":
+        return HuggingFaceTokenizer(config.path, config.eos_token)
+    if config.eos_token:
+        raise DataError(
+            f"the byte tokenizer has no token {config.eos_token!r}: its end of a document is id 256.",
+            where="--tokenizer.eos_token",
+            fix="leave it out, or --tokenizer.path tokenizer.json",
+        )
+    return ByteTokenizer()
+
+
+def _read(path: str) -> bytes:
+    file = _tokenizer_file(path)
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error.strerror or error}.", where="--tokenizer.path") from error
+
+
+def _tokenizer_file(path: str) -> Path:
+    file = Path(path).expanduser()
+    if file.is_dir() and (file / "tokenizer.json").is_file():
+        return file / "tokenizer.json"
+    if file.is_file():
+        return file
+    if file.is_dir() and (file / "tokenizer.model").is_file():
+        fix = (
+            "convert tokenizer.model with transformers: "
+            f"AutoTokenizer.from_pretrained({path!r}).save_pretrained({path!r})"
+        )
+    else:
+        fix = "--tokenizer.path byte, or the path of a tokenizer.json (hf download REPO tokenizer.json --local-dir DIR)"
+    kind = "is a folder without a tokenizer.json" if file.is_dir() else "does not exist"
+    raise DataError(f"tokenizer {path} {kind}.", where="--tokenizer.path", fix=fix)
+
+
+def _types(node: Any) -> Iterator[str]:
+    """Every ``type`` below a node of tokenizer.json."""
+    if isinstance(node, dict):
+        if isinstance(node.get("type"), str):
+            yield node["type"]
+        for child in node.values():
+            yield from _types(child)
+    elif isinstance(node, list):
+        for child in node:
+            yield from _types(child)
+
+
+def _text_bytes(token: str, continuing_prefix: str) -> int:
+    if re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", token):
+        return 1
+    return len(token.removeprefix(continuing_prefix).replace("▁", " ").encode())

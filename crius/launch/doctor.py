@@ -1,0 +1,92 @@
+"""``crius doctor``: what this machine has, what is missing, and the exact line that installs it."""
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import crius
+
+# package, whether Crius cannot run without it, what it is for, what installs it
+PACKAGES = (
+    ("torch", True, "everything", "pip install 'torch>=2.11'"),
+    ("numpy", True, "data", "pip install numpy"),
+    ("cyclopts", True, "command line", "pip install 'cyclopts>=5.0'"),
+    ("rich", True, "progress bar", "pip install rich"),
+    ("tomli_w", True, "run.toml", "pip install tomli-w"),
+    ("datasets", False, "--data.source huggingface", "pip install 'crius[huggingface]'"),
+    ("tokenizers", False, "--tokenizer.path tokenizer.json", "pip install 'crius[huggingface]'"),
+    ("tensorboard", False, "--metrics.enable_tensorboard", "pip install 'crius[tensorboard]'"),
+)
+OLDEST_TORCH = (2, 11)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was found.
+
+    Attributes:
+        facts: versions and devices, by name.
+        missing: ``what: how to get it`` of what Crius cannot run without, or what makes a GPU useless.
+        optional: the same, of what only some flags need.
+        ready: nothing in ``missing``.
+    """
+
+    facts: dict[str, str]
+    missing: list[str]
+    optional: list[str]
+    ready: bool
+
+    def render(self) -> str:
+        """The report as aligned lines."""
+        width = max(map(len, self.facts))
+        lines = [f"{name:<{width}}  {value}" for name, value in self.facts.items()]
+        lines += [f"missing   {line}" for line in self.missing] + [f"optional  {line}" for line in self.optional]
+        verdict = "ready: crius train" if self.ready else "not ready: run the lines above"
+        return "\n".join([*lines, verdict])
+
+
+def examine() -> Report:
+    """Look at this machine. Imports torch and asks it for its devices; starts nothing."""
+    facts = {"crius": crius.__version__, "python": platform.python_version(), "platform": platform.platform()}
+    missing, optional = [], []
+    for package, required, purpose, install in PACKAGES:
+        if importlib.util.find_spec(package) is None:
+            (missing if required else optional).append(f"{package} (for {purpose}): {install}")
+        else:
+            facts[package] = importlib.metadata.version(package.replace("_", "-"))
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if version < OLDEST_TORCH:
+        missing.append(f"torch {torch.__version__} is older than 2.11: pip install --upgrade 'torch>=2.11'")
+    facts["cpu"] = f"{os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}"
+    facts["memory"] = f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB"
+    facts["free disk"] = f"{shutil.disk_usage(Path.cwd()).free / 2**30:.1f} GiB in this folder"
+    facts["backends"] = ", ".join(
+        name
+        for name, there in (
+            ("gloo", torch.distributed.is_gloo_available()),
+            ("nccl", torch.distributed.is_nccl_available()),
+        )
+        if there
+    )
+    facts["gpus"] = _gpus(missing)
+    return Report(facts, missing, optional, ready=not missing)
+
+
+def _gpus(missing: list[str]) -> str:
+    """The GPUs that torch can use, as a phrase; a GPU that it cannot use is added to ``missing``."""
+    if torch.cuda.is_available():
+        devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+        return ", ".join(f"{device.name} {device.total_memory / 2**30:.0f} GiB" for device in devices)
+    present = sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
+    if present and torch.version.cuda is None:
+        missing.append(
+            f"a torch with CUDA (this machine has {', '.join(present)}, torch {torch.__version__} is a CPU build): "
+            "pip install --force-reinstall torch"
+        )
+    return "none that torch can use: runs go on the CPU"

@@ -1,0 +1,201 @@
+"""What the environment says about this process: its place in a launched run, and the GPUs it may use."""
+
+import importlib.util
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from crius.errors import EnvironmentError
+
+_COUNTS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_TORCHRUN = (*_COUNTS, "MASTER_ADDR", "MASTER_PORT")
+_SRUN_ONLY = ("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_LAUNCH_NODE_IPADDR", "SLURM_SRUN_COMM_HOST")
+_FIRST_PORT, _NUM_PORTS = 61000, 4500  # above Linux's ephemeral ports (32768 to 60999), which clients take at random
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The place of one process in a run."""
+
+    rank: int
+    local_rank: int
+    """Counts the processes of this host from 0; it is also the index of the process's GPU."""
+    world_size: int
+    local_world_size: int
+    launcher: Literal["single", "local", "torchrun", "slurm"]
+    rendezvous: str = ""
+    """How ranks meet: "" alone, ``file:<path>`` by FileStore, ``env`` by env://, ``tcp:<host>:<port>`` by TCPStore."""
+    log_dir: Path | None = None
+    """Folder of ``rank-N.log`` and ``rank-N.error.json``; None until ``run_single`` or ``run_workers`` sets it."""
+
+
+def single_placement() -> Placement:
+    """The placement of a run that is one process."""
+    return Placement(rank=0, local_rank=0, world_size=1, local_world_size=1, launcher="single")
+
+
+def joined_placement(environ: Mapping[str, str]) -> Placement | None:
+    """The placement that torchrun or ``srun`` gave this process, None when neither started it.
+
+    A Slurm allocation alone is no launcher: in a batch script, an interactive shell or a step of one task the
+    answer is None, so that Crius starts the local workers itself.
+
+    Raises:
+        EnvironmentError: the variables are incomplete or contradict each other.
+    """
+    in_slurm_step = _in_slurm_step(environ)
+    if "RANK" in environ or (not in_slurm_step and any(name in environ for name in _COUNTS)):
+        return _torchrun_placement(environ)
+    return _slurm_placement(environ) if in_slurm_step else None
+
+
+def _torchrun_placement(environ: Mapping[str, str]) -> Placement:
+    missing = [name for name in _TORCHRUN if not environ.get(name)]
+    if missing:
+        found = [name for name in _TORCHRUN if name not in missing]
+        raise EnvironmentError(
+            f"{', '.join(found)} is set but {', '.join(missing)} is not.",
+            where="the environment",
+            why="a launcher such as torchrun sets all of " + ", ".join(_TORCHRUN),
+            fix=f"unset {' '.join(found)} to start local workers, or start this with torchrun --nproc_per_node N",
+        )
+    _integer(environ, "MASTER_PORT")
+    rank, world_size, local_rank, local_world_size = (_integer(environ, name) for name in _COUNTS)
+    return _checked(Placement(rank, local_rank, world_size, local_world_size, "torchrun", "env"), "RANK, LOCAL_RANK")
+
+
+def _in_slurm_step(environ: Mapping[str, str]) -> bool:
+    """Whether ``srun`` started this process as one of several tasks."""
+    if "SLURM_PROCID" not in environ or _slurm_num_tasks(environ) == 1:
+        return False
+    # sbatch sets SLURM_PROCID=0 and the SLURM_NTASKS of the whole job in the batch script itself
+    return environ["SLURM_PROCID"] != "0" or any(name in environ for name in _SRUN_ONLY)
+
+
+def _slurm_num_tasks(environ: Mapping[str, str]) -> int:
+    for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"):
+        if name in environ:
+            return _integer(environ, name)
+    return 1  # a batch script without --ntasks
+
+
+def _slurm_placement(environ: Mapping[str, str]) -> Placement:
+    rank, local_rank = _integer(environ, "SLURM_PROCID"), _integer(environ, "SLURM_LOCALID")
+    world_size, local_world_size = _slurm_num_tasks(environ), _slurm_tasks_here(environ)
+    if local_world_size == world_size:
+        host = "127.0.0.1"  # one node: needs no name service and no network
+    else:
+        host = environ.get("MASTER_ADDR") or _slurm_first_node(environ)
+    if environ.get("MASTER_PORT"):
+        port = _integer(environ, "MASTER_PORT")
+    else:  # one port a step: two steps of one job may share a node
+        step = environ.get("SLURM_STEP_ID", "0")
+        port = _FIRST_PORT + (_integer(environ, "SLURM_JOB_ID") + 997 * int(step if step.isdigit() else 0)) % _NUM_PORTS
+    place = Placement(rank, local_rank, world_size, local_world_size, "slurm", f"tcp:{host}:{port}")
+    return _checked(place, "SLURM_PROCID, SLURM_LOCALID")
+
+
+def _slurm_tasks_here(environ: Mapping[str, str]) -> int:
+    """Tasks on this node, from a list over the nodes such as ``8(x2),4``."""
+    for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
+        if name not in environ:
+            continue
+        counts: list[int] = []
+        for term in environ[name].split(","):
+            match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", term.strip())
+            if match is None:
+                raise EnvironmentError(f"{name}={environ[name]} is no list of task counts such as 8(x2),4.")
+            counts += [int(match[1])] * int(match[2] or 1)
+        if len(set(counts)) == 1:
+            return counts[0]
+        node = _integer(environ, "SLURM_NODEID")
+        if node < len(counts):
+            return counts[node]
+        raise EnvironmentError(f"SLURM_NODEID={node} is outside {name}={environ[name]}, a list of {len(counts)} nodes.")
+    return _integer(environ, "SLURM_NTASKS_PER_NODE")
+
+
+def _slurm_first_node(environ: Mapping[str, str]) -> str:
+    """The host of rank 0.
+
+    The node list comes before ``SLURM_LAUNCH_NODE_IPADDR``: that is where ``srun`` was typed, which after ``salloc``
+    can be a login node that runs no rank.
+    """
+    for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"):
+        if environ.get(name):
+            return first_host(environ[name])
+    if environ.get("SLURM_LAUNCH_NODE_IPADDR"):
+        return environ["SLURM_LAUNCH_NODE_IPADDR"]
+    raise EnvironmentError(
+        "the host of rank 0 is unknown: SLURM_JOB_NODELIST is not set.", fix="export MASTER_ADDR=<host of rank 0>"
+    )
+
+
+def first_host(nodelist: str) -> str:
+    """The first host of a Slurm node list: ``gpu[003-006,9],cpu1`` gives ``gpu003``."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodelist)
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0]) if first else nodelist
+
+
+def _integer(environ: Mapping[str, str], name: str) -> int:
+    text = environ.get(name)
+    if text is None:
+        raise EnvironmentError(f"{name} is not set, but other variables of its launcher are.", where="the environment")
+    if not text.strip().isdecimal():
+        raise EnvironmentError(f"{name}={text} is no count.", where="the environment")
+    return int(text)
+
+
+def _checked(place: Placement, names: str) -> Placement:
+    ranks_fit = place.rank < place.world_size and place.local_rank < place.local_world_size <= place.world_size
+    if ranks_fit:
+        return place
+    raise EnvironmentError(
+        f"rank {place.rank} of {place.world_size} with local rank {place.local_rank} of {place.local_world_size} "
+        "is impossible.",
+        where=f"{names} and the sizes beside them in the environment",
+        why="ranks count from 0 and stay below their size; a host has no more ranks than the run",
+    )
+
+
+def visible_gpus(environ: Mapping[str, str], *, root: Path = Path("/"), torch_version: str | None = None) -> int:
+    """Count the NVIDIA GPUs that CUDA would show this process, without importing torch.
+
+    AMD GPUs are not counted. One MIG slice counts as one GPU, up to the number of whole GPUs.
+
+    Args:
+        environ: ``CUDA_VISIBLE_DEVICES`` is read as CUDA does: the list ends at the first entry that is no device.
+        root: where ``dev`` and ``proc`` are; tests give a fake one.
+        torch_version: text of torch's ``version.py``; read from the installed torch when None.
+
+    Returns:
+        0 when the installed torch was built without CUDA, or is missing.
+    """
+    text = _installed_torch_version() if torch_version is None else torch_version
+    if not re.search(r"^cuda\b[^=\n]*=\s*['\"]", text, re.MULTILINE):
+        return 0
+    # a container may show all GPUs of the host in one of these places and its own in the other
+    nodes = sum(bool(re.fullmatch(r"nvidia\d+", path.name)) for path in root.glob("dev/nvidia*"))
+    cards = sum(1 for _ in root.glob("proc/driver/nvidia/gpus/*"))
+    present = min(nodes, cards) or nodes or cards
+    wanted = environ.get("CUDA_VISIBLE_DEVICES")
+    if wanted is None:
+        return present
+    count = 0
+    for entry in (part.strip() for part in wanted.split(",")):
+        if not (entry.startswith(("GPU-", "MIG-")) or (entry.isdecimal() and int(entry) < present)):
+            break
+        count += 1
+    return min(count, present)
+
+
+def _installed_torch_version() -> str:
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return ""
+    try:
+        return Path(spec.origin).with_name("version.py").read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,62 @@
+"""The records of a run. Sinks get them whole; nothing here reduces over ranks."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMetrics:
+    """One reported optimizer step.
+
+    Rates are over the steps since the last report, without the time of validation and of anything but training.
+
+    Attributes:
+        step: number of the step, from 1.
+        loss: mean over the valid tokens of the whole global batch, in nats.
+        grad_norm: global L2 norm before clipping.
+        lr: learning rate of the step.
+        tokens: tokens trained on so far, over all ranks, padding and all.
+        tokens_per_second: over all ranks.
+        tokens_per_second_per_rank: of one rank.
+        mfu: model FLOPs utilisation in [0, 1]; None on a device without a known peak.
+        tflops: model TFLOP/s of one rank, recompute not counted.
+        step_seconds: mean time of a step, waiting for data included.
+        data_seconds: mean time of a step spent waiting for data.
+        memory_gib: peak memory of rank 0 since the last report (GPU: allocated; CPU: resident set).
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    tokens_per_second: float
+    tokens_per_second_per_rank: float
+    mfu: float | None
+    tflops: float
+    step_seconds: float
+    data_seconds: float
+    memory_gib: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationMetrics:
+    """One validation.
+
+    Attributes:
+        step: the optimizer step after which it ran.
+        val_loss: mean over the valid tokens, in nats.
+        val_perplexity: ``exp(val_loss)``.
+        val_bits_per_byte: bits needed for a byte of the text; comparable between tokenizers.
+        val_samples: sequences that were scored.
+        val_seconds: time it took.
+    """
+
+    step: int
+    val_loss: float
+    val_perplexity: float
+    val_bits_per_byte: float
+    val_samples: int
+    val_seconds: float
+
+
+Record = StepMetrics | ValidationMetrics

@@ -1,0 +1,1 @@
+"""Where records go: one file a sink, one row in ``build_sinks``."""

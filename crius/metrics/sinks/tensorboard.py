@@ -1,0 +1,45 @@
+"""TensorBoard, with torchtitan's tag names, so that curves of both lie in one plot."""
+
+from pathlib import Path
+
+from torch.utils.tensorboard import SummaryWriter
+
+from crius.metrics.record import Record, StepMetrics
+
+
+class TensorBoardSink:
+    """Writes event files to ``tb/`` in the run folder. Importing this module needs the package tensorboard."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._writer = SummaryWriter(str(run_dir / "tb"))
+
+    def write(self, record: Record) -> None:
+        """Write the scalars of one record."""
+        for tag, value in _scalars(record).items():
+            self._writer.add_scalar(tag, value, record.step)
+
+    def close(self) -> None:
+        """Flush and close."""
+        self._writer.close()
+
+
+def _scalars(record: Record) -> dict[str, float]:
+    if not isinstance(record, StepMetrics):
+        return {
+            "validation_metrics/loss": record.val_loss,
+            "validation_metrics/perplexity": record.val_perplexity,
+            "validation_metrics/bits_per_byte": record.val_bits_per_byte,
+        }
+    scalars = {
+        "loss_metrics/global_avg_loss": record.loss,
+        "grad_norm": record.grad_norm,
+        "lr": record.lr,
+        "n_tokens_seen": record.tokens,
+        "throughput(tps)": record.tokens_per_second_per_rank,
+        "tflops": record.tflops,
+        "time_metrics/end_to_end(s)": record.step_seconds,
+        "time_metrics/data_loading(s)": record.data_seconds,
+        "time_metrics/data_loading(%)": 100 * record.data_seconds / record.step_seconds if record.step_seconds else 0.0,
+        "memory/max_active(GiB)": record.memory_gib,
+    }
+    return scalars if record.mfu is None else {**scalars, "mfu(%)": 100 * record.mfu}

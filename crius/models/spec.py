@@ -1,0 +1,49 @@
+"""``ModelSpec``: all that Crius knows of a model, without torch."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from crius.models.plan import ShardingPlan
+
+
+class ModelFacts(Protocol):
+    """What every model's config tells without building the model."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding."""
+
+    @property
+    def num_layers(self) -> int:
+        """Number of decoder layers."""
+
+    def num_parameters(self) -> int:
+        """All trained numbers, a tied weight once."""
+
+    def matmul_parameters(self) -> int:
+        """Weights that a token is multiplied with: with the output layer, without the embedding lookup."""
+
+    def flops_per_token(self, mean_visible_context: float) -> float:
+        """Model FLOPs of one token's forward and backward, recompute not counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """One architecture.
+
+    Attributes:
+        name: folder of ``crius/models``.
+        flavors: sizes by name.
+        customize: a flavor with other sizes; the arguments are fields of the flavor's dataclass.
+        plan: the sharding plan of a flavor.
+        module: dotted path and class of the ``nn.Module``, imported only to build it.
+        hf_names: our parameter name patterns to Hugging Face's; ``*`` is the layer number.
+    """
+
+    name: str
+    flavors: Mapping[str, ModelFacts]
+    customize: Callable[..., ModelFacts]
+    plan: Callable[[Any], ShardingPlan]
+    module: str
+    hf_names: Mapping[str, str]

@@ -1,0 +1,61 @@
+"""``parallelize``: the passes over a model, in an order to read aloud."""
+
+import logging
+
+from torch import nn
+
+from crius.config.parallelism import ParallelismConfig
+from crius.config.training import TrainingConfig
+from crius.models.init import Init
+from crius.models.plan import ShardingPlan
+from crius.parallel.fsdp import plan_units, shard
+from crius.parallel.init import init_parameters
+from crius.parallel.mesh import Mesh
+from crius.parallel.runtime import World
+
+log = logging.getLogger("crius.parallel")
+
+
+def parallelize(
+    model: nn.Module, plan: ShardingPlan, mesh: Mesh, parallelism: ParallelismConfig, training: TrainingConfig
+) -> None:
+    """Lay a meta-device model out on ``mesh``, in place.
+
+    Raises:
+        PlanError: the plan and the model do not match.
+    """
+    units = plan_units(plan, model, parallelism)
+    shard(model, units, mesh, training)
+    dims = mesh.dims
+    log.info(
+        "fsdp: %d units, weights split over %d ranks, %d replicas, param %s, reduce %s%s",
+        len(units),
+        dims.dp_shard,
+        dims.dp_replicate,
+        training.mixed_precision_param,
+        training.mixed_precision_reduce,
+        ", offloaded to host memory" if training.enable_cpu_offload else "",
+    )
+    for decision, names in _grouped(units).items():
+        log.info("reshard_after_forward %s: %s: %s", parallelism.reshard_after_forward_mode, decision, names)
+
+
+def materialize(
+    model: nn.Module, rules: list[tuple[str, Init]], world: World, training: TrainingConfig, seed: int
+) -> None:
+    """Allocate this rank's shards and start them from ``seed``, alike under every layout."""
+    model.to_empty(device="cpu" if training.enable_cpu_offload else world.device)
+    init_parameters(model, rules, seed)
+
+
+def _grouped(units: list) -> dict[str, str]:
+    """Decision to the units it holds for, runs of numbered modules folded."""
+    groups: dict[str, list[str]] = {}
+    for unit in units:
+        kept = unit.reshard_after_forward
+        decision = {True: "freed", False: "kept"}[kept] if isinstance(kept, bool) else f"resharded to {kept} ranks"
+        groups.setdefault(f"{decision} ({unit.reason})", []).append("+".join(unit.modules))
+    return {
+        decision: ", ".join(names if len(names) <= 4 else [*names[:2], "...", names[-1]])
+        for decision, names in groups.items()
+    }

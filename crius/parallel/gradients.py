@@ -1,0 +1,63 @@
+"""The global gradient norm and clipping, under every layout with one small sum over all ranks."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from crius.parallel.local import local_tensor
+
+
+class Gradients:
+    """The gradients of a model's parameters, as this rank holds them.
+
+    Args:
+        parameters: all trained parameters of this rank.
+        world_size: ranks of the run.
+        device: where sums over ranks happen.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], world_size: int, device: torch.device) -> None:
+        self._parameters = list(parameters)
+        self._device = device
+        shards = [_num_shards(parameter) for parameter in self._parameters]
+        # a parameter held by several ranks counts once: each of its copies brings its share
+        self._share = torch.tensor([n / world_size for n in shards], dtype=torch.float64, device=device)
+
+    def squared_norms(self) -> Tensor:
+        """Squared L2 norm of each parameter's gradient, this rank's share of it. float64 ``(num parameters,)``.
+
+        Summed over parameters and over all ranks it is the squared global norm: replicas are counted once. float64,
+        so that the order of the sums, which a layout changes, does not show.
+        """
+        # frozen or unused parameters have no gradient
+        grads = [
+            local_tensor(p.grad) if p.grad is not None else torch.zeros(0, device=self._device)
+            for p in self._parameters
+        ]
+        norms = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float64)).to(self._device)
+        return norms.square() * self._share
+
+    def clip(self, norm: Tensor, max_norm: float) -> None:
+        """Scale all gradients by ``min(1, max_norm / norm)``, without waiting for the device.
+
+        Args:
+            norm: global L2 norm, a float64 scalar on the device.
+            max_norm: largest norm that is left alone; 0 leaves every norm alone.
+        """
+        if max_norm > 0:
+            factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+            grads = [local_tensor(p.grad) for p in self._parameters if p.grad is not None]
+            torch._foreach_mul_(grads, factor.to(dtype=torch.float32, device=grads[0].device))
+
+
+def _num_shards(parameter: Tensor) -> int:
+    """Into how many different parts a parameter is split."""
+    if not isinstance(parameter, DTensor):
+        return 1
+    sizes = (parameter.device_mesh.size(axis) for axis, place in enumerate(parameter.placements) if place.is_shard())
+    count = 1
+    for size in sizes:
+        count *= size
+    return count

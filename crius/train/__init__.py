@@ -1,0 +1,1 @@
+"""The training job: parts assembled, the loop, one step, validation."""

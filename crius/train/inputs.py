@@ -1,0 +1,32 @@
+"""What a run needs before torch: sizes of the model and the corpus. Torch-free, so that bad data shows at once."""
+
+from crius.config.batch import batch_sizes
+from crius.config.run import RunConfig
+from crius.data.corpus import Corpus, open_corpus
+from crius.models.registry import SPECS
+from crius.models.spec import ModelFacts
+
+
+def model_facts(config: RunConfig) -> ModelFacts:
+    """The flavor of ``config``, with the sizes that it overrides."""
+    spec = SPECS[config.model.name]
+    asked = {"vocab_size": config.model.vocab_size, "num_layers": config.model.num_layers}
+    sizes = {name: value for name, value in asked.items() if value != -1}
+    return spec.customize(spec.flavors[config.model.flavor], attention_mask=config.model.attention_mask, **sizes)
+
+
+def open_run_corpus(config: RunConfig, data_parallel_ranks: int) -> Corpus:
+    """The corpus of ``config``; tokenised the first time, at hand in milliseconds later.
+
+    Raises:
+        DataError: it cannot be used.
+    """
+    return open_corpus(
+        config.data,
+        config.tokenizer,
+        config.validation,
+        seq_len=config.training.seq_len,
+        global_batch_size=batch_sizes(config.training, data_parallel_ranks).total,
+        vocab_size=model_facts(config).vocab_size,
+        seed=config.debug.seed,
+    )

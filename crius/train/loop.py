@@ -1,0 +1,177 @@
+"""The for loop of training, and what is reported on the way."""
+
+import contextlib
+import gc
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from crius.config.run import RunConfig
+from crius.data.batch import Batch
+from crius.data.loader import BatchLoader
+from crius.launch.status import status
+from crius.metrics.device import peak_memory_gib
+from crius.metrics.ledger import TimeLedger
+from crius.metrics.record import StepMetrics, ValidationMetrics
+from crius.metrics.sinks.base import Sink
+from crius.parallel.gradients import Gradients
+from crius.parallel.runtime import World
+from crius.train.evaluate import evaluate
+from crius.train.guard import UpdateGuard
+from crius.train.state import TrainState
+from crius.train.step import ForwardBackward, StepResult, train_step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Validation:
+    """What ``evaluate`` needs beside the model.
+
+    Attributes:
+        batches: makes this rank's batches anew for each validation.
+        token_bytes: bytes of text that each token id stands for, int ``(vocabulary,)``.
+    """
+
+    batches: Callable[[], Iterable[Batch]]
+    token_bytes: Tensor
+
+
+class Meter:
+    """Rates over the steps since the last report."""
+
+    def __init__(self, flops_per_token: float, peak_tflops: float | None, world: World) -> None:
+        self._flops = flops_per_token
+        self._peak = peak_tflops
+        self._world = world
+        self._tokens = self._steps = 0
+        self._seconds = self._data_seconds = 0.0
+
+    def count(self, tokens: int, seconds: float, data_seconds: float) -> None:
+        """Add one step: tokens of all ranks, its seconds, and those of them spent waiting for data."""
+        self._tokens += tokens
+        self._steps += 1
+        self._seconds += seconds
+        self._data_seconds += data_seconds
+
+    def report(self, state: TrainState, result: StepResult, lr: float) -> StepMetrics:
+        """The record of the steps since the last one."""
+        rate = self._tokens / self._seconds
+        per_rank = rate / self._world.size
+        tflops = per_rank * self._flops / 1e12
+        record = StepMetrics(
+            step=state.step,
+            loss=result.loss.item(),
+            grad_norm=result.grad_norm.item(),
+            lr=lr,
+            tokens=state.tokens,
+            tokens_per_second=rate,
+            tokens_per_second_per_rank=per_rank,
+            mfu=tflops / self._peak if self._peak else None,
+            tflops=tflops,
+            step_seconds=self._seconds / self._steps,
+            data_seconds=self._data_seconds / self._steps,
+            memory_gib=peak_memory_gib(self._world.device),
+        )
+        self._tokens = self._steps = 0
+        self._seconds = self._data_seconds = 0.0
+        return record
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loop:
+    """The parts of a training job, and the loop over its steps."""
+
+    config: RunConfig
+    state: TrainState
+    loader: BatchLoader
+    forward_backward: ForwardBackward
+    gradients: Gradients
+    guard: UpdateGuard
+    validation: Validation | None
+    world: World
+    meter: Meter
+    ledger: TimeLedger
+    sinks: list[Sink]
+    profiler: Callable[[], contextlib.AbstractContextManager[Callable[[], None]]]
+
+    def run(self) -> ValidationMetrics | None:
+        """Train until ``training.steps``; returns the last validation.
+
+        Raises:
+            NonFiniteError: loss or gradients are not finite; the update was not applied.
+            DataError: the data cannot be read.
+        """
+        config, state = self.config, self.state
+        last_validation = None
+        interval = config.validation.interval
+        with _scheduled_gc(config.training.gc_interval) as collect, self.profiler() as profile:
+            while state.step < config.training.steps:
+                self._step()
+                profile()
+                is_last = state.step == config.training.steps
+                if is_last:
+                    self.guard.check()
+                if self.validation and interval and (is_last or state.step % interval == 0):
+                    last_validation = self._validate(self.validation)
+                collect(state.step)
+        return last_validation
+
+    def _step(self) -> None:
+        config, state = self.config, self.state
+        step = state.step + 1
+        begin = time.monotonic()
+        status.update(step=step, phase="data")
+        with self.ledger.phase("data"):
+            batch = next(self.loader)
+        data_seconds = time.monotonic() - begin
+        status.update(step=step, phase="step")
+        lr = config.optimizer.lr * state.schedule.factor(state.step)
+        for group in state.optimizer.param_groups:
+            group["lr"] = lr
+        is_reported = step in (1, config.training.steps) or step % config.metrics.log_interval == 0
+        with self.ledger.phase("train"):
+            on_device = batch.to(self.world.device)
+            result = train_step(
+                step, on_device, self.forward_backward, self.gradients, self.world, config.training.max_norm
+            )
+            self.guard.update(result)
+            if is_reported and self.world.device.type == "cuda":
+                torch.cuda.synchronize()  # so that the time of the reported steps is theirs
+        tokens = batch.tokens_BT.numel() * self.loader.num_ranks
+        state.step, state.tokens = step, state.tokens + tokens
+        self.meter.count(tokens, time.monotonic() - begin, data_seconds)
+        if is_reported:
+            with self.ledger.phase("report"):
+                record = self.meter.report(state, result, lr)
+                for sink in self.sinks:
+                    sink.write(record)
+
+    def _validate(self, validation: Validation) -> ValidationMetrics:
+        status.update(step=self.state.step, phase="validation")
+        with self.ledger.phase("validation"):
+            record = evaluate(
+                self.state.model, validation.batches(), validation.token_bytes, self.world, self.state.step
+            )
+            for sink in self.sinks:
+                sink.write(record)
+        return record
+
+
+@contextlib.contextmanager
+def _scheduled_gc(interval: int) -> Iterator[Callable[[int], None]]:
+    """Collect garbage every ``interval`` steps, on all ranks at the same one; 0 leaves it to Python."""
+    if interval == 0:
+        yield lambda step: None
+        return
+    gc.collect()
+    gc.disable()
+    try:
+        yield lambda step: None if step % interval else _collect()
+    finally:
+        gc.enable()
+
+
+def _collect() -> None:
+    gc.collect(1)
