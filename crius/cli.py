@@ -74,7 +74,7 @@ def _facts(run: RunConfig, nproc: int, placement: Any) -> rules.Facts:
     num_gpus = 0 if run.training.device == "cpu" else visible_gpus(os.environ)
     asked = placement.world_size if placement else nproc
     parallelism = run.parallelism
-    here = asked or parallelism.fixed_ranks() * parallelism.shard_degree(num_gpus or 1)
+    here = asked or parallelism.total_ranks(num_gpus or 1)
     return rules.Facts(
         config=run,
         origin=SOURCES.origin,

@@ -46,19 +46,23 @@ class ParallelismConfig:
     that many ranks (a node), so that the second gather stays inside it; it must divide the shard degree.
     No effect on communication at one shard rank."""
 
-    def fixed_ranks(self) -> int:
-        """Product of the degrees that are given, without a ``-1`` shard degree (ranks)."""
-        degrees = (
-            self.data_parallel_replicate_degree,
-            self.tensor_parallel_degree,
-            self.context_parallel_degree,
-            self.pipeline_parallel_degree,
-            1 if self.data_parallel_shard_degree == -1 else self.data_parallel_shard_degree,
+    def ranks_beside_shards(self) -> int:
+        """The product of all degrees but the shard degree."""
+        return math.prod(
+            (
+                self.data_parallel_replicate_degree,
+                self.tensor_parallel_degree,
+                self.context_parallel_degree,
+                self.pipeline_parallel_degree,
+            )
         )
-        return math.prod(degrees)
 
     def shard_degree(self, num_ranks: int) -> int:
         """``data_parallel_shard_degree`` with -1 filled from ``num_ranks``; at least 1."""
         if self.data_parallel_shard_degree != -1:
             return self.data_parallel_shard_degree
-        return max(1, num_ranks // max(1, self.fixed_ranks()))
+        return max(1, num_ranks // max(1, self.ranks_beside_shards()))
+
+    def total_ranks(self, num_ranks: int) -> int:
+        """Ranks that the layout has when -1 is filled from ``num_ranks``."""
+        return self.ranks_beside_shards() * self.shard_degree(num_ranks)

@@ -126,7 +126,7 @@ _RANGES: list[tuple[str, Callable[[Any], bool], str, str]] = [
     ("optimizer.beta1", lambda value: 0 <= value < 1, "in [0, 1)", "0.9"),
     ("optimizer.beta2", lambda value: 0 <= value < 1, "in [0, 1)", "0.95"),
     ("lr_scheduler.decay_ratio", lambda value: value is None or 0 <= value <= 1, "in [0, 1]", "0.1"),
-    ("validation.fraction", lambda value: 0 < value < 1, "in (0, 1)", "0.02"),
+    ("validation.fraction", lambda value: 0 <= value < 1, "in [0, 1)", "0.02"),
 ]
 
 
@@ -143,9 +143,9 @@ def ranges(facts: Facts) -> Violations:
 
 def degrees_match_ranks(facts: Facts) -> Violations:
     """The degrees multiply to the number of ranks, where something else fixed it."""
-    parallelism = facts.config.parallelism
-    fixed = parallelism.fixed_ranks()
-    if not facts.asked_ranks or fixed < 1:
+    parallelism, ranks = facts.config.parallelism, facts.asked_ranks
+    total = parallelism.total_ranks(ranks)
+    if not ranks or total == ranks or total < 1:
         return
     names = (
         "data_parallel_replicate",
@@ -155,19 +155,20 @@ def degrees_match_ranks(facts: Facts) -> Violations:
         "pipeline_parallel",
     )
     degrees = " x ".join(f"{name} {getattr(parallelism, f'{name}_degree')}" for name in names)
-    if parallelism.data_parallel_shard_degree == -1 and facts.asked_ranks % fixed:
+    unit = parallelism.ranks_beside_shards()
+    if parallelism.data_parallel_shard_degree == -1:
         yield LayoutError(
-            f"{facts.asked_ranks} ranks are no multiple of {fixed}, the product of {degrees}.",
+            f"{ranks} ranks are no multiple of {unit}, the product of {degrees}.",
             where=facts.asked_by,
             why="data_parallel_shard_degree -1 takes the ranks left over",
-            fix=f"start {-(-facts.asked_ranks // fixed) * fixed} ranks, or lower a degree",
+            fix=f"start {-(-ranks // unit) * unit} ranks, or lower a degree",
         )
-    elif parallelism.data_parallel_shard_degree != -1 and fixed != facts.asked_ranks:
+    else:
         yield LayoutError(
-            f"the degrees multiply to {fixed} ranks, but there are {facts.asked_ranks}: {degrees}.",
+            f"the degrees multiply to {total} ranks, but there are {ranks}: {degrees}.",
             where=facts.asked_by,
             why="the degrees multiply to the number of processes",
-            fix=f"start {fixed} ranks, or --parallelism.data_parallel_shard_degree -1",
+            fix=f"start {total} ranks, or --parallelism.data_parallel_shard_degree -1",
         )
 
 

@@ -79,15 +79,17 @@ def open_corpus(
         source, held_out, lines = open_huggingface(data, tok, validation, seq_len=seq_len)
         return Corpus(source, held_out, tok, token_bytes, lines)
     file = _token_file(data, tokenizer, tok, vocab_size, "--data.path")
-    held_file, holds_out = file, validation.interval > 0
-    if holds_out and validation.path:
+    held_file, scores = file, validation.interval > 0
+    if scores and validation.path:
         other = replace(data, path=validation.path)
         held_file = _token_file(other, tokenizer, tok, vocab_size, "--validation.path")
-    cut = _cut(file, validation.fraction, seq_len) if holds_out and held_file is file else file.meta.num_tokens
+    # held out also where nothing is scored, so that switching validation on or off never changes what is trained on
+    holds_out = validation.fraction > 0 and not validation.path
+    cut = _cut(file, validation.fraction, seq_len) if holds_out else file.meta.num_tokens
     windows = partial(IndexedSource, seq_len=seq_len, vocab_size=vocab_size, seed=seed)
     train = windows(file, 0, cut, shuffle=data.shuffle)
     held = None
-    if holds_out:
+    if scores:
         held = windows(held_file, cut if held_file is file else 0, held_file.meta.num_tokens, shuffle=False)
     _check_train(train, held, global_batch_size)
     if held is not None:
@@ -100,7 +102,7 @@ def _check_fraction(validation: ValidationConfig) -> None:
         raise DataError(
             f"validation.fraction {validation.fraction} is not between 0 and 1.",
             where="--validation.fraction",
-            fix="--validation.fraction 0.02, or --validation.interval 0 for no validation",
+            fix="--validation.fraction 0.02, or --validation.interval 0 --validation.fraction 0 to train on everything",
         )
 
 

@@ -4,6 +4,7 @@ import difflib
 import glob
 import hashlib
 import json
+import os
 import platform
 import re
 import sysconfig
@@ -112,9 +113,12 @@ def document_text(row: object, field: str, where: str) -> str:
 
 def _stdlib_files() -> tuple[Path, ...]:
     root = Path(sysconfig.get_paths()["stdlib"])
-    names = (file.relative_to(root) for file in root.rglob("*.py"))
-    # _sysconfigdata_*.py holds the paths of the machine that built this Python
-    kept = (name for name in names if not _NOT_STDLIB & set(name.parts) and not name.name.startswith("_sysconfigdata"))
+    kept: list[Path] = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in _NOT_STDLIB]  # site-packages may hold 100,000 files
+        # _sysconfigdata_*.py holds the paths of the machine that built this Python
+        wanted = [name for name in names if name.endswith(".py") and not name.startswith("_sysconfigdata")]
+        kept += [Path(folder, name).relative_to(root) for name in wanted]
     # by hash, so that the end of the corpus, which is held out, is a random sample of the modules
     return tuple(
         root / name for name in sorted(kept, key=lambda name: hashlib.sha256(name.as_posix().encode()).digest())

@@ -9,7 +9,7 @@ from typing import Any
 from crius.config.data import DataConfig
 from crius.config.validation import ValidationConfig
 from crius.data.source import HeldOut
-from crius.data.stream import Row, ShardReader, StreamSample, StreamSource, with_retries
+from crius.data.stream import Row, ShardReader, StreamSample, StreamSource
 from crius.data.tokenizer import Tokenizer
 from crius.errors import DataError, EnvironmentError
 
@@ -45,7 +45,7 @@ class Split:
         seq_len: int,
         sleep: Callable[[float], None],
     ) -> None:
-        self.dataset = load(data, split, sleep)
+        self.dataset = load(data, split)
         self.num_shards, self.hold_out = num_shards, hold_out
         self.num_files = int(self.dataset.num_shards)
         self.by_file = self.num_files >= num_shards
@@ -140,7 +140,7 @@ def open_huggingface(
             fix="--data.path allenai/c4 --data.name en, or a folder of jsonl or parquet files",
         )
     validates = validation.interval > 0
-    hold_out = max(2, round(1 / validation.fraction)) if validates and not validation.path else 0
+    hold_out = max(2, round(1 / validation.fraction)) if validation.fraction > 0 and not validation.path else 0
     shared: dict[str, Any] = {"tokenizer": tokenizer, "seq_len": seq_len, "sleep": sleep}
     train = Split(data, data.split, num_shards=data.virtual_shards, hold_out=hold_out, **shared)
     source = StreamSource(
@@ -151,7 +151,7 @@ def open_huggingface(
         f"{tokenizer.fingerprint}",
     )
     for shard in {0, data.virtual_shards - 1}:  # the last one is empty first, where documents are few
-        source.reader(shard).check()
+        train.train_reader(shard).check()
     lines = [train.describe()]
     if not validates:
         return source, None, (*lines, "validation: off")
@@ -170,7 +170,7 @@ def open_huggingface(
     return source, sample, tuple(lines)
 
 
-def load(data: DataConfig, split: str, sleep: Callable[[float], None]) -> Any:
+def load(data: DataConfig, split: str) -> Any:
     """The streaming dataset of ``data.path[0]``.
 
     Raises:
@@ -186,16 +186,18 @@ def load(data: DataConfig, split: str, sleep: Callable[[float], None]) -> Any:
             fix='pip install "datasets>=3.1"',
         ) from error
     path = data.path[0]
-
-    def attempt() -> Any:
-        try:
-            return datasets.load_dataset(path, data.name or None, split=split, streaming=True)
-        except (FileNotFoundError, ValueError) as error:  # what another attempt cannot change
-            name = f" {data.name}" if data.name else ""
-            raise DataError(
-                f"dataset {path}{name} has no split {split!r} that can be streamed: {error}",
-                where="--data.path",
-                fix="check --data.path, --data.name, --data.split and --validation.path",
-            ) from error
-
-    return with_retries(attempt, f"opening {path}", sleep=sleep, fix="check the network")
+    try:
+        # the library tries again by itself here; while it reads rows it does not always
+        return datasets.load_dataset(path, data.name or None, split=split, streaming=True)
+    except (FileNotFoundError, ValueError) as error:
+        raise DataError(
+            f"dataset {path}{f' {data.name}' * bool(data.name)} has no split {split!r} that can be streamed: {error}",
+            where="--data.path",
+            fix="check --data.path, --data.name, --data.split and --validation.path",
+        ) from error
+    except Exception as error:
+        raise DataError(
+            f"dataset {path} cannot be opened: {type(error).__name__}: {error}",
+            where="--data.path",
+            fix="check the network and HF_HUB_OFFLINE; a local folder of jsonl or parquet files needs no network",
+        ) from error

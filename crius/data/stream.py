@@ -7,14 +7,13 @@ of ranks, so neither does what a sample id stands for; a rank reads the shards w
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TypeVar
 
 import numpy as np
 
 from crius.data.documents import document_text
 from crius.data.source import Cursor, Int64Array, TokenArray, positions_of
 from crius.data.tokenizer import Tokenizer
-from crius.errors import CriusError, DataError
+from crius.errors import DataError
 
 RETRIES = 5
 """Attempts after the first one, 1, 2, 4, 8 and 16 s apart."""
@@ -24,34 +23,6 @@ OpenRows = Callable[[int], Iterator[Row]]
 """Rows of a shard from its n-th document on."""
 
 _log = logging.getLogger("crius.data")
-_T = TypeVar("_T")
-
-
-def with_retries(action: Callable[[], _T], what: str, *, sleep: Callable[[float], None], fix: str = "") -> _T:
-    """The result of ``action``, which is repeated after an exception other than a ``CriusError``.
-
-    Raises:
-        DataError: it failed ``RETRIES`` + 1 times; names the last cause.
-    """
-    for attempt in range(RETRIES):
-        try:
-            return action()
-        except CriusError:
-            raise
-        except Exception as error:
-            wait = 2.0**attempt
-            _log.warning("%s failed (%s: %s); trying again in %.0f s", what, type(error).__name__, error, wait)
-            sleep(wait)
-    try:
-        return action()
-    except CriusError:
-        raise
-    except Exception as error:
-        raise DataError(
-            f"{what} failed {RETRIES + 1} times; the last time: {type(error).__name__}: {error}",
-            where="--data.path",
-            fix=fix,
-        ) from error
 
 
 class ShardReader:
@@ -142,12 +113,7 @@ class ShardReader:
         """Tokens of the document at the cursor, or of the next one that is kept and has text; None at the end."""
         while True:
             where = f"{self.label}, document {self._document:,}"
-            row = with_retries(
-                self._next_row,
-                f"reading {where}",
-                sleep=self.sleep,
-                fix="check the network and start again: it resumes",
-            )
+            row = self._row(where)
             if row is None:
                 if not self.repeat:
                     return None
@@ -167,14 +133,26 @@ class ShardReader:
                 )
             return self._tokens
 
-    def _next_row(self) -> Row | None:
-        try:
-            if self._rows is None:
-                self._rows = self.open_rows(self._document)
-            return next(self._rows, None)
-        except Exception:
-            self._rows = None  # the next attempt opens it again at this document
-            raise
+    def _row(self, where: str) -> Row | None:
+        """The row at the cursor; None at the end. A shard that breaks is opened again there."""
+        for attempt in range(RETRIES + 1):
+            try:
+                if self._rows is None:
+                    self._rows = self.open_rows(self._document)
+                return next(self._rows, None)
+            except Exception as error:  # network, decompression, parsing: libraries raise what they like
+                self._rows = None
+                cause = f"{type(error).__name__}: {error}"
+                if attempt == RETRIES:
+                    raise DataError(
+                        f"reading {where} failed {RETRIES + 1} times; the last time: {cause}",
+                        where="--data.path",
+                        fix="check the network and the dataset; a run goes on from its last checkpoint",
+                    ) from error
+                wait = 2.0**attempt
+                _log.warning("reading %s failed (%s); trying again in %.0f s", where, cause, wait)
+                self.sleep(wait)
+        raise AssertionError("the last attempt returns or raises")
 
     def _start_again(self) -> None:
         if self._nothing_yet:

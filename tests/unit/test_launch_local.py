@@ -6,6 +6,7 @@ This file is also the program under test: ``python test_launch_local.py TARGET N
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import pytest
 
 import crius
 from crius.errors import DataError, LayoutError
-from crius.launch import local
+from crius.launch import local, worker
 from crius.launch.status import status
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -102,6 +103,12 @@ def fail_to_save_when_asked(place):
 def deaf(place):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     hang(place)
+
+
+def lose_the_log_folder(place):
+    if place.rank == 1:
+        shutil.rmtree(place.log_dir)
+        raise DataError("document 7 is empty.")
 
 
 def exit_75(place):
@@ -272,6 +279,11 @@ def test_a_crius_error_of_one_rank_names_it(launch, tmp_path):
     assert "Traceback" not in done.stderr
 
 
+def test_an_error_is_shown_even_if_it_cannot_be_written_to_the_run(launch, tmp_path):
+    done = launch(lose_the_log_folder, 2)
+    assert (done.returncode, done.stderr) == (1, "\nDataError: document 7 is empty.\n  rank   1\n")
+
+
 def test_a_failing_worker_does_not_wait_for_its_threads(launch, tmp_path):
     began = time.monotonic()
     assert launch(thread_that_never_ends, 2).returncode == 1
@@ -347,8 +359,6 @@ def main(name, num_ranks, run_dir, *options):
     if "spawn" in options:
         local._Process = multiprocessing.get_context("spawn").Process
     if "poll" in options:  # as on a system whose kernel cannot tie a process to its parent
-        from crius.launch import worker
-
         worker._PR_SET_PDEATHSIG = 9999
     seconds = dict(option.split("=") for option in options if "=" in option)
     return local.run_workers(

@@ -1,0 +1,154 @@
+"""Documents: what is read, and that each kind of bad input is one error that says where."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from crius.config.data import DataConfig
+from crius.data import documents
+from crius.data.documents import Piece, document_text, find_files, read_pieces
+from crius.errors import DataError
+
+
+def read(source, *patterns, **options):
+    data = DataConfig(source=source, path=tuple(map(str, patterns)), **options)
+    return list(read_pieces(data, find_files(data)))
+
+
+def write(path: Path, content: str | bytes) -> Path:
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def test_files_and_globs_are_read_sorted_and_once(tmp_path):
+    for name in ("b.txt", "a.txt", "c.md"):
+        write(tmp_path / name, name)
+    pieces = read("text", tmp_path / "*.txt", tmp_path / "a.txt", tmp_path / "c.md")
+    assert pieces == [Piece("a.txt", True), Piece("b.txt", True), Piece("c.md", True)]
+
+
+def test_jsonl_skips_blank_lines_and_empty_texts_and_a_byte_order_mark(tmp_path):
+    file = write(tmp_path / "a.jsonl", b'\xef\xbb\xbf{"text": "one"}\n\n  \n{"text": ""}\n{"text": "tw\\u00f6"}')
+    assert read("jsonl", file) == [Piece("one", True), Piece("twö", True)]
+
+
+@pytest.mark.parametrize("text", ["line\nof ü text\n  indented\n" * 40, "ü" * 500, " " * 300 + "x", "\n" * 700])
+def test_a_long_text_file_is_read_in_pieces_that_join_to_it(tmp_path, monkeypatch, text):
+    monkeypatch.setattr(documents, "PIECE_BYTES", 64)
+    pieces = read("text", write(tmp_path / "a.txt", text))
+    assert "".join(piece.text for piece in pieces) == text
+    assert [piece.ends_document for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert len(pieces) > 1
+
+
+def test_stdlib_has_the_library_without_tests_in_a_fixed_order():
+    files = find_files(DataConfig())
+    assert files == find_files(DataConfig())
+    names = {file.name for file in files}
+    assert {"argparse.py", "pathlib.py"} <= names and len(files) > 300
+    assert not any(
+        {"test", "tests", "idle_test", "site-packages", "__pycache__"} & set(file.parts[-4:]) for file in files
+    )
+    assert list(files) != sorted(files)
+
+
+# where, and what the message has to say, as {name} of the file that is written
+BAD_LINES = {
+    "corrupt": (b'{"text": "a"}\n{"text": "b", oops}\n', ["{name}:2", "column 15"]),
+    "cut short": (b'{"text": "a"}\n\n{"text": "b', ["{name}:3", "not JSON"]),
+    "list": (b'["a"]\n', ["{name}:1", "a list", "'text'"]),
+    "number too long": (b'{"text": "a"}\n{"n": ' + b"1" * 5000 + b"}\n", ["{name}:2"]),
+    "deep": (b'{"text": ' + b"[" * 200_000 + b"]" * 200_000 + b"}", ["{name}:1"]),
+    "other key": (b'{"txt": "a", "id": 1}\n', ["{name}:1", "txt, id", "--data.text_field txt"]),
+    "unlike key": (b'{"id": 1, "body": "a"}\n', ["{name}:1", "id, body", "--data.text_field body"]),
+    "number": (b'{"text": "a"}\n{"text": 7}\n', ["{name}:2", "a number (7)"]),
+    "null": (b'{"text": null}\n', ["{name}:1", "null"]),
+    "surrogate": (b'{"text": "ab\\ud800"}\n', ["{name}:1", "surrogate \\ud800 at character 2"]),
+    "not UTF-8": (b'{"text": "a"}\n{"text": "\xff"}\n', ["{name}:2", "byte 24", "0xff"]),
+}
+
+
+@pytest.mark.parametrize("content, wants", BAD_LINES.values(), ids=BAD_LINES)
+def test_a_bad_line_is_one_error_with_file_and_line(tmp_path, content, wants):
+    file = write(tmp_path / "a.jsonl", content)
+    with pytest.raises(DataError) as caught:
+        read("jsonl", file)
+    for want in wants:
+        assert want.format(name=file) in str(caught.value)
+
+
+def test_a_line_that_would_fill_the_memory_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "MAX_LINE_BYTES", 1 << 20)
+    file = write(tmp_path / "a.jsonl", b'{"text": "a"}\n{"text": "' + b"x" * (1 << 20))
+    with pytest.raises(DataError, match=r"a.jsonl:2(?s:.)*jq -c"):
+        read("jsonl", file)
+
+
+def test_text_that_is_not_utf8_names_line_and_byte_also_behind_the_first_piece(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "PIECE_BYTES", 64)
+    file = write(tmp_path / "a.txt", b"0123456789\n" * 30 + b"abc\xfe\n")
+    with pytest.raises(DataError) as caught:
+        read("text", file)
+    assert f"{file}:31" in str(caught.value) and "byte 333 " in str(caught.value)
+
+
+def test_a_compressed_file_is_recognised(tmp_path):
+    with pytest.raises(DataError, match="unpack it first"):
+        read("jsonl", write(tmp_path / "a.jsonl", b"\x1f\x8b\x08\x00"))
+
+
+@pytest.mark.parametrize("source", ["text", "jsonl"])
+def test_paths_that_are_no_files_are_refused_with_what_to_type(tmp_path, source):
+    (tmp_path / "sub").mkdir()
+    for pattern, want in {
+        "none*": "no file matches",
+        "none": "does not exist",
+        "sub": r"--data.path '.*/sub/\*\.",
+        "su*": r"1 folders do",
+    }.items():
+        with pytest.raises(DataError, match=want):
+            read(source, tmp_path / pattern)
+    with pytest.raises(DataError, match="--data.path FILE"):
+        read(source)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(DataError, match="not a regular file"):
+        read(source, tmp_path / "pipe")
+
+
+def test_stdlib_refuses_a_path():
+    with pytest.raises(DataError, match="takes no path"):
+        find_files(DataConfig(path=("a.txt",)))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_a_file_without_permission_is_named(tmp_path):
+    file = write(tmp_path / "a.txt", "a")
+    file.chmod(0)
+    with pytest.raises(DataError, match=r"a.txt cannot be read: Permission denied"):
+        read("text", file)
+
+
+def test_a_file_that_vanishes_is_named(tmp_path):
+    data = DataConfig(source="text", path=(str(write(tmp_path / "a.txt", "a")),))
+    files = find_files(data)
+    files[0].unlink()
+    with pytest.raises(DataError, match=r"a.txt cannot be read: No such file"):
+        list(read_pieces(data, files))
+
+
+def test_keys_that_are_not_text_do_not_break_the_message():
+    with pytest.raises(DataError, match="its keys: none"):
+        document_text({}, "text", "here")
+
+
+def test_the_corpus_opens_without_torch():
+    """The parent process of a run opens the corpus before any worker exists, and torch takes 2 s to import."""
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import crius.data.corpus, crius.data.prepare, crius.data.huggingface\n"
+        "assert not {'datasets', 'tokenizers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(documents.__file__).parents[2])

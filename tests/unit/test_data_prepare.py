@@ -1,0 +1,239 @@
+"""Token folders and their cache: written whole or not at all, the same for any number of workers, built once."""
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from crius.config.data import DataConfig
+from crius.config.tokenizer import TokenizerConfig
+from crius.data import cache, documents
+from crius.data import prepare as prepare_module
+from crius.data.cache import cache_folder, open_cached
+from crius.data.prepare import prepare
+from crius.data.tokenizer import ByteTokenizer
+from crius.data.tokens import TokenFile
+from crius.errors import DataError
+
+BYTE = TokenizerConfig()
+
+
+def jsonl(folder: Path, texts, name="a.jsonl") -> DataConfig:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return DataConfig(source="jsonl", path=(str(folder / name),), cache_dir=str(folder / "cache"))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def test_each_document_is_followed_by_the_end_id_and_starts_where_documents_bin_says(tmp_path):
+    meta = prepare(jsonl(tmp_path, ["ab", "", "c", "ü"]), BYTE, tmp_path / "out")
+    file = TokenFile(tmp_path / "out")
+    assert file.tokens.tolist() == [97, 98, 256, 99, 256, *"ü".encode(), 256]
+    assert file.documents.tolist() == [0, 3, 5]
+    assert file.token_bytes.tolist() == [1] * 256 + [0]
+    assert (meta.num_tokens, meta.num_documents, meta.max_token_id, meta.dtype) == (8, 3, 256, "uint16")
+    assert file.meta == meta
+    assert sorted(contents(tmp_path / "out")) == ["documents.bin", "meta.json", "token_bytes.bin", "tokens.bin"]
+
+
+def test_sha256_in_meta_is_that_of_the_files(tmp_path):
+    meta = prepare(jsonl(tmp_path, ["ab"]), BYTE, tmp_path / "out")
+    assert meta.sha256 == {name: cache._hash(tmp_path / "out" / name) for name in meta.sha256}
+
+
+def test_any_number_of_workers_writes_the_same_bytes(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare_module, "CHUNK_CHARACTERS", 300)
+    data = jsonl(tmp_path, [f"document {number} " * (number % 7) for number in range(200)])
+    for workers in (1, 2, 3):
+        prepare(data, BYTE, tmp_path / f"out{workers}", num_workers=workers)
+    assert contents(tmp_path / "out1") == contents(tmp_path / "out2") == contents(tmp_path / "out3")
+
+
+def test_chunks_do_not_change_what_is_written(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("some text\n" * 50)
+    data = DataConfig(source="text", path=(str(tmp_path / "a.txt"),))
+    prepare(data, BYTE, tmp_path / "whole")
+    monkeypatch.setattr(prepare_module, "CHUNK_CHARACTERS", 30)
+    monkeypatch.setattr(documents, "PIECE_BYTES", 64)
+    prepare(data, BYTE, tmp_path / "pieces")
+    assert contents(tmp_path / "whole") == contents(tmp_path / "pieces")
+
+
+def test_ids_above_65535_are_stored_in_32_bits(tmp_path):
+    tok = ByteTokenizer()
+    tok.vocab_size, tok.eos_id = 100_000, 99_999
+    tok.token_bytes = lambda: np.ones(100_000, np.int32)
+    pieces = [documents.Piece("a", True)]
+    meta = prepare_module.write_folder(tmp_path / "out", pieces, tok, tokenizer_config=BYTE, source="test")
+    assert meta.dtype == "uint32" and meta.max_token_id == 99_999
+    assert TokenFile(tmp_path / "out").tokens.tolist() == [97, 99_999]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_run_that_fails_leaves_nothing_behind(tmp_path, workers, monkeypatch):
+    monkeypatch.setattr(prepare_module, "CHUNK_PIECES", 1)
+    data = jsonl(tmp_path, ["a"] * 20)
+    with open(data.path[0], "a") as file:
+        file.write("{\n")
+    with pytest.raises(DataError, match=r"a.jsonl:21"):
+        prepare(data, BYTE, tmp_path / "out", num_workers=workers)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def test_an_empty_corpus_is_refused(tmp_path):
+    (tmp_path / "a.txt").touch()
+    with pytest.raises(DataError, match=r"corpus is empty(?s:.)*a.txt"):
+        prepare(DataConfig(source="text", path=(str(tmp_path / "a.txt"),)), BYTE, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_is_in_use_is_refused_and_an_empty_one_taken(tmp_path):
+    data = jsonl(tmp_path, ["a"])
+    (tmp_path / "out").mkdir()
+    prepare(data, BYTE, tmp_path / "out")
+    before = contents(tmp_path / "out")
+    with pytest.raises(DataError, match="not an empty folder"):
+        prepare(data, BYTE, tmp_path / "out")
+    assert contents(tmp_path / "out") == before
+    with pytest.raises(DataError, match="not an empty folder"):
+        prepare(data, BYTE, Path(data.path[0]))
+    for source in ("huggingface", "tokens"):
+        with pytest.raises(DataError, match="cannot be prepared"):
+            prepare(DataConfig(source=source, path=("x",)), BYTE, tmp_path / "other")
+
+
+def test_a_second_opening_reads_and_tokenises_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(cache, "SETTLED_NS", -(1 << 62))  # the file was written just now
+    data = jsonl(tmp_path, ["a", "b"])
+    first = open_cached(data, BYTE, ByteTokenizer())
+    monkeypatch.setattr(cache, "write_folder", lambda *a, **k: pytest.fail("tokenised again"))
+    monkeypatch.setattr(cache, "_hash", lambda file: pytest.fail("hashed again"))
+    assert open_cached(data, BYTE, ByteTokenizer()).folder == first.folder
+
+
+def test_the_key_is_the_content_not_the_path_or_the_time(tmp_path):
+    one = open_cached(jsonl(tmp_path, ["a"]), BYTE, ByteTokenizer())
+    same = open_cached(jsonl(tmp_path, ["a"], name="b.jsonl"), BYTE, ByteTokenizer())
+    other = open_cached(jsonl(tmp_path, ["b"]), BYTE, ByteTokenizer())  # same path, same size, moments later
+    assert one.folder == same.folder != other.folder
+    assert other.tokens.tolist() == [98, 256]
+
+
+def test_another_tokenizer_or_field_is_another_entry(tmp_path):
+    data = jsonl(tmp_path, ["a"])
+    tok = ByteTokenizer()
+    tok.fingerprint = "other"
+    assert open_cached(data, BYTE, tok).folder != open_cached(data, BYTE, ByteTokenizer()).folder
+
+
+@pytest.mark.parametrize("damage", ["tokens.bin", "documents.bin", "meta.json"])
+def test_a_damaged_entry_is_built_again_and_says_so(tmp_path, damage, caplog):
+    data = jsonl(tmp_path, ["abc", "d"])
+    folder = open_cached(data, BYTE, ByteTokenizer()).folder
+    want = contents(folder)
+    (folder / damage).write_bytes(want[damage][:-3])
+    assert contents(open_cached(data, BYTE, ByteTokenizer()).folder) == want
+    assert "tokenised again" in caplog.text and damage in caplog.text
+
+
+def test_a_damaged_index_is_ignored(tmp_path, monkeypatch):
+    monkeypatch.setattr(cache, "SETTLED_NS", -(1 << 62))
+    data = jsonl(tmp_path, ["a"])
+    folder = open_cached(data, BYTE, ByteTokenizer()).folder
+    (index,) = (tmp_path / "cache" / "index").iterdir()
+    for content in (b"{", b"[]", b'{"a": 1}', b"\xff"):
+        index.write_bytes(content)
+        assert open_cached(data, BYTE, ByteTokenizer()).folder == folder
+
+
+def test_a_failed_build_leaves_no_entry_and_fails_again_the_same_way(tmp_path):
+    data = jsonl(tmp_path, ["a"])
+    with open(data.path[0], "a") as file:
+        file.write("{\n")
+    errors = []
+    for _ in range(2):
+        with pytest.raises(DataError) as caught:
+            open_cached(data, BYTE, ByteTokenizer())
+        errors.append(str(caught.value))
+    assert errors[0] == errors[1]
+    assert [path.suffix for path in (tmp_path / "cache" / "tokens").iterdir()] == [".lock"]
+
+
+def test_what_a_killed_writer_left_is_removed(tmp_path):
+    data = jsonl(tmp_path, ["a"])
+    folder = open_cached(data, BYTE, ByteTokenizer()).folder
+    (folder / "tokens.bin").unlink()
+    leftover = folder.with_name(folder.name + ".tmp-0")
+    leftover.mkdir()
+    open_cached(data, BYTE, ByteTokenizer())
+    assert not leftover.exists()
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch):
+    data = jsonl(tmp_path, ["a"])
+    real = cache.write_folder
+
+    def change(*args, **options):
+        real(*args, **options)
+        jsonl(tmp_path, ["other"])
+
+    monkeypatch.setattr(cache, "write_folder", change)
+    with pytest.raises(DataError, match=r"a.jsonl changed while it was read"):
+        open_cached(data, BYTE, ByteTokenizer())
+
+
+def test_a_cache_that_cannot_be_written_names_the_flag(tmp_path):
+    data = jsonl(tmp_path, ["a"])
+    (tmp_path / "cache").write_text("a file, not a folder")
+    with pytest.raises(DataError, match="--data.cache_dir DIR"):
+        open_cached(data, BYTE, ByteTokenizer())
+
+
+def test_the_cache_is_where_the_config_or_xdg_says(monkeypatch, tmp_path):
+    assert cache_folder(DataConfig(cache_dir=str(tmp_path))) == tmp_path
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder(DataConfig()) == tmp_path / "crius"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_folder(DataConfig()) == tmp_path / ".cache" / "crius"
+
+
+OPEN = """
+import logging, sys, time
+from crius.config.data import DataConfig
+from crius.config.tokenizer import TokenizerConfig
+from crius.data import cache
+from crius.data.tokenizer import ByteTokenizer
+logging.basicConfig(level="INFO", stream=sys.stdout)
+real = cache.read_pieces
+def slow(*args):
+    time.sleep(0.5)
+    yield from real(*args)
+cache.read_pieces = slow
+data = DataConfig(source="jsonl", path=(sys.argv[1],), cache_dir=sys.argv[2])
+print("tokens", cache.open_cached(data, TokenizerConfig(), ByteTokenizer()).tokens.tolist())
+"""
+
+
+def test_processes_that_open_at_once_tokenise_once(tmp_path):
+    data = jsonl(tmp_path, ["a", "b"])
+    command = [sys.executable, "-c", OPEN, data.path[0], data.cache_dir]
+    root = Path(cache.__file__).parents[2]
+    workers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root) for _ in range(2)]
+    logs = [worker.communicate(timeout=60)[0] for worker in workers]
+    assert all("tokens [97, 256, 98, 256]" in log for log in logs)
+    assert sum(log.count("tokenised jsonl") for log in logs) == 1
+
+
+def test_the_standard_library_is_a_corpus(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "crius.data")
+    file = open_cached(DataConfig(cache_dir=str(tmp_path)), BYTE, ByteTokenizer())
+    assert file.meta.num_tokens > 5_000_000
+    assert len(caplog.records) == 1 and "tokenised stdlib of Python" in caplog.text

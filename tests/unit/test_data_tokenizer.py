@@ -1,0 +1,121 @@
+"""Tokenizers: ids, end of document, and the bytes that each id stands for."""
+
+import sys
+
+import numpy as np
+import pytest
+
+from crius.config.tokenizer import TokenizerConfig
+from crius.data.tokenizer import ByteTokenizer, build_tokenizer
+from crius.errors import DataError, EnvironmentError
+
+TEXT = "Naïve café — 北京 🙂 tab\tand  spaces\n\n  def f(x):\r\n return x"
+
+
+def byte_level(special=("<|endoftext|>",), **train):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tok = Tokenizer(models.BPE())
+    tok.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tok.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=list(special), initial_alphabet=alphabet)
+    tok.train_from_iterator([TEXT, "the cat and the dog and the café " * 20], trainer)
+    return tok
+
+
+def saved(tok, folder):
+    tok.save(str(folder / "tokenizer.json"))
+    return str(folder)
+
+
+def test_bytes_round_trip_and_count_one_each():
+    tok = ByteTokenizer()
+    ids = tok.encode(TEXT)
+    assert tok.decode(ids.tolist()) == TEXT
+    counts = tok.token_bytes()
+    assert counts[ids].sum() == len(TEXT.encode()) and counts[tok.eos_id] == 0 and len(counts) == tok.vocab_size == 257
+
+
+def test_byte_level_bpe_counts_the_bytes_of_any_text_exactly(tmp_path):
+    tok = build_tokenizer(TokenizerConfig(path=saved(byte_level(), tmp_path)))
+    rng = np.random.default_rng(0)
+    noise = "".join(map(chr, rng.integers(1, 0xD7FF, 500)))
+    for text in (TEXT, noise, ""):
+        ids = tok.encode(text)
+        assert tok.token_bytes()[ids].sum() == len(text.encode())
+        assert tok.decode(ids.tolist()) == text
+    assert tok.token_bytes()[tok.eos_id] == 0
+    assert len(tok.encode(TEXT)) < len(TEXT.encode())
+
+
+def test_a_file_and_its_folder_are_the_same_tokenizer(tmp_path):
+    folder = saved(byte_level(), tmp_path)
+    one, two = (build_tokenizer(TokenizerConfig(path=path)) for path in (folder, f"{folder}/tokenizer.json"))
+    assert one.fingerprint == two.fingerprint
+    np.testing.assert_array_equal(one.encode_batch([TEXT, "a"])[0], two.encode(TEXT))
+
+
+def test_text_cannot_forge_the_end_of_a_document(tmp_path):
+    tok = build_tokenizer(TokenizerConfig(path=saved(byte_level(), tmp_path)))
+    text = "a<|endoftext|>b"
+    ids = tok.encode(text)
+    assert tok.eos_id not in ids
+    assert tok.token_bytes()[ids].sum() == len(text)
+
+
+def test_truncation_and_padding_of_the_file_are_ignored(tmp_path):
+    model = byte_level()
+    model.enable_truncation(3)
+    model.enable_padding(length=64)
+    tok = build_tokenizer(TokenizerConfig(path=saved(model, tmp_path)))
+    assert tok.decode(tok.encode(TEXT).tolist()) == TEXT
+
+
+def test_sentencepiece_style_counts_marks_as_spaces_and_byte_tokens_as_one(tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    pieces = [("<unk>", 0.0), ("</s>", 0.0), ("▁the", -1.0), ("▁", -2.0), ("é", -2.0), ("<0xE2>", -9.0)]
+    model = Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=True))
+    model.pre_tokenizer = pre_tokenizers.Metaspace()
+    model.add_special_tokens(["<unk>", "</s>"])
+    tok = build_tokenizer(TokenizerConfig(path=saved(model, tmp_path)))
+    assert tok.token_bytes().tolist() == [0, 0, 4, 1, 2, 1]
+    assert tok.eos_id == 1
+
+
+def test_the_end_of_document_is_found_or_named(tmp_path):
+    folder = saved(byte_level(special=("<pad>", "</s>", "<eos>")), tmp_path)
+    assert build_tokenizer(TokenizerConfig(path=folder)).eos_id == 1
+    other = build_tokenizer(TokenizerConfig(path=folder, eos_token="<eos>"))
+    assert other.eos_id == 2
+    assert other.fingerprint != build_tokenizer(TokenizerConfig(path=folder)).fingerprint
+    with pytest.raises(DataError, match=r"no token '<eoss>'(?s:.)*--tokenizer.eos_token '<eos>'"):
+        build_tokenizer(TokenizerConfig(path=folder, eos_token="<eoss>"))
+
+
+def test_a_tokenizer_without_an_end_of_document_is_refused(tmp_path):
+    with pytest.raises(DataError, match=r"none of the usual tokens(?s:.)*--tokenizer.eos_token '<stop>'"):
+        build_tokenizer(TokenizerConfig(path=saved(byte_level(special=("<stop>",)), tmp_path)))
+
+
+def test_files_that_are_no_tokenizer_are_refused_with_a_fix(tmp_path):
+    with pytest.raises(DataError, match=r"does not exist(?s:.)*--tokenizer.path byte"):
+        build_tokenizer(TokenizerConfig(path=str(tmp_path / "none")))
+    with pytest.raises(DataError, match="without a tokenizer.json"):
+        build_tokenizer(TokenizerConfig(path=str(tmp_path)))
+    (tmp_path / "tokenizer.model").touch()
+    with pytest.raises(DataError, match="save_pretrained"):
+        build_tokenizer(TokenizerConfig(path=str(tmp_path)))
+    for content in (b"{", b"{}", b"version https://git-lfs", b"\xff\xfe"):
+        (tmp_path / "tokenizer.json").write_bytes(content)
+        with pytest.raises(DataError, match="is not a tokenizer.json"):
+            build_tokenizer(TokenizerConfig(path=str(tmp_path)))
+    with pytest.raises(DataError, match="id 256"):
+        build_tokenizer(TokenizerConfig(eos_token="</s>"))
+
+
+def test_a_missing_package_is_an_error_with_the_line_to_type(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(EnvironmentError, match='pip install "tokenizers'):
+        build_tokenizer(TokenizerConfig(path=str(tmp_path)))

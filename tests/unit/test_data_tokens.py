@@ -1,0 +1,152 @@
+"""Token folders and the sequences in them: no token is the label of two, no sequence is read twice in an epoch."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from crius.config.tokenizer import TokenizerConfig
+from crius.data.documents import Piece
+from crius.data.permutation import mix, permute
+from crius.data.prepare import write_folder
+from crius.data.source import positions_of
+from crius.data.tokenizer import ByteTokenizer
+from crius.data.tokens import IndexedSource, TokenFile
+from crius.errors import DataError
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    rng = np.random.default_rng(0)
+    pieces = [Piece("".join(map(chr, rng.integers(32, 127, rng.integers(1, 40)))), True) for _ in range(60)]
+    write_folder(tmp_path / "t", pieces, ByteTokenizer(), tokenizer_config=TokenizerConfig(), source="test")
+    return tmp_path / "t"
+
+
+def source(folder, first=0, last=None, *, seq_len=16, vocab_size=257, seed=0, shuffle=True):
+    file = TokenFile(folder)
+    last = file.meta.num_tokens if last is None else last
+    return IndexedSource(file, first, last, seq_len=seq_len, vocab_size=vocab_size, seed=seed, shuffle=shuffle)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 17, 1000, 4097])
+def test_the_permutation_is_one(size):
+    for key in range(20):
+        image = permute(np.arange(size, dtype=np.uint64), size, mix(key))
+        assert sorted(image.tolist()) == list(range(size))
+
+
+def test_the_permutation_of_a_huge_range_stays_in_it_and_takes_no_memory():
+    size = 10**15
+    image = permute(np.arange(10_000, dtype=np.uint64), size, 3)
+    assert image.max() < size and len(np.unique(image)) == 10_000
+    assert image.max() > 0.99 * size and image.min() < 0.01 * size
+
+
+def test_every_place_is_as_likely_as_every_other():
+    """Chi-squared of where index 0 of 10 goes under 4,000 keys; 27.9 is exceeded by chance once in a thousand."""
+    for index in (0, 7):
+        places = [int(permute(np.array([index], dtype=np.uint64), 10, mix(key))[0]) for key in range(4000)]
+        counts = np.bincount(places, minlength=10)
+        assert ((counts - 400) ** 2 / 400).sum() < 27.9
+
+
+def test_positions_restart_at_each_document():
+    assert positions_of(np.array([0, 3, 4], dtype=np.int64), 6).tolist() == [0, 1, 2, 0, 0, 1]
+    assert positions_of(np.array([], dtype=np.int64), 3).tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("first", [0, 5])
+@pytest.mark.parametrize("seq_len", [1, 7, 16])
+def test_windows_cover_the_stream_and_share_no_label(folder, first, seq_len):
+    data = source(folder, first, seq_len=seq_len, shuffle=False)
+    tokens, positions = data.read(range(data.num_samples))
+    stream = data.file.tokens[first:].astype(np.int64)
+    used = data.num_samples * seq_len
+    np.testing.assert_array_equal(tokens[:, 1:].ravel(), stream[1 : used + 1])
+    np.testing.assert_array_equal(tokens[:, :-1].ravel(), stream[:used])
+    assert len(stream) - 1 - used < seq_len
+    after_eos = tokens[:, :-2] == 256
+    assert (positions[:, 0] == 0).all()
+    np.testing.assert_array_equal(positions[:, 1:] == 0, after_eos)
+    np.testing.assert_array_equal(positions[:, 1:][~after_eos], (positions[:, :-1] + 1)[~after_eos])
+
+
+def test_an_epoch_has_each_sequence_once_and_the_next_another_order(folder):
+    data = source(folder)
+    n = data.num_samples
+    epochs = [data.windows(range(e * n, (e + 1) * n)).tolist() for e in range(3)]
+    assert all(sorted(epoch) == list(range(n)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0] and epochs[0] != list(range(n))
+    across = data.windows(range(n - 2, n + 2)).tolist()
+    assert across == epochs[0][-2:] + epochs[1][:2]
+
+
+def test_the_seed_chooses_the_order_and_no_shuffle_keeps_it(folder):
+    ids = range(20)
+    one, two, again = (source(folder, seed=seed).windows(ids).tolist() for seed in (1, 2, 1))
+    assert one == again != two
+    assert source(folder, shuffle=False).windows(ids).tolist() == list(ids)
+    assert source(folder, seed=1).identity != source(folder, seed=2).identity
+
+
+def test_no_sample_where_there_is_no_room_for_one(folder):
+    assert source(folder, 0, 16, seq_len=16).num_samples == 0
+    assert source(folder, 0, 17, seq_len=16).num_samples == 1
+    assert source(folder, 0, 0, seq_len=16).num_samples == 0
+
+
+def test_an_id_that_was_edited_in_is_named_with_file_sample_and_position(folder):
+    data = source(folder, shuffle=False)
+    content = np.fromfile(folder / "tokens.bin", "<u2")
+    content[16 * 3 + 5] = 9999
+    content.tofile(folder / "tokens.bin")
+    data = source(folder, shuffle=False)
+    data.read([0, 1, 2])
+    with pytest.raises(DataError) as caught:
+        data.read([2, 3])
+    for want in ("tokens.bin", "token 53 ", "9999", "257 ids", "sample 3, position 5"):
+        assert want in str(caught.value)
+
+
+def test_a_folder_with_ids_the_model_lacks_is_refused_by_its_meta(folder):
+    TokenFile(folder).check_vocab(257)
+    with pytest.raises(DataError, match=r"token id 256, the model has 256(?s:.)*--model.vocab_size 257"):
+        TokenFile(folder).check_vocab(256)
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "documents.bin", "token_bytes.bin", "meta.json"])
+def test_a_cut_or_missing_file_is_named(folder, name):
+    content = (folder / name).read_bytes()
+    (folder / name).write_bytes(content[: len(content) // 2])
+    with pytest.raises(DataError, match=name):
+        TokenFile(folder)
+    (folder / name).unlink()
+    with pytest.raises(DataError, match=name):
+        TokenFile(folder)
+
+
+def test_meta_of_another_version_or_shape_is_refused(folder):
+    meta = json.loads((folder / "meta.json").read_text())
+    for change, want in {
+        ("version", 2): "format version 2, this Crius reads version 1",
+        ("num_tokens", "7"): "'7' for num_tokens",
+        ("num_tokens", 0): "no tokens",
+        ("num_tokens", meta["num_tokens"] + 1): r"tokens.bin has [\d,]+ bytes, meta.json says",
+        ("dtype", "float32"): "dtype 'float32'",
+        ("sha256", None): "None for sha256",
+    }.items():
+        (folder / "meta.json").write_text(json.dumps(meta | dict([change])))
+        with pytest.raises(DataError, match=want):
+            TokenFile(folder)
+    (folder / "meta.json").write_text("[]")
+    with pytest.raises(DataError, match="format version None"):
+        TokenFile(folder)
+
+
+def test_a_folder_that_is_none_is_refused(tmp_path):
+    with pytest.raises(DataError, match=r"does not exist(?s:.)*crius data prepare"):
+        TokenFile(tmp_path / "none")
+    with pytest.raises(DataError, match=r"has no meta.json"):
+        TokenFile(tmp_path)
