@@ -54,7 +54,8 @@ class Report:
 def examine() -> Report:
     """Look at this machine. Imports torch and asks it for its devices; starts nothing."""
     facts = {"crius": crius.__version__, "python": platform.python_version(), "platform": platform.platform()}
-    missing, optional = [], []
+    missing: list[str] = []
+    optional: list[str] = []
     for package, required, purpose, install in PACKAGES:
         if importlib.util.find_spec(package) is None:
             (missing if required else optional).append(f"{package} (for {purpose}): {install}")

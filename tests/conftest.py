@@ -1,0 +1,26 @@
+"""One thread, no network, a cache of its own: the same for every test, before torch runs anything."""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ["OMP_NUM_THREADS"] = "1"  # results depend on the thread count in the last bits
+for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    os.environ.pop(name, None)
+
+import pytest
+import torch
+
+torch.set_num_threads(1)  # no thread pool in this process: workers are forked from it
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _cache(tmp_path_factory):
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
+def pytest_collection_modifyitems(items):
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(skip)

@@ -1,0 +1,99 @@
+"""Runs of the real job inside a test: parse flags, start forked workers, read what they wrote."""
+
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from crius import cli
+from crius.config.run import RunConfig
+from crius.launch.local import run_workers
+from crius.train import job
+
+ROOT = Path(__file__).parent.parent
+GOLDEN = Path(__file__).parent / "golden"
+TEXT = GOLDEN / "tempest.txt"
+
+# 20 steps of the debug model, at half its depth, on the committed text, lr 3e-4 in float32
+SMALL = [
+    *("--training.steps", "20", "--training.seq_len", "32", "--training.global_batch_size", "16"),
+    *("--model.num_layers", "4", "--optimizer.lr", "3e-4", "--data.source", "text", "--data.path", str(TEXT)),
+    *("--validation.interval", "20", "--validation.num_samples", "20"),
+]
+
+
+def parse(flags: list[str]) -> RunConfig:
+    """The config that ``crius train FLAGS`` would run."""
+    _, bound, _ = cli.app.parse_args(["config", "show", *_last_wins(flags)], exit_on_error=False, print_error=False)
+    return bound.arguments.get("run", RunConfig())
+
+
+def _last_wins(flags: list[str]) -> list[str]:
+    """Tests append to common flags; the command line itself refuses a flag that is given twice."""
+    given: dict[str, list[str]] = {}
+    for token in flags:
+        if token.startswith("--"):
+            current = given[token] = []
+        else:
+            current.append(token)
+    return [token for flag, values in given.items() for token in (flag, *values)]
+
+
+def layout_flags(layout: str) -> list[str]:
+    """Flags of a layout such as ``hsdp2x2_accum4`` (terms as in the architecture's section 8), batch 16."""
+    flags: list[str] = []
+    replicate = shard = 1
+    accum = 1
+    for term in layout.split("_"):
+        if match := re.fullmatch(r"hsdp(\d+)x(\d+)", term):
+            replicate, shard = int(match[1]), int(match[2])
+        elif match := re.fullmatch(r"(ddp|fsdp|accum)(\d+)", term):
+            value = int(match[2])
+            replicate = value if match[1] == "ddp" else replicate
+            shard = value if match[1] == "fsdp" else shard
+            accum = value if match[1] == "accum" else accum
+        else:
+            assert term == "1", f"unknown layout term {term}"
+    flags += ["--parallelism.data_parallel_replicate_degree", str(replicate)]
+    flags += ["--parallelism.data_parallel_shard_degree", str(shard)]
+    flags += ["--training.local_batch_size", str(16 // (replicate * shard * accum))]
+    return flags
+
+
+def num_ranks(config: RunConfig) -> int:
+    return config.parallelism.total_ranks(1)
+
+
+def train(flags: list[str], run_dir: Path) -> list[dict]:
+    """Train and return the records of ``metrics.jsonl``."""
+    config = parse(flags)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    # one process too is forked: a process group that died here would be collected again, and hang, in later forks
+    code = run_workers(functools.partial(job.run, config, run_dir, time.monotonic()), num_ranks(config), run_dir)
+    assert code == 0, f"exit code {code}"
+    return read_metrics(run_dir)
+
+
+def read_metrics(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def steps_of(records: list[dict]) -> list[dict]:
+    return [record for record in records if "loss" in record]
+
+
+def crius(*arguments: str, timeout: float = 120, cwd: Path = ROOT, **environ: str) -> subprocess.CompletedProcess:
+    """The command line in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "crius", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environ},
+        check=False,
+    )

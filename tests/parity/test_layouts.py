@@ -1,0 +1,55 @@
+"""Same seed, same tokens: a layout changes where the sums happen, not what is summed."""
+
+import pytest
+from harness import SMALL, layout_flags, steps_of, train
+
+# float32: weights start equal bit for bit, the step-1 loss is a float64 sum of equal token losses, and afterwards only
+# the order of float32 gradient sums differs, which AdamW at lr 3e-4 keeps far below these bounds (measured: 1e-8)
+LOSS = {1: 1e-7, 20: 1e-5}
+GRAD_NORM = {1: 1e-6, 20: 1e-4}
+
+RUNS = [
+    ("fsdp4", []),
+    ("hsdp2x2", []),
+    ("ddp4", []),
+    ("accum4", ["--training.gradient_sync", "immediate"]),
+    ("accum4", ["--training.gradient_sync", "deferred"]),
+    ("fsdp4_accum4", ["--training.gradient_sync", "immediate"]),
+    ("fsdp4_accum4", ["--training.gradient_sync", "deferred"]),
+    ("ddp4_accum2", ["--training.gradient_sync", "auto"]),
+    ("hsdp2x2_accum4", ["--training.gradient_sync", "immediate"]),
+    ("hsdp2x2_accum4", ["--training.gradient_sync", "deferred"]),
+    ("hsdp2x2_accum4", ["--training.gradient_sync", "auto"]),
+    ("fsdp4_accum2", ["--parallelism.reshard_after_forward_mode", "never"]),
+    ("fsdp4_accum2", ["--parallelism.reshard_after_forward_mode", "always"]),
+    ("fsdp4", ["--parallelism.reshard_after_forward_mode", "2"]),
+    ("fsdp2", ["--training.enable_cpu_offload"]),
+    ("fsdp3", ["--training.global_batch_size", "48", "--training.local_batch_size", "16"]),
+]
+
+
+@pytest.fixture(scope="module")
+def one_device(tmp_path_factory):
+    """Records of the one-process run with the same global batch, made once for each batch size."""
+    made: dict[str, list[dict]] = {}
+
+    def get(global_batch: str) -> list[dict]:
+        if global_batch not in made:
+            flags = [*SMALL, *layout_flags("1"), "--training.global_batch_size", global_batch]
+            made[global_batch] = train(flags, tmp_path_factory.mktemp("one"))
+        return made[global_batch]
+
+    return get
+
+
+@pytest.mark.parametrize(("layout", "flags"), RUNS, ids=[f"{layout} {' '.join(flags[1:2])}" for layout, flags in RUNS])
+def test_every_layout_matches_one_device(layout, flags, one_device, tmp_path):
+    want = one_device("48" if layout == "fsdp3" else "16")
+    got = train([*SMALL, *layout_flags(layout), *flags], tmp_path)
+    for step in (1, 20):
+        a, b = (next(record for record in steps_of(records) if record["step"] == step) for records in (got, want))
+        assert a["loss"] == pytest.approx(b["loss"], rel=LOSS[step], abs=0)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=GRAD_NORM[step], abs=0)
+    assert got[-1]["val_loss"] == pytest.approx(want[-1]["val_loss"], rel=LOSS[20], abs=0)
+    assert got[-1]["val_bits_per_byte"] == pytest.approx(want[-1]["val_bits_per_byte"], rel=LOSS[20], abs=0)
+    assert got[-1]["val_samples"] == want[-1]["val_samples"] == 20
