@@ -131,11 +131,23 @@ def train(run: Run = RunConfig(), *, recipe: Recipe = "", config: ConfigFiles = 
 
     target = functools.partial(job.run, run, run_dir, STARTED)
     if placement is None and facts.num_ranks > 1:
-        return run_workers(target, facts.num_ranks, run_dir)
-    code = run_single(target, placement or single_placement(), run_dir)
-    if code and placement:
-        leave(code)  # a normal exit would wait for peers that may be gone
+        code = run_workers(target, facts.num_ranks, run_dir)
+    else:
+        code = run_single(target, placement or single_placement(), run_dir)
+        if code and placement:
+            leave(code)  # a normal exit would wait for peers that may be gone
+    if code == 0 and (placement is None or placement.rank == 0):
+        _say_next(run, run_dir)
     return code
+
+
+def _say_next(run: RunConfig, run_dir: Path) -> None:
+    _emit(f"run folder: {run_dir} (metrics.jsonl, summary.json, run.toml, logs/)")
+    if run.model.flavor == "debug":
+        _emit("try next:")
+        _emit("  the same curve on four workers   crius train --parallelism.data_parallel_shard_degree 4")
+        _emit(f"  this run again, twice as long     crius train --config {run_dir / 'run.toml'} --training.steps 300")
+        _emit("  every setting and its origin      crius config show")
 
 
 @config_app.command

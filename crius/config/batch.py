@@ -30,8 +30,9 @@ def batch_sizes(training: TrainingConfig, data_parallel_ranks: int) -> BatchSize
     """
     local, total = training.local_batch_size, training.global_batch_size
     if total == -1:
-        automatic = -(-AUTO_GLOBAL_BATCH_SIZE // data_parallel_ranks) * data_parallel_ranks
-        total = automatic if local == -1 else local * data_parallel_ranks
+        # not simply local x ranks: the loss curve must not depend on the ranks, nor on a knob for memory
+        unit = data_parallel_ranks * max(1, local)
+        total = -(-AUTO_GLOBAL_BATCH_SIZE // unit) * unit
     if total % data_parallel_ranks:
         raise ValueError(
             f"global_batch_size {total} is no multiple of the {data_parallel_ranks} data-parallel ranks; "

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 from cyclopts import App, ArgumentCollection, CycloptsError
-from cyclopts.config import Dict
+from cyclopts.argument import Argument, Token
 from cyclopts.exceptions import UnknownOptionError
 
 from crius.errors import ConfigError
@@ -85,10 +85,12 @@ class RunSources:
         recipes = [token.value for token in named["--recipe"].tokens] or ([] if files else [DEFAULT_RECIPE])
         self.recipe = recipes[0] if recipes else ""
         for source, table in [*((path, read_toml(Path(path))) for path in reversed(files)), *map(_recipe, recipes)]:
-            Dict(_renamed(table), source=source, use_commands_as_keys=False)(app, commands, arguments)
+            _fill(named, _settings(table, source), source)
         for argument in arguments:
             if not argument.tokens:
                 continue
+            for token in argument.tokens:
+                _refuse_fraction(argument, token)
             argument.tokens = [token.evolve(value=_canonical(token.value, argument.hint)) for token in argument.tokens]
             source = argument.tokens[0].source
             self.origins[argument.name.lstrip("-")] = "command line" if source == "cli" else source
@@ -130,16 +132,47 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield name, value
 
 
-def _renamed(table: Mapping[str, Any]) -> dict[str, Any]:
-    """``table`` with torchtitan's names replaced by ours."""
-    tree: dict[str, Any] = {}
-    for name, value in _flat(table):
-        *sections, leaf = ALIASES.get(name, name).split(".")
-        node = tree
-        for section in sections:
-            node = node.setdefault(section, {})
-        node[leaf] = value
-    return tree
+def _settings(table: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Dotted names and values of ``table``, torchtitan's names replaced by ours."""
+    settings: dict[str, Any] = {}
+    for written, value in _flat(table):
+        name = ALIASES.get(written, written)
+        if name in settings:
+            raise ConfigError(f"{name} is given twice, once under another spelling.", where=source, fix="keep one")
+        settings[name] = value
+    return settings
+
+
+def _fill(named: Mapping[str, Argument], settings: Mapping[str, Any], source: str) -> None:
+    """Give each setting to its argument, unless a stronger source has spoken.
+
+    cyclopts' own ``Dict`` would drop a section that is called like a verb (``[data]``) and read ``no_enable = true``
+    as ``enable = true``.
+    """
+    fields = {name[2:]: argument for name, argument in named.items() if "." in name and not argument.children}
+    for name, value in settings.items():
+        if name not in fields:
+            raise _unknown("key", name, fields, source)
+        argument = fields[name]
+        if argument.tokens:
+            continue
+        items = value if isinstance(value, list) and get_origin(argument.hint) is tuple else [value]
+        if not items:
+            argument.append(Token(keyword=name, source=source, implicit_value=()))
+        for index, item in enumerate(items):
+            argument.append(Token(keyword=name, value=str(item), source=source, index=index))
+
+
+def _refuse_fraction(argument: Argument, token: Token) -> None:
+    """cyclopts rounds 1.5 to 2 where a whole number is asked for."""
+    kinds = (argument.hint, *get_args(argument.hint))
+    try:
+        is_fraction = int in kinds and not float(token.value).is_integer()
+    except ValueError:
+        return  # no number at all: a choice, or an error that cyclopts reports
+    if is_fraction:
+        where = "command line" if token.source == "cli" else token.source
+        raise ConfigError(f"{argument.name[2:]} {token.value} is no whole number.", where=where, fix="give an integer")
 
 
 def _choices(hint: Any) -> list[str]:
@@ -179,18 +212,16 @@ def explain(error: CycloptsError) -> ConfigError:
     if not isinstance(error, UnknownOptionError):
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         return ConfigError(" ".join(lines), fix="see crius COMMAND --help for what each flag takes")
-    token = error.token
+    written = error.token.keyword or error.token.value
     known = [name for argument in error.argument_collection for name in argument.names if not argument.children]
-    if token.source == "cli":
-        written, where = token.keyword or token.value, "command line"
-        name = written.lstrip("-").partition("=")[0]
-    else:
-        name = ".".join(part for part in (token.keyword or "").replace("]", "[").split("[") if part)
-        written, where = name, token.source
+    return _unknown("flag", written, known, "command line")
+
+
+def _unknown(kind: str, written: str, known: Iterable[str], where: str) -> ConfigError:
+    """An unknown flag (``--a.b``) or TOML key (``a.b``), with the known name that was most likely meant."""
+    dashes = "--" if kind == "flag" else ""
+    name = written.removeprefix("--").partition("=")[0]
     moved = MOVED.get(name.replace("-", "_"))
-    hint = f", did you mean --{moved}?" if moved else did_you_mean(f"--{name}", known)
-    if where != "command line":
-        hint = hint.replace("--", "")
-    kind = "flag" if where == "command line" else "key"
+    hint = f", did you mean {dashes}{moved}?" if moved else did_you_mean(f"{dashes}{name}", known)
     fix = f"write {hint.removeprefix(', did you mean ').rstrip('?')}" if hint else "crius train --help lists every flag"
     return ConfigError(f"unknown {kind} {written}{hint or '.'}", where=where, fix=fix)

@@ -22,8 +22,8 @@ class TrainingConfig:
 
     global_batch_size: int = -1
     """Sequences in one optimizer step, over all ranks and microbatches. More than local_batch_size x data-parallel
-    ranks accumulates gradients. -1: local_batch_size x data-parallel ranks where local_batch_size is given,
-    else 8 (or the number of data-parallel ranks, if that is larger)."""
+    ranks accumulates gradients. -1: 8, so that the loss curve does not depend on the layout, or where that is no
+    multiple of local_batch_size x data-parallel ranks, the next one."""
 
     gradient_sync: Literal["immediate", "deferred", "auto"] = "auto"
     """When gradients are synchronised under accumulation. immediate: reduce-scatter (and all-reduce over replicas) in

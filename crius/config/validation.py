@@ -14,8 +14,9 @@ class ValidationConfig:
     """Sequences that are scored, the same ones every time and under every layout. At most what is held out."""
 
     fraction: float = 0.02
-    """Share of the corpus that is never trained on: its end, or for huggingface one document in 1 / fraction. It is held
-    out also where ``interval`` is 0, so that validation has no effect on training. Unused where ``path`` is given. 0
+    """Share of the corpus that is never trained on: its end, or for huggingface one document in 1 / fraction. It is
+    held out also where ``interval`` is 0, so that validation has no effect on training. Unused where ``path`` is
+    given. 0
     trains on everything."""
 
     path: tuple[str, ...] = ()

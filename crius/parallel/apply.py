@@ -8,7 +8,7 @@ from crius.config.parallelism import ParallelismConfig
 from crius.config.training import TrainingConfig
 from crius.models.init import Init
 from crius.models.plan import ShardingPlan
-from crius.parallel.fsdp import plan_units, shard
+from crius.parallel.fsdp import describe_units, plan_units, shard
 from crius.parallel.init import init_parameters
 from crius.parallel.mesh import Mesh
 from crius.parallel.runtime import World
@@ -36,8 +36,8 @@ def parallelize(
         training.mixed_precision_reduce,
         ", offloaded to host memory" if training.enable_cpu_offload else "",
     )
-    for decision, names in _grouped(units).items():
-        log.info("reshard_after_forward %s: %s: %s", parallelism.reshard_after_forward_mode, decision, names)
+    for line in describe_units(units, parallelism, training):
+        log.info("%s", line)
 
 
 def materialize(
@@ -46,16 +46,3 @@ def materialize(
     """Allocate this rank's shards and start them from ``seed``, alike under every layout."""
     model.to_empty(device="cpu" if training.enable_cpu_offload else world.device)
     init_parameters(model, rules, seed)
-
-
-def _grouped(units: list) -> dict[str, str]:
-    """Decision to the units it holds for, runs of numbered modules folded."""
-    groups: dict[str, list[str]] = {}
-    for unit in units:
-        kept = unit.reshard_after_forward
-        decision = {True: "freed", False: "kept"}[kept] if isinstance(kept, bool) else f"resharded to {kept} ranks"
-        groups.setdefault(f"{decision} ({unit.reason})", []).append("+".join(unit.modules))
-    return {
-        decision: ", ".join(names if len(names) <= 4 else [*names[:2], "...", names[-1]])
-        for decision, names in groups.items()
-    }

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from crius.config.parallelism import ParallelismConfig
 from crius.config.training import TrainingConfig
 from crius.models.plan import ShardingPlan
+from crius.parallel.dims import ParallelDims
 from crius.parallel.mesh import Mesh
 
 
@@ -24,11 +25,13 @@ class FsdpUnit:
         modules: names of the modules.
         reshard_after_forward: freed (True), kept (False), or resharded to so many ranks.
         reason: why, in a few words.
+        numel: numbers in its weights.
     """
 
     modules: tuple[str, ...]
     reshard_after_forward: bool | int
     reason: str
+    numel: int
 
 
 def plan_units(plan: ShardingPlan, model: nn.Module, parallelism: ParallelismConfig) -> list[FsdpUnit]:
@@ -39,7 +42,31 @@ def plan_units(plan: ShardingPlan, model: nn.Module, parallelism: ParallelismCon
     first_names = [name for name, _ in model.named_children()]
     last = max(groups, key=lambda group: max(first_names.index(name.split(".")[0]) for name in group))
     mode = parallelism.reshard_after_forward_mode
-    return [FsdpUnit(group, *_reshard(mode, group == last)) for group in groups]
+    return [FsdpUnit(group, *_reshard(mode, group == last), _numel(model, group)) for group in groups]
+
+
+def _numel(model: nn.Module, names: tuple[str, ...]) -> int:
+    parameters = {p for name in names for p in model.get_submodule(name).parameters()}  # a tied weight counts once
+    return sum(p.numel() for p in parameters)
+
+
+def describe_units(units: list[FsdpUnit], parallelism: ParallelismConfig, training: TrainingConfig) -> list[str]:
+    """For each decision on resharding a line: why, for which units, and what it costs."""
+    groups: dict[tuple[bool | int, str], list[FsdpUnit]] = {}
+    for unit in units:
+        groups.setdefault((unit.reshard_after_forward, unit.reason), []).append(unit)
+    mode, lines = parallelism.reshard_after_forward_mode, []
+    for (kept, reason), members in groups.items():
+        names = ["+".join(unit.modules) for unit in members]
+        shown = ", ".join(names if len(names) <= 4 else [*names[:2], "...", names[-1]])
+        size = sum(unit.numel for unit in members) * getattr(torch, training.mixed_precision_param).itemsize / 2**20
+        cost = {
+            True: "gathered twice a microbatch, no gathered weights stay",
+            False: f"gathered once a {'step' if mode == 'never' else 'microbatch'}, {size:,.1f} MiB stay gathered",
+        }
+        what = cost[kept] if isinstance(kept, bool) else f"gathered twice, {size / kept:,.1f} MiB stay in {kept} parts"
+        lines.append(f"reshard_after_forward {mode}: {shown}: {what} ({reason})")
+    return lines
 
 
 def _reshard(mode: str | int, is_last: bool) -> tuple[bool | int, str]:
@@ -82,23 +109,32 @@ def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
 
 
 class GradientSync:
-    """When the gradients of a step's microbatches are synchronised, and how long gathered weights stay.
-
-    Attributes:
-        reason: what was chosen and why, for the log.
-    """
+    """When the gradients of a step's microbatches are synchronised, and how long gathered weights stay."""
 
     def __init__(self, model: nn.Module, parallelism: ParallelismConfig, training: TrainingConfig) -> None:
         assert isinstance(model, FSDPModule)
         self._model = model
         self._mode = training.gradient_sync
+        self._reduce_dtype = getattr(torch, training.mixed_precision_reduce)
         self._keep_weights = parallelism.reshard_after_forward_mode == "never"
-        self.reason = {
-            "immediate": "reduce-scatter and all-reduce in every microbatch (asked)",
-            "deferred": "all in the last microbatch, unsharded gradients until then (asked)",
-            "auto": "reduce-scatter in every microbatch, all-reduce over replicas in the last (auto: least memory "
-            "without repeated all-reduce)",
+
+    def describe(self, dims: ParallelDims, num_microbatches: int) -> str:
+        """What the mode does to a step of ``num_microbatches`` on this layout, and what it costs."""
+        scatters = 1 if self._mode == "deferred" else num_microbatches
+        reduces = num_microbatches if self._mode == "immediate" else 1
+        counts = []
+        if dims.dp_shard > 1:
+            counts.append(f"{scatters} reduce-scatter")
+        if dims.dp_replicate > 1:
+            counts.append(f"{reduces} all-reduce")
+        numel = sum(parameter.numel() for parameter in self._model.parameters())
+        unsharded = numel * self._reduce_dtype.itemsize / 2**20
+        kept = {
+            "immediate": "only sharded gradients stay",
+            "deferred": f"{unsharded:,.1f} MiB of unsharded gradients stay until the last microbatch",
+            "auto": "only sharded gradients stay (auto: least memory without repeated all-reduce)",
         }[self._mode]
+        return f"{' + '.join(counts) or 'no collective'} a unit and step, {kept}"
 
     def start_microbatch(self, is_last: bool) -> None:
         """Call before the forward of each microbatch."""

@@ -114,7 +114,7 @@ def assemble(
     optimizer = build_optimizer(model, plan, config.optimizer)
     sync = GradientSync(model, config.parallelism, training)
     if sizes.accumulation > 1:
-        log.info("gradient_sync %s: %s", training.gradient_sync, sync.reason)
+        log.info("gradient_sync %s: %s", training.gradient_sync, sync.describe(mesh.dims, sizes.accumulation))
     loader = BatchLoader(
         corpus.train,
         global_batch_size=sizes.total,

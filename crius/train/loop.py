@@ -106,7 +106,7 @@ class Loop:
         config, state = self.config, self.state
         last_validation = None
         interval = config.validation.interval
-        with _scheduled_gc(config.training.gc_interval) as collect, self.profiler() as profile:
+        with _scheduled_gc(config.training.gc_interval, self.ledger) as collect, self.profiler() as profile:
             while state.step < config.training.steps:
                 self._step()
                 profile()
@@ -160,18 +160,19 @@ class Loop:
 
 
 @contextlib.contextmanager
-def _scheduled_gc(interval: int) -> Iterator[Callable[[int], None]]:
+def _scheduled_gc(interval: int, ledger: TimeLedger) -> Iterator[Callable[[int], None]]:
     """Collect garbage every ``interval`` steps, on all ranks at the same one; 0 leaves it to Python."""
-    if interval == 0:
-        yield lambda step: None
-        return
-    gc.collect()
-    gc.disable()
+
+    def collect(step: int) -> None:
+        if interval and step % interval == 0:
+            with ledger.phase("gc"):
+                gc.collect(1)
+
+    if interval:
+        with ledger.phase("gc"):
+            gc.collect()
+        gc.disable()
     try:
-        yield lambda step: None if step % interval else _collect()
+        yield collect
     finally:
         gc.enable()
-
-
-def _collect() -> None:
-    gc.collect(1)

@@ -1,0 +1,151 @@
+"""Same weights, same tokens: a model computes what Hugging Face's code computes."""
+
+import functools
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from crius.launch.local import run_workers
+from crius.models import registry
+from crius.models.llama3.config import Llama3Config, RopeScaling
+
+transformers = pytest.importorskip("transformers")
+
+SPEC = registry.SPECS["llama3"]
+# head_dim 16 at theta 500,000: of the 8 frequencies Llama 3.1 keeps 4, blends 1 and divides 3 by the factor
+PLAIN = Llama3Config(dim=64, num_layers=3, num_heads=4, num_kv_heads=2, ffn_dim=160, vocab_size=97)
+SCALED = replace(PLAIN, rope_scaling=RopeScaling(factor=8.0))
+CONFIGS = {
+    "untied": PLAIN,
+    "tied": replace(PLAIN, tied_embeddings=True),
+    "scaled": SCALED,
+    "scaled_tied_factor32": replace(PLAIN, tied_embeddings=True, rope_scaling=RopeScaling(factor=32.0)),
+    "multi_head": replace(PLAIN, num_kv_heads=4),
+}
+
+# float32 logits of magnitude 1 to 10 after 3 layers: the two sum and scale in another order (measured: 2e-6)
+LOGITS = {"rtol": 1e-5, "atol": 1e-5}
+# at position 9000 a rotary angle, up to 9000 rad, is rounded by 5e-4 rad, and a frequency that is one bit off, as
+# float64 against float32 powers make it, rounds to another angle (measured: 6e-5 of logits of magnitude 5)
+FAR_LOGITS = {"rtol": 0, "atol": 3e-4}
+
+
+def both(config, attention):
+    """Our model and Hugging Face's with the same weights, random and of a size that lets attention be uneven."""
+    ours = registry.build(SPEC, config)
+    random = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            parameter.normal_(0.0, config.dim**-0.5, generator=random).add_(1.0 if parameter.dim() == 1 else 0.0)
+    scaling = config.rope_scaling
+    rope = {"rope_theta": config.rope_theta, "rope_type": "default"}
+    if scaling:
+        rope |= {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_context,
+        }
+    theirs = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=config.dim,
+            intermediate_size=config.ffn_dim,
+            num_hidden_layers=config.num_layers,
+            num_attention_heads=config.num_heads,
+            num_key_value_heads=config.num_kv_heads,
+            max_position_embeddings=131_072,
+            rms_norm_eps=config.norm_eps,
+            rope_parameters=rope,
+            tie_word_embeddings=config.tied_embeddings,
+            attn_implementation=attention,
+        )
+    )
+    theirs.load_state_dict({hf_name(name): tensor for name, tensor in ours.state_dict().items()}, strict=True)
+    return ours, theirs.eval()
+
+
+def hf_name(name):
+    """Hugging Face's name of a parameter: our row's ``*`` is the layer's number."""
+    number = next((part for part in name.split(".") if part.isdigit()), "")
+    return SPEC.hf_names[name.replace(f".{number}.", ".*.")].replace("*", number)
+
+
+def tokens_of(config, length=48):
+    return torch.randint(config.vocab_size, (2, length), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", CONFIGS)
+@torch.no_grad()
+def test_llama3_logits_equal_hugging_face(name, attention):
+    config = CONFIGS[name]
+    ours, theirs = both(config, attention)
+    tokens = tokens_of(config)
+    torch.testing.assert_close(ours(tokens), theirs(tokens).logits, **LOGITS)
+
+
+@pytest.mark.parametrize("name", ["untied", "scaled"])
+@torch.no_grad()
+def test_positions_far_out_are_rotated_as_hugging_face_does(name):
+    """Tokens 200 positions apart, up to 9400: beyond the original context of 8192, where the scaling shows."""
+    config = replace(CONFIGS[name], attention_mask="document")
+    ours, theirs = both(config, "sdpa")
+    tokens = tokens_of(config)
+    positions = (torch.arange(48) * 200).expand(2, -1)
+    everything = torch.ones_like(tokens)  # without a mask Hugging Face takes jumps in positions for new documents
+    want = theirs(tokens, position_ids=positions, attention_mask=everything).logits
+    torch.testing.assert_close(ours(tokens, positions), want, **FAR_LOGITS)
+
+
+@torch.no_grad()
+def test_rope_scaling_shows_far_out():
+    """The tests above tell scaled from plain: the same weights give other logits."""
+    tokens, positions = tokens_of(PLAIN), (torch.arange(48) * 200).expand(2, -1)
+    plain, scaled = (both(replace(c, attention_mask="document"), "sdpa")[0](tokens, positions) for c in (PLAIN, SCALED))
+    assert (plain - scaled).abs().max() > 0.1
+
+
+@torch.no_grad()
+def test_document_mask_equals_hugging_face_packed_sequences():
+    ours, theirs = both(replace(SCALED, attention_mask="document"), "sdpa")
+    tokens = tokens_of(SCALED)
+    positions = torch.cat([torch.arange(n) for n in (11, 1, 30, 6)]).expand(2, -1)
+    want = theirs(tokens, position_ids=positions, use_cache=False).logits
+    torch.testing.assert_close(ours(tokens, positions), want, **LOGITS)
+
+
+def write_gradient_differences(config, path, placement):
+    """Largest difference between the gradients of the two models, relative to the largest gradient, by parameter."""
+    torch.set_num_threads(1)
+    ours, theirs = both(config, "sdpa")
+    tokens = tokens_of(config)
+    for logits in (ours(tokens), theirs(tokens).logits):
+        torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    their_gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    found = {}
+    for name, parameter in ours.named_parameters():
+        want = their_gradients[hf_name(name)]
+        found[name] = ((parameter.grad - want).abs().max() / want.abs().max()).item()
+    path.write_text(json.dumps(found))
+
+
+@pytest.mark.parametrize("name", ["scaled", "tied"])
+def test_llama3_gradients_equal_hugging_face(name, tmp_path):
+    path = tmp_path / "differences.json"
+    # in a process of its own: after a backward here, autograd on a machine with a GPU refuses to run in later forks
+    assert run_workers(functools.partial(write_gradient_differences, CONFIGS[name], path), 1, tmp_path) == 0
+    differences = json.loads(path.read_text())
+    num_tensors = 9 * PLAIN.num_layers + (2 if CONFIGS[name].tied_embeddings else 3)
+    assert len(differences) == num_tensors
+    assert max(differences.values()) < 1e-5  # float32 sums in another order (measured: 2e-6)
+
+
+def test_every_parameter_has_a_hugging_face_name():
+    for flavor in (*SPEC.flavors.values(), *CONFIGS.values()):
+        with torch.device("meta"):
+            names = [name for name, _ in registry.build(SPEC, replace(flavor, num_layers=2)).named_parameters()]
+        assert len({hf_name(name) for name in names}) == len(names)

@@ -1,0 +1,248 @@
+"""Who may import whom, where, and how long a file and a function may be: the architecture's sections 2 and 3."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+
+LAYER = {
+    **{"config": 0, "models": 1, "kernels": 1, "__main__": 5, "cli": 4},
+    **dict.fromkeys(("parallel", "quantize", "data", "optim", "checkpoint", "metrics"), 2),
+    **dict.fromkeys(("train", "planner", "verify", "report", "launch"), 3),
+}
+# (importer, what it may import although the layers alone would not allow it)
+ARROWS = [
+    *[("models", "kernels"), ("train", "launch.environment"), ("train", "launch.status")],
+    *[(upper, "train") for upper in ("planner", "verify", "report")],
+]
+# (importers, what they may not import although it lies below them)
+CLOSED = [
+    *[(name, "config") for name in ("models", "kernels")],
+    *[(name, part) for name, level in LAYER.items() if level == 2 for part in ("config.load", "config.rules")],
+]
+LAZY_ROOMS = ("cli.py", "models/registry.py")
+OPTIONAL = {"datasets", "tokenizers", "tensorboard", "torch.utils.tensorboard"}  # pyproject.toml's extras
+
+AIM_FILE, STOP_FILE, AIM_FUNCTION, STOP_FUNCTION = 400, 500, 60, 100
+LONGER: dict[str, str] = {}  # "file" or "file:function" to the reason; still below the hard stop
+
+TORCH_FREE = (
+    *("errors.py", "cli.py", "config/*.py", "models/*/config.py", "models/*/plan.py", "models/plan.py"),
+    *("models/registry.py", "models/spec.py", "models/*/__init__.py", "launch/*.py", "data/*.py", "train/inputs.py"),
+)
+NEEDS_TORCH = ("launch/doctor.py", "data/batch.py", "data/loader.py")
+
+
+def trees(root: Path) -> Iterator[tuple[str, ast.Module]]:
+    """Path below the package, and syntax tree, of every module."""
+    for file in sorted((root / "crius").rglob("*.py")):
+        yield file.relative_to(root / "crius").as_posix(), ast.parse(file.read_text())
+
+
+def imported(node: ast.AST) -> list[str]:
+    """Dotted names that a node imports; ``from a import b`` is a.b, whether b is a module or not."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        return ["." * node.level + f"{node.module or ''}.{alias.name}" for alias in node.names]
+    return []
+
+
+def is_below(name: str, part: str) -> bool:
+    return name == part or name.startswith(f"{part}.")
+
+
+def may_import(importer: str, target: str) -> bool:
+    """Whether a module of the package ``importer`` may import ``target``, a name below ``crius``."""
+    package = target.split(".")[0]
+    if package == importer or any(importer == a and is_below(target, b) for a, b in ARROWS):
+        return True
+    if any(importer == a and is_below(target, b) for a, b in CLOSED):
+        return False
+    if importer == "launch" and package != "config":
+        return False
+    return importer in LAYER and package in LAYER and LAYER[package] < LAYER[importer]
+
+
+def wrong_directions(root: Path) -> list[str]:
+    found = []
+    for path, tree in trees(root):
+        importer = path.split("/")[0].removesuffix(".py")
+        for name in (name for node in ast.walk(tree) for name in imported(node)):
+            if name.startswith("."):
+                found.append(f"{path}: relative import {name}")
+            elif is_below(name, "crius") and not is_below(name, "crius.errors") and name != "crius":
+                target = name.removeprefix("crius.")
+                if target != "__version__" and not may_import(importer, target):
+                    found.append(f"{path}: {name}")
+    return found
+
+
+def needs_optional(root: Path, name: str) -> bool:
+    """Whether an imported name is an optional package, or of a module of ours that imports one at its top."""
+    if any(is_below(name, package) for package in OPTIONAL):
+        return True
+    file = root / (name.rpartition(".")[0].replace(".", "/") + ".py")
+    if not (is_below(name, "crius") and file.exists()):
+        return False
+    top = [name for node in ast.parse(file.read_text()).body for name in imported(node)]
+    return any(is_below(name, package) for name in top for package in OPTIONAL)
+
+
+def lazy_imports(root: Path) -> list[str]:
+    found = set()
+    for path, tree in trees(root):
+        lines = (root / "crius" / path).read_text().splitlines()
+        functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+        for node in (node for function in functions for node in ast.walk(function) if imported(node)):
+            marked = "# noqa: PLC0415" in lines[node.lineno - 1]
+            excused = marked and all(needs_optional(root, name) for name in imported(node))
+            if path not in LAZY_ROOMS and not excused:
+                found.add(f"{path}:{node.lineno}")
+    return sorted(found)
+
+
+def too_long(root: Path, longer: dict[str, str]) -> list[str]:
+    found = []
+    for path, tree in trees(root):
+        length = len((root / "crius" / path).read_text().splitlines())
+        if length > (STOP_FILE if path in longer else AIM_FILE):
+            found.append(f"{path}: {length} lines")
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                length, name = node.end_lineno - node.lineno + 1, f"{path}:{node.name}"
+                if length > (STOP_FUNCTION if name in longer else AIM_FUNCTION):
+                    found.append(f"{name}: {length} lines")
+    return found
+
+
+def torch_users(root: Path) -> list[str]:
+    """Modules of TORCH_FREE that cannot be imported in a process without torch."""
+    files = {file for pattern in TORCH_FREE for file in (root / "crius").glob(pattern)}
+    files -= {root / "crius" / path for path in NEEDS_TORCH}
+    names = [".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__") for file in sorted(files)]
+    code = (
+        "import importlib, sys\n"
+        "sys.modules['torch'] = None\n"
+        "for name in sys.argv[1:]:\n"
+        "    try:\n"
+        "        importlib.import_module(name)\n"
+        "    except ImportError as error:\n"
+        "        print(name, error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *names], cwd=root, text=True, capture_output=True, check=True, timeout=60
+    )
+    return done.stdout.splitlines()
+
+
+def test_imports_go_down():
+    assert wrong_directions(ROOT) == []
+
+
+def test_functions_import_nothing_but_optional_packages():
+    assert lazy_imports(ROOT) == []
+
+
+def test_files_and_functions_are_short():
+    assert too_long(ROOT, LONGER) == []
+
+
+def test_what_shows_before_torch_does_not_import_it():
+    assert torch_users(ROOT) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("config/a.py", "import crius.train.job"),
+        ("config/a.py", "from crius import models"),
+        ("models/a.py", "from crius.config.run import RunConfig"),
+        ("models/a.py", "from crius.parallel import fsdp"),
+        ("kernels/a.py", "import crius.models.spec"),
+        ("optim/a.py", "from crius.data.batch import Batch"),
+        ("data/a.py", "from crius.config import load"),
+        ("data/a.py", "from crius.config.load import RunSources"),
+        ("parallel/a.py", "def f():\n    from crius.train import job"),
+        ("train/a.py", "from crius.launch.local import run_workers"),
+        ("train/a.py", "import crius.planner"),
+        ("launch/a.py", "from crius.train import job"),
+        ("launch/a.py", "from crius.data.corpus import Corpus"),
+        ("verify/a.py", "from crius.planner import search"),
+        ("report/a.py", "from crius import cli"),
+        ("data/a.py", "from . import batch"),
+        ("newcomer/a.py", "from crius.config.run import RunConfig"),
+    ],
+)
+def test_an_import_up_or_sideways_is_found(path, text, tmp_path):
+    assert len(wrong_directions(plant(tmp_path, path, text))) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("models/a.py", "from crius.kernels import rope"),
+        ("data/a.py", "from crius.config.data import DataConfig\nfrom crius.config.run import RunConfig"),
+        ("optim/a.py", "from crius.models.plan import ShardingPlan\nfrom crius.errors import DataError"),
+        ("train/a.py", "from crius.launch.status import status\nfrom crius import __version__"),
+        ("planner/a.py", "from crius.train import job"),
+    ],
+)
+def test_an_allowed_import_is_not_found(path, text, tmp_path):
+    assert wrong_directions(plant(tmp_path, path, text)) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "is_wrong"),
+    [
+        ("def f():\n    import json", True),
+        ("def f():\n    import json  # noqa: PLC0415", True),
+        ("class A:\n    def f(self):\n        from crius.data import heavy  # noqa: PLC0415", True),
+        ("def f():\n    import datasets", True),
+        ("def f():\n    import datasets  # noqa: PLC0415", False),
+        ("def f():\n    from crius.data.heavy import Sink  # noqa: PLC0415", False),
+        ("if TYPE_CHECKING:\n    from torch import nn", False),
+    ],
+)
+def test_an_import_inside_a_function_is_found(text, is_wrong, tmp_path):
+    plant(tmp_path, "data/heavy.py", "import datasets")
+    assert bool(lazy_imports(plant(tmp_path, "data/a.py", text))) == is_wrong
+
+
+@pytest.mark.parametrize(
+    ("text", "longer", "is_wrong"),
+    [
+        ("x = 1\n" * 400, (), False),
+        ("x = 1\n" * 401, (), True),
+        ("x = 1\n" * 500, ("a.py",), False),
+        ("x = 1\n" * 501, ("a.py",), True),
+        ("def f():\n" + "    x = 1\n" * 59, (), False),
+        ("def f():\n" + "    x = 1\n" * 60, (), True),
+        ("def f():\n" + "    x = 1\n" * 99, ("a.py:f",), False),
+        ("def f():\n" + "    x = 1\n" * 100, ("a.py:f",), True),
+    ],
+)
+def test_an_overlong_file_or_function_is_found(text, longer, is_wrong, tmp_path):
+    found = too_long(plant(tmp_path, "a.py", text), dict.fromkeys(longer, "a reason"))
+    assert bool(found) == is_wrong
+
+
+def test_torch_in_the_config_is_found(tmp_path):
+    plant(tmp_path, "config/direct.py", "from torch import nn")
+    plant(tmp_path, "config/fine.py", "import json")
+    plant(tmp_path, "config/indirect.py", "from crius.config import direct")
+    found = torch_users(plant(tmp_path, "data/loader.py", "import torch"))
+    assert [line.split()[0] for line in found] == ["crius.config.direct", "crius.config.indirect"]
+
+
+def plant(root: Path, path: str, text: str) -> Path:
+    """A package of the one file (and of those planted before)."""
+    file = root / "crius" / path
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text + "\n" * (not text.endswith("\n")))
+    return root

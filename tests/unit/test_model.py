@@ -1,0 +1,210 @@
+"""Llama 3 as a model: its sizes, what a token may see, and that plan, init rules and FLOPs fit it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from crius.config.parallelism import ParallelismConfig
+from crius.errors import PlanError
+from crius.models import registry
+from crius.models.layers.attention import document_mask
+from crius.models.plan import match
+from crius.parallel.fsdp import plan_units
+from crius.parallel.init import init_parameters
+
+SPEC = registry.SPECS["llama3"]
+DEBUG = SPEC.flavors["debug"]
+SMALL = replace(DEBUG, num_layers=2)
+
+# parameters of the published safetensors: meta-llama/Llama-3.1-8B, -70B, -405B and Llama-3.2-1B
+PUBLISHED = {"1b": 1_235_814_400, "8b": 8_030_261_248, "70b": 70_553_706_496, "405b": 405_853_388_800}
+
+
+def meta_model(facts):
+    with torch.device("meta"):
+        return registry.build(SPEC, facts)
+
+
+def started(facts):
+    model = registry.build(SPEC, facts)
+    with torch.no_grad():
+        init_parameters(model, model.init_rules(), seed=7)
+    return model
+
+
+def random_tokens(length, seed):
+    return torch.randint(DEBUG.vocab_size, (2, length), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("flavor", PUBLISHED)
+def test_flavor_has_the_published_number_of_parameters(flavor):
+    facts = SPEC.flavors[flavor]
+    assert facts.num_parameters() == PUBLISHED[flavor]
+    assert sum(parameter.numel() for parameter in meta_model(facts).parameters()) == PUBLISHED[flavor]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_facts_count_what_the_debug_model_has(tied):
+    facts = replace(DEBUG, tied_embeddings=tied, vocab_size=301, num_layers=3)
+    assert sum(parameter.numel() for parameter in meta_model(facts).parameters()) == facts.num_parameters()
+
+
+def test_debug_flavor_fits_the_layouts_it_is_meant_for():
+    """8 layers for 8 pipeline ranks, heads and widths for 8 and 4 tensor-parallel ranks and float8's blocks of 16."""
+    assert (DEBUG.num_layers, DEBUG.num_heads, DEBUG.num_kv_heads) == (8, 8, 4)
+    assert (DEBUG.dim % 128, DEBUG.ffn_dim % 128) == (0, 0)
+    assert 1_000_000 <= DEBUG.num_parameters() <= 6_000_000
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_flops_per_token_is_the_hand_count_of_the_linear_layers(tied):
+    facts = replace(DEBUG, tied_embeddings=tied)
+    linears = [module for module in meta_model(facts).modules() if isinstance(module, nn.Linear)]
+    assert len(linears) == 7 * facts.num_layers + 1
+    weights = sum(linear.in_features * linear.out_features for linear in linears)
+    # a multiply-add is 2 FLOPs; the backward does each matmul twice, for its input and for its weight
+    attention = facts.num_layers * 2 * facts.num_heads * facts.head_dim * 100  # scores and their sum over values
+    assert facts.matmul_parameters() == weights
+    assert facts.flops_per_token(100) == 3 * 2 * (weights + attention)
+
+
+@torch.no_grad()
+def test_flops_per_token_is_what_torch_counts():
+    """The plain attention kernel computes the whole square of scores: every token visits all 24."""
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        started(SMALL)(random_tokens(24, 0))
+    assert 3 * counter.get_total_flops() == SMALL.flops_per_token(24) * 2 * 24
+
+
+@pytest.mark.parametrize("mask", ["causal", "document"])
+@torch.no_grad()
+def test_a_later_token_never_changes_earlier_logits(mask):
+    model = started(replace(SMALL, attention_mask=mask))
+    tokens = random_tokens(24, 0)
+    changed = tokens.clone()
+    changed[:, 17] = (tokens[:, 17] + 1) % DEBUG.vocab_size
+    positions = torch.arange(24).expand(2, -1)
+    before, after = model(tokens, positions), model(changed, positions)
+    assert torch.equal(before[:, :17], after[:, :17])
+    assert (before[:, 17:] != after[:, 17:]).any(dim=-1).all()
+
+
+@pytest.mark.parametrize("mask", ["causal", "document"])
+@torch.no_grad()
+def test_only_the_document_mask_hides_other_documents(mask):
+    model = started(replace(SMALL, attention_mask=mask))
+    positions = torch.cat((torch.arange(9), torch.arange(15))).expand(2, -1)
+    tokens, other = random_tokens(24, 0), random_tokens(24, 1)
+    changed = torch.cat((other[:, :9], tokens[:, 9:]), dim=1)
+    second, second_changed = (model(ids, positions)[:, 9:] for ids in (tokens, changed))
+    assert torch.equal(second, second_changed) == (mask == "document")
+
+
+@torch.no_grad()
+def test_a_packed_document_is_computed_as_if_it_were_alone():
+    """Its positions restart and nothing before it is seen."""
+    model = started(replace(SMALL, attention_mask="document"))
+    tokens = random_tokens(24, 0)
+    positions = torch.cat((torch.arange(9), torch.arange(15))).expand(2, -1)
+    alone = model(tokens[:, 9:], torch.arange(15).expand(2, -1))
+    # float32 logits of magnitude 3, summed over another number of (masked) tokens (measured: 1e-6)
+    torch.testing.assert_close(model(tokens, positions)[:, 9:], alone, rtol=0, atol=1e-5)
+
+
+def test_document_mask_is_the_table_of_who_sees_whom():
+    mask = document_mask(torch.tensor([[0, 1, 0, 0, 1]]))
+    assert mask.shape == (1, 1, 5, 5)
+    assert mask[0, 0].int().tolist() == [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [0, 0, 1, 0, 0],
+        [0, 0, 0, 1, 0],
+        [0, 0, 0, 1, 1],
+    ]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_plan_covers_each_parameter_once(tied):
+    facts = replace(DEBUG, tied_embeddings=tied)
+    model = meta_model(facts)
+    units = [unit.modules for unit in plan_units(SPEC.plan(facts), model, ParallelismConfig())]
+    assert len(units) == facts.num_layers + (1 if tied else 2)
+    for name, _ in model.named_parameters():
+        assert sum(name.startswith(f"{module}.") for unit in units for module in unit) == 1, name
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"fsdp_units": ("tok_embeddings", "layers.*", "norm+output", "experts.*")}, "'experts.*' matches no module"),
+        ({"fsdp_units": ("tok_embeddings", "layers.*", "norm+head")}, "'head' matches no module"),
+        ({"block": "blocks.*"}, "'blocks.*' matches no module"),
+        ({"embeddings": ("tok_embeddings", "pos_embeddings")}, "'pos_embeddings' matches no module"),
+        ({"fsdp_units": ("tok_embeddings", "layers.*", "output")}, "norm.weight is in no FSDP unit"),
+        (
+            {"fsdp_units": ("tok_embeddings", "layers.*.attention", "norm+output")},
+            "layers.0.attention_norm.weight is in no FSDP unit",
+        ),
+        (
+            {"fsdp_units": ("tok_embeddings", "layers.*", "layers.1", "norm+output")},
+            "layers.1.attention_norm.weight is in 2 FSDP units",
+        ),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused_by_name(change, named):
+    plan = replace(SPEC.plan(SMALL), **change)
+    with pytest.raises(PlanError) as caught:
+        plan_units(plan, meta_model(SMALL), ParallelismConfig())
+    assert named in caught.value.what
+    assert caught.value.fix
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_parameter_has_an_init_rule_and_every_rule_a_parameter(tied):
+    model = meta_model(replace(SMALL, tied_embeddings=tied))
+    names = [name for name, _ in model.named_parameters()]
+    patterns = [pattern for pattern, _ in model.init_rules()]
+    chosen = [next(pattern for pattern in patterns if match(pattern, name)) for name in names]
+    unused = {"output.weight"} if tied else set()
+    assert set(chosen) == set(patterns) - unused
+
+
+def test_a_parameter_without_an_init_rule_is_refused_by_name():
+    model = registry.build(SPEC, SMALL)
+    rules = [rule for rule in model.init_rules() if rule[0] != "layers.*.ffn_norm.weight"]
+    with pytest.raises(PlanError, match=r"no init rule fits parameter layers\.0\.ffn_norm\.weight"), torch.no_grad():
+        init_parameters(model, rules, seed=7)
+
+
+@torch.no_grad()
+def test_weights_start_at_the_size_their_rule_says():
+    parameters = dict(started(DEBUG).named_parameters())
+    residual = 0.02 / 16**0.5  # two writes to the residual stream in each of 8 layers
+    want = {
+        "tok_embeddings.weight": 1.0,
+        "output.weight": 128**-0.5,
+        "layers.3.attention.wq.weight": 0.02,
+        "layers.3.feed_forward.w1.weight": 0.02,
+        "layers.3.attention.wo.weight": residual,
+        "layers.3.feed_forward.w2.weight": residual,
+    }
+    for name, std in want.items():
+        # 16,384 numbers or more: the standard error of their std is 0.6 %; clamping at 3 std takes 0.7 % off it
+        assert parameters[name].std().item() == pytest.approx(std, rel=0.03), name
+        assert parameters[name].abs().max().item() <= 3 * std * (1 + 1e-6), name  # float32 rounding of the product
+        assert parameters[name].mean().item() == pytest.approx(0, abs=0.04 * std), name  # 5 standard errors
+    assert (parameters["norm.weight"] == 1).all()
+
+
+def test_a_fresh_model_scores_like_a_uniform_guess():
+    """The output layer starts so that no token is preferred much: loss ln(V) and half the logits' variance of 1."""
+    tokens = random_tokens(64, 0)
+    with torch.no_grad():
+        logits = started(DEBUG)(tokens)
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1), random_tokens(64, 1).flatten()).item()
+    # 128 tokens with a standard deviation of 1 each: 0.09 standard error
+    assert loss == pytest.approx(torch.tensor(DEBUG.vocab_size).log().item() + 0.5, abs=0.4)
