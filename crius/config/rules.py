@@ -168,7 +168,7 @@ def degrees_match_ranks(facts: Facts) -> Violations:
             f"the degrees multiply to {total} ranks, but there are {ranks}: {degrees}.",
             where=facts.asked_by,
             why="the degrees multiply to the number of processes",
-            fix=f"start {total} ranks, or --parallelism.data_parallel_shard_degree -1",
+            fix=f"start {total} ranks" + ", or --parallelism.data_parallel_shard_degree -1" * (ranks % unit == 0),
         )
 
 
@@ -300,7 +300,7 @@ def built_already(facts: Facts) -> Violations:
         (config.checkpoint.folder != "checkpoints", "checkpoint.folder", "checkpointing"),
     ]
     schedule = "parallelism.pipeline_parallel_schedule"
-    if p.pipeline_parallel_degree == 1 and facts.origin(schedule) not in ("default",):
+    if facts.origin(schedule) != "default":
         refused.append((p.pipeline_parallel_schedule != "1f1b", schedule, "pipeline parallelism"))
     values = flatten(config)
     found = [(name, feature) for asked, name, feature in refused if asked]

@@ -16,8 +16,7 @@ class ValidationConfig:
     fraction: float = 0.02
     """Share of the corpus that is never trained on: its end, or for huggingface one document in 1 / fraction. It is
     held out also where ``interval`` is 0, so that validation has no effect on training. Unused where ``path`` is
-    given. 0
-    trains on everything."""
+    given. 0 trains on everything."""
 
     path: tuple[str, ...] = ()
     """Validate on this data, of the same kind as ``data.source``, instead of holding out a part of the training data.

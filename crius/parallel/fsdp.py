@@ -138,7 +138,6 @@ class GradientSync:
 
     def start_microbatch(self, is_last: bool) -> None:
         """Call before the forward of each microbatch."""
-        self._model.set_is_last_backward(is_last)
         if self._mode == "deferred":
             self._model.set_requires_gradient_sync(is_last)
         elif self._mode == "auto":

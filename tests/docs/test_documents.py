@@ -1,0 +1,98 @@
+"""Every documented command runs, and every flag that is named exists."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from harness import ROOT
+
+from crius.config.export import flatten
+from crius.config.load import ALIASES
+from crius.config.run import RunConfig
+
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"(?:<!-- (?P<mark>[^\n]*?) -->\n)?```sh\n(?P<text>.*?)```", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Command:
+    """One ``sh`` block of a document; ``mark`` is ``run``, ``run: exit N``, ``run: train`` or ``not run: reason``."""
+
+    document: Path
+    mark: str
+    text: str
+
+
+COMMANDS = [
+    Command(document, match["mark"] or "", match["text"])
+    for document in DOCUMENTS
+    for match in BLOCK.finditer(document.read_text())
+]
+RUNNABLE = [command for command in COMMANDS if command.mark.startswith("run")]
+
+
+def test_every_block_says_whether_it_is_run():
+    for command in COMMANDS:
+        assert re.fullmatch(r"run(: exit \d+|: train)?|not run: .{5,}", command.mark), command
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    """A folder to run commands in, with ``crius`` and ``torchrun`` of this Python first on the path."""
+    folder = tmp_path_factory.mktemp("docs")
+    tools = tmp_path_factory.mktemp("bin")
+    for name, module in (("crius", "crius"), ("torchrun", "torch.distributed.run")):
+        script = tools / name
+        script.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m {module} "$@"\n')
+        script.chmod(0o755)
+    for name in ("Makefile", "pyproject.toml", "train.py"):
+        shutil.copy(ROOT / name, folder)
+    path = os.pathsep.join([str(tools), str(Path(sys.executable).parent), os.environ["PATH"]])
+    environ = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    environ.pop("OMP_NUM_THREADS")
+    return folder, environ
+
+
+@pytest.mark.parametrize(
+    "command", RUNNABLE, ids=[f"{c.document.name}: {c.text.splitlines()[0][:50]}" for c in RUNNABLE]
+)
+def test_documented_command_runs(command, workplace):
+    folder, environ = workplace
+    text = command.text
+    if command.mark == "run: train":
+        # installing is what brought this test here; the training itself is run as `make train` would, but shorter
+        assert text.splitlines() == ["make setup", "make train"]
+        recipe = (ROOT / "Makefile").read_text().split("\ntrain:")[1].splitlines()[1].strip()
+        assert recipe == "HF_HUB_OFFLINE=1 $(BIN)/crius train"
+        text = recipe.replace("$(BIN)/", "") + " --training.steps 12"
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", text], cwd=folder, env=environ, capture_output=True, text=True, timeout=200
+    )
+    expected = int(command.mark.split("exit ")[1]) if "exit" in command.mark else 0
+    assert done.returncode == expected, done.stdout[-2000:] + done.stderr[-3000:]
+    if command.mark == "run: train":
+        losses = [float(loss) for loss in re.findall(r"^step .*?loss ([\d.]+)", done.stdout, re.MULTILINE)]
+        assert len(losses) == 12 and losses[-1] < losses[0] - 1.0
+        assert re.search(r"final validation: loss [\d.]+, [\d.]+ bits per byte", done.stdout)
+        assert "run folder: runs/llama3_debug-" in done.stdout
+        next_commands = re.findall(r"^  \S.*?(crius .*)$", done.stdout, re.MULTILINE)
+        assert len(next_commands) == 3
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_documented_flags_exist(document):
+    known = {*flatten(RunConfig()), *ALIASES, *(f"{name.rpartition('.')[0]}.no_enable" for name in flatten(RunConfig()))}
+    for flag in re.findall(r"--([a-z_0-9]+\.[a-z_0-9.]*[a-z_0-9])", document.read_text()):
+        assert flag in known, f"{document.name} names --{flag}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_inside_the_repository_lead_somewhere(document):
+    for target in re.findall(r"\]\(([^)#]+)\)", document.read_text()):
+        if "://" not in target:
+            assert (document.parent / target).exists(), f"{document.name} links to {target}"
