@@ -64,8 +64,8 @@ class UpdateGuard:
         rank = int(guilty.nonzero()[0]) if guilty.any() else 0
         # backward runs from the output to the embedding, so the first bad gradient is the last by name
         grads = [name for name, bad in zip(self._names, bad_grads.any(dim=0).tolist(), strict=True) if bad][::-1]
-        microbatches = ids[rank].reshape(bad_losses.shape[1], -1)
-        samples = microbatches[bad_losses[rank]] if bad_losses[rank].any() else microbatches
+        # a bad gradient was summed over ranks before it was seen: any sample of the step may have caused it
+        samples = ids[rank].reshape(bad_losses.shape[1], -1)[bad_losses[rank]] if bad_losses.any() else ids
         loss, norm = result.loss.item(), result.grad_norm.item()
         report = {
             "step": result.step,

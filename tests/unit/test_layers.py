@@ -20,10 +20,11 @@ ARROWS = [
     *[("models", "kernels"), ("train", "launch.environment"), ("train", "launch.status")],
     *[(upper, "train") for upper in ("planner", "verify", "report")],
 ]
+PRIVATE = ("config.load", "config.rules", "config.export")  # sections, run and batch are for all
 # (importers, what they may not import although it lies below them)
 CLOSED = [
     *[(name, "config") for name in ("models", "kernels")],
-    *[(name, part) for name, level in LAYER.items() if level == 2 for part in ("config.load", "config.rules")],
+    *[(name, part) for name, level in LAYER.items() if level == 2 for part in PRIVATE],
 ]
 LAZY_ROOMS = ("cli.py", "models/registry.py")
 OPTIONAL = {"datasets", "tokenizers", "tensorboard", "torch.utils.tensorboard"}  # pyproject.toml's extras

@@ -1,0 +1,295 @@
+"""Whole runs of the real job: what may not change the loss curve does not, and what a run leaves behind."""
+
+import contextlib
+import functools
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from harness import ROOT, SMALL, crius, layout_flags, num_ranks, parse, read_metrics, steps_of, train
+
+from crius.config.batch import batch_sizes
+from crius.data.batch import IGNORE_INDEX
+from crius.data.loader import BatchLoader
+from crius.launch.local import run_workers
+from crius.metrics.ledger import TimeLedger
+from crius.models import registry
+from crius.parallel.dims import ParallelDims
+from crius.parallel.local import local_tensor
+from crius.parallel.mesh import build_mesh
+from crius.parallel.runtime import World, world
+from crius.train import job
+from crius.train.inputs import model_facts, open_run_corpus
+from crius.train.logs import start_logging
+
+SHORT = [*SMALL, "--model.num_layers", "2", "--training.steps", "4", "--validation.interval", "0"]
+SHORT += ["--metrics.log_interval", "1"]
+
+# float32: equal start, float64 loss sums; only the order of gradient sums differs (see tests/parity/test_layouts.py)
+LOSS, GRAD_NORM = 1e-7, 1e-5
+
+
+def patched_run(patch, config, run_dir, started, placement):
+    patch()
+    job.run(config, run_dir, started, placement)
+
+
+def train_with(patch, flags, run_dir):
+    """Train with what ``patch`` changes, in the workers only; returns the step records."""
+    config = parse(flags)
+    run_dir.mkdir(exist_ok=True)
+    target = functools.partial(patched_run, patch, config, run_dir, time.monotonic())
+    assert run_workers(target, num_ranks(config), run_dir) == 0
+    return steps_of(read_metrics(run_dir))
+
+
+def assert_same_curve(got, want, loss=LOSS, grad_norm=GRAD_NORM):
+    assert [record["step"] for record in got] == [record["step"] for record in want]
+    for a, b in zip(got, want, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=loss, abs=0), a["step"]
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=grad_norm, abs=0), a["step"]
+
+
+# --- optimizer implementations
+
+
+class Kept(list):
+    """A sink."""
+
+    write = list.append
+
+    def close(self):
+        pass
+
+
+def write_implementations(config, run_dir, placement):
+    """Train once with each implementation, in one process group, and compare with for-loop's losses and weights."""
+    torch.set_num_threads(1)
+    start_logging(placement.rank, run_dir, is_own_file=placement.rank > 0)
+    cpu = torch.device("cpu")
+    found = {}
+    with world(placement.rank, placement.world_size, cpu, placement.rendezvous, 60) as ranks:
+        dims = ParallelDims.build(config.parallelism, ranks.size)
+        mesh, sizes = build_mesh(dims, "cpu"), batch_sizes(config.training, dims.batch)
+        corpus = open_run_corpus(config, dims.batch)
+        for name in ("for-loop", "foreach", "fused"):
+            run = replace(config, optimizer=replace(config.optimizer, implementation=name))
+            with contextlib.ExitStack() as stack:
+                sinks = [Kept()]
+                ledger = TimeLedger(time.monotonic())
+                loop = job.assemble(run, model_facts(run), sizes, corpus, mesh, ranks, run_dir, ledger, sinks, stack)
+                loop.run()
+            weights = [local_tensor(parameter).clone() for parameter in loop.state.model.parameters()]
+            losses = [record.loss for record in sinks[0]]
+            base = found.setdefault("for-loop", (losses, weights))
+            differences = [(a - b).abs().max().item() for a, b in zip(weights, base[1], strict=True)]
+            found[name] = (losses, weights, max(differences))
+    result = {name: {"losses": kept[0], "difference": kept[2]} for name, kept in found.items()}
+    (run_dir / f"implementations-{placement.rank}.json").write_text(json.dumps(result))
+
+
+@pytest.mark.parametrize("layout", ["1", "fsdp4", "hsdp2x2"])
+def test_fused_foreach_and_for_loop_train_alike(layout, tmp_path):
+    config = parse([*SHORT, "--training.steps", "20", *layout_flags(layout)])
+    ranks = num_ranks(config)
+    assert run_workers(functools.partial(write_implementations, config, tmp_path), ranks, tmp_path) == 0
+    for rank in range(ranks):
+        found = json.loads((tmp_path / f"implementations-{rank}.json").read_text())
+        want = found["for-loop"]["losses"]
+        assert len(want) == 20 and want[-1] < want[0]
+        for name in ("foreach", "fused"):
+            # the last bit of a weight between 1 and 2 is 1.2e-7, and that is what is measured; losses: 2e-9
+            assert found[name]["difference"] <= 1e-6
+            assert found[name]["losses"][-1] == pytest.approx(want[-1], rel=1e-6, abs=0)
+    log = (tmp_path / "logs" / "rank-0.log").read_text()
+    assert [line.split()[2].rstrip(",") for line in log.splitlines() if line.startswith("optimizer: ")] == [
+        *("for-loop", "foreach", "fused"),
+    ]
+
+
+# --- normalisation
+
+
+def mask_labels_unevenly():
+    """Sample i keeps between 1 and all of its labels."""
+    draw = BatchLoader.__next__
+
+    def masked(self):
+        batch = draw(self)
+        for row, sample in enumerate(batch.sample_ids):
+            keep = 1 + sample * 37 % batch.labels_BT.shape[1]
+            batch.labels_BT[row, keep:] = IGNORE_INDEX
+        return batch
+
+    BatchLoader.__next__ = masked
+
+
+def mask_labels_and_divide_by_the_local_count():
+    mask_labels_unevenly()
+    add = World.sum
+    # the only 0-d tensor that a step sums is the count of valid tokens
+    World.sum = lambda self, values: values * self.size if values.dim() == 0 else add(self, values)
+
+
+@pytest.fixture(scope="module")
+def masked_on_one_device(tmp_path_factory):
+    return train_with(mask_labels_unevenly, [*SHORT, *layout_flags("1")], tmp_path_factory.mktemp("one"))
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "ddp2", "accum2", "hsdp2x2"])
+def test_unevenly_masked_labels_are_normalised_globally(layout, masked_on_one_device, tmp_path):
+    got = train_with(mask_labels_unevenly, [*SHORT, *layout_flags(layout)], tmp_path)
+    assert_same_curve(got, masked_on_one_device)
+
+
+def test_local_normalisation_would_be_noticed(masked_on_one_device, tmp_path):
+    got = train_with(mask_labels_and_divide_by_the_local_count, [*SHORT, *layout_flags("fsdp2")], tmp_path)
+    for name, bound in (("loss", LOSS), ("grad_norm", GRAD_NORM)):
+        pairs = [(record[name], want[name]) for record, want in zip(got, masked_on_one_device, strict=True)]
+        assert max(abs(a / b - 1) for a, b in pairs) > 100 * bound
+
+
+# --- what does not touch the curve
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """fsdp2 with weights kept over microbatches: validation has to leave these alone too."""
+    return train(PLAIN, tmp_path_factory.mktemp("plain"))
+
+
+PLAIN = [*SHORT, *layout_flags("fsdp2_accum2"), "--parallelism.reshard_after_forward_mode", "never"]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--validation.interval", "1"],
+        ["--training.gc_interval", "2"],
+        ["--data.prefetch", "0"],
+        ["--metrics.enable_tensorboard"],
+    ],
+    ids=lambda flags: flags[0].removeprefix("--"),
+)
+def test_curve_is_bit_identical_with(flags, plain, tmp_path):
+    got = train([*PLAIN, *flags], tmp_path)
+    for name in ("loss", "grad_norm", "lr", "tokens"):
+        assert [record[name] for record in steps_of(got)] == [record[name] for record in steps_of(plain)]
+    assert ("val_loss" in got[-1]) == (flags[0] == "--validation.interval")
+
+
+# --- precision, masks, tied weights
+
+
+@pytest.fixture(scope="module")
+def variant_on_one_device(tmp_path_factory):
+    made = {}
+
+    def get(name):
+        if name not in made:
+            patch, flags = VARIANTS[name]
+            made[name] = train_with(patch, [*SHORT, *flags, *layout_flags("1")], tmp_path_factory.mktemp(name))
+        return made[name]
+
+    return get
+
+
+def nothing():
+    pass
+
+
+def tie_embeddings():
+    spec = registry.SPECS["llama3"]
+    debug = replace(spec.flavors["debug"], tied_embeddings=True)
+    registry.SPECS["llama3"] = replace(spec, flavors={**spec.flavors, "debug": debug})
+
+
+VARIANTS = {
+    "plain": (nothing, ["--training.steps", "20"]),
+    "document": (nothing, ["--model.attention_mask", "document"]),
+    "tied": (tie_embeddings, []),
+}
+
+
+@pytest.mark.parametrize(("variant", "layout"), [("document", "fsdp2"), ("tied", "fsdp2"), ("tied", "ddp2_accum2")])
+def test_variant_matches_one_device(variant, layout, variant_on_one_device, tmp_path):
+    patch, flags = VARIANTS[variant]
+    want = variant_on_one_device(variant)
+    assert_same_curve(train_with(patch, [*SHORT, *flags, *layout_flags(layout)], tmp_path), want)
+    assert want[-1]["loss"] < want[0]["loss"]
+    other = variant_on_one_device("plain")[1]  # the variant took effect
+    assert abs(other["loss"] - want[1]["loss"]) > 1e-4
+
+
+def test_bfloat16_trains_close_to_float32(variant_on_one_device, tmp_path):
+    want = variant_on_one_device("plain")
+    flags = ["--training.steps", "20", "--training.mixed_precision_param", "bfloat16"]
+    got = train([*SHORT, *flags, *layout_flags("fsdp2")], tmp_path)
+    assert got[-1]["loss"] < got[0]["loss"]
+    # bfloat16 has 8 bits: 4e-3 relative in each weight and activation, averaged over 512 tokens
+    assert got[-1]["loss"] == pytest.approx(want[-1]["loss"], abs=2e-2)
+    assert got[-1]["loss"] != pytest.approx(want[-1]["loss"], abs=1e-6)  # it took effect
+
+
+# --- what a run leaves behind
+
+
+def test_summary_and_metrics_account_for_the_wall_time(tmp_path):
+    records = train([*SHORT, "--training.steps", "10", "--validation.interval", "5", *layout_flags("1")], tmp_path)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    seconds = summary["seconds"]
+    assert set(seconds) >= {"startup", "setup", "data", "train", "report", "validation"}
+    assert sum(seconds.values()) == pytest.approx(
+        summary["wall_seconds"], rel=0.02
+    )  # loop overhead, garbage collection
+    steps = [record["step_seconds"] for record in steps_of(records)]
+    assert len(steps) == 10 and all(value > 0 for value in steps)  # step 1 is timed like any other
+    # between the phases a step only sets learning rates
+    assert sum(steps) == pytest.approx(seconds["data"] + seconds["train"], rel=0.02)
+    validations = [record for record in records if "val_loss" in record]
+    assert [record["step"] for record in validations] == [5, 10]
+    assert sum(record["val_seconds"] for record in validations) == pytest.approx(seconds["validation"], rel=0.05)
+    assert (summary["steps"], summary["tokens"]) == (10, 10 * 16 * 32)
+    assert summary["val_loss"] == validations[-1]["val_loss"]
+
+
+def test_profiler_traces_the_steps_it_was_asked_for(tmp_path):
+    flags = ["--profiler.enable", "--profiler.start_step", "2", "--profiler.num_steps", "2"]
+    train([*SHORT, *flags, *layout_flags("fsdp2")], tmp_path)
+    for rank in (0, 1):
+        events = json.loads((tmp_path / "traces" / f"rank-{rank}.json").read_text())["traceEvents"]
+        names = {event["name"] for event in events if str(event.get("name")).startswith("ProfilerStep#")}
+        assert names == {"ProfilerStep#1", "ProfilerStep#2"}  # the profiler counts from 0
+        assert any("_allgather_base_" in str(event.get("name")) for event in events)
+
+
+def test_eight_processes_train_with_nothing_but_the_degree(tmp_path):
+    """The first thing people type: the debug recipe as it is, on 8 CPU workers."""
+    flags = ["--parallelism.data_parallel_shard_degree", "8", "--training.steps", "2", "--training.device", "cpu"]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "train.py"), *flags, "--job.run_dir", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [record["step"] for record in steps_of(read_metrics(tmp_path))] == [1, 2]
+    assert "mesh: pp 1 x dp_replicate 1 x dp_shard 8 x cp 1 x tp 1 = 8 ranks" in done.stdout
+
+
+@pytest.mark.gpu
+def test_one_gpu_trains_with_the_fused_optimizer(tmp_path):
+    flags = ["--training.device", "cuda", "--training.steps", "5", "--optimizer.implementation", "fused"]
+    done = crius("train", *flags, "--job.run_dir", str(tmp_path), "--nproc", "1", timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses = [record["loss"] for record in steps_of(read_metrics(tmp_path))]
+    assert len(losses) == 5 and losses[-1] < losses[0]
+    assert "optimizer: adamw fused" in done.stdout and Path(tmp_path / "summary.json").exists()

@@ -1,0 +1,366 @@
+"""Flags and TOML to a run: precedence, origins, spellings, mistakes, and what a release may not take away."""
+
+import ast
+import dataclasses
+import inspect
+import json
+import re
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal, get_args, get_origin, get_type_hints
+
+import pytest
+import tomli_w
+from harness import GOLDEN, parse
+
+from crius import cli
+from crius.config.batch import BatchSizes, batch_sizes
+from crius.config.export import flatten, to_toml
+from crius.config.load import ALIASES, MOVED
+from crius.config.run import RunConfig
+from crius.config.training import TrainingConfig
+
+DEFAULTS = flatten(RunConfig())
+RECIPE = tomllib.loads((Path(cli.__file__).parent / "recipes" / "llama3_debug.toml").read_text())
+SCHEDULE = "parallelism.pipeline_parallel_schedule"
+
+
+@pytest.fixture
+def crius(capsys):
+    """Run the command line in this process; gives exit code, stdout and stderr."""
+
+    def run(*argv):
+        code = cli.main([str(argument) for argument in argv])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def shown(crius):
+    """The settings that flags give, each with ``value`` and ``origin``."""
+
+    def show(*flags):
+        code, out, err = crius("config", "show", "--json", *flags)
+        assert code == 0, err
+        return json.loads(out)
+
+    return show
+
+
+@pytest.fixture
+def refused(crius):
+    """The one message for flags that are refused."""
+
+    def refuse(*flags):
+        code, out, err = crius("train", *flags)
+        assert (code, out) == (2, "")
+        assert err.count("Error: ") == 1
+        return err
+
+    return refuse
+
+
+@pytest.fixture
+def toml(tmp_path):
+    def write(text, name="a.toml"):
+        (tmp_path / name).write_text(text)
+        return tmp_path / name
+
+    return write
+
+
+def test_flags_win_over_config_files_over_the_recipe_over_defaults(shown, toml):
+    first = toml("[training]\nseq_len = 11\nsteps = 12\n[optimizer]\nlr = 0.25\n", "first.toml")
+    last = toml("[training]\nsteps = 22\n[optimizer]\nlr = 0.5\n", "last.toml")
+    settings = shown("--recipe", "llama3_debug", "--config", first, "--config", last, "--optimizer.lr", "0.75")
+    for name, value, origin in (
+        ("optimizer.lr", 0.75, "command line"),
+        ("training.steps", 22, str(last)),
+        ("training.seq_len", 11, str(first)),
+        ("lr_scheduler.warmup_steps", RECIPE["lr_scheduler"]["warmup_steps"], "recipe llama3_debug"),
+        ("debug.seed", DEFAULTS["debug.seed"], "default"),
+    ):
+        assert settings[name] == {"value": value, "origin": origin}
+
+
+def test_a_config_file_alone_is_the_whole_run(shown, toml):
+    settings = shown("--config", toml("[training]\nsteps = 3\n"))
+    assert {name: entry["value"] for name, entry in settings.items()} == as_json({**DEFAULTS, "training.steps": 3})
+
+
+def test_without_any_flag_the_debug_recipe_is_used(shown):
+    assert {entry["origin"] for entry in shown().values()} == {"default", "recipe llama3_debug"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "name", "value"),
+    [
+        (["--compile.enable"], "compile.enable", True),
+        (["--compile.enable", "true"], "compile.enable", True),
+        (["--compile.enable", "False"], "compile.enable", False),
+        (["--compile.enable=false"], "compile.enable", False),
+        (["--compile.no_enable"], "compile.enable", False),
+        (["--data.no-shuffle"], "data.shuffle", False),
+        (["--training.seq-len", "7"], "training.seq_len", 7),
+        (["--parallelism.data-parallel-shard-degree=2"], "parallelism.data_parallel_shard_degree", 2),
+        (["--data.path", "a", "--data.path", "b"], "data.path", ["a", "b"]),
+        (["--data.path", "a,b"], "data.path", ["a,b"]),
+        (["--lr_scheduler.decay_ratio", "0.5"], "lr_scheduler.decay_ratio", 0.5),
+        (["--parallelism.reshard_after_forward_mode", "Never"], "parallelism.reshard_after_forward_mode", "never"),
+        (["--parallelism.reshard_after_forward_mode", "4"], "parallelism.reshard_after_forward_mode", 4),
+        (["--optimizer.implementation", "for_loop"], "optimizer.implementation", "for-loop"),
+        *[
+            ([f"--{SCHEDULE}", written], SCHEDULE, value)
+            for written, value in (
+                ("1F1B", "1f1b"),
+                ("GPipe", "gpipe"),
+                ("INTERLEAVE-1F1B", "interleave_1f1b"),
+                ("Interleaved1F1B", "interleave_1f1b"),
+                ("InterleavedZeroBubble", "interleave_zero_bubble"),
+                ("ZBVZeroBubble", "zbv_zero_bubble"),
+                ("DualPipeV", "dualpipev"),
+            )
+        ],
+    ],
+)
+def test_a_flag_has_more_than_one_spelling(shown, flags, name, value):
+    assert shown(*flags)[name] == {"value": value, "origin": "command line"}
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_the_torchtitan_name_of_a_setting_works_as_a_flag_and_in_toml(shown, toml, alias):
+    name = ALIASES[alias]
+    value = as_json(changed(type_of(name), DEFAULTS[name]))
+    items = value if isinstance(value, list) else [value]
+    for spelling in (alias, alias.replace("_", "-")):
+        settings = shown(*(f"--{spelling}={item}" for item in items))
+        assert settings[name] == {"value": value, "origin": "command line"}
+    section, key = alias.split(".")
+    file = toml(tomli_w.dumps({section: {key: value}}))
+    assert shown("--config", file)[name] == {"value": value, "origin": str(file)}
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--compile.enbale"], "unknown flag --compile.enbale, did you mean --compile.enable?"),
+        (["--training.seqlen=3"], "did you mean --training.seq_len?"),
+        *[([f"--{old}"], f"did you mean --{new}?") for old, new in MOVED.items()],
+        (["--zzz"], "crius train --help lists every flag"),
+        (["--recipe", "llama_debug"], "did you mean llama3_debug?"),
+        (["--config", "none.toml"], "none.toml cannot be read: No such file"),
+        (["--training.steps", "many"], 'Invalid value for --training.steps: unable to convert "many" into int'),
+        (["--training.steps", "1.5"], "training.steps 1.5 is no whole number"),
+        (["--training.steps"], "--training.steps requires an argument"),
+        (["--compile.enable=maybe"], 'Invalid value for --compile.enable: unable to convert "maybe" into bool'),
+        (["--data.source", "jsonll"], 'Did you mean "jsonl"?'),
+        (["--training.steps", "3", "--training.steps", "3"], "--training.steps specified multiple times"),
+        (["--metrics.log_freq", "3", "--metrics.log_interval", "3"], "--metrics.log_interval specified multiple times"),
+        (["--recipe", "llama3_debug", "--recipe", "llama3_debug"], "--recipe specified multiple times"),
+        (["stray"], "stray"),
+        (["--nproc", "-1"], "--nproc -1 is negative"),
+    ],
+)
+def test_a_wrong_flag_is_one_message_that_names_it(refused, flags, said):
+    assert said in refused(*flags)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[training]\nseq_lenn = 3", "unknown key training.seq_lenn, did you mean training.seq_len?"),
+        ("[trainin]\nseq_len = 3", "did you mean training.seq_len?"),
+        ("[float8]\nenable = true", "did you mean quantize.dense.float8.enable?"),
+        ("[data]\npaht = 'x'", "did you mean data.path?"),
+        ("[compile]\nno_enable = true", "unknown key compile.no_enable"),
+        ("training = 3", "unknown key training,"),
+        ("seq_len = 3", "did you mean training.seq_len?"),
+        ("nproc = 2", "unknown key nproc"),
+        ("recipe = 'llama3_debug'", "unknown key recipe"),
+        ("[training.steps]\nx = 3", "did you mean training.steps?"),
+        ("[training]\nsteps = 1.5", "training.steps 1.5 is no whole number"),
+        ("[training]\nsteps = [1, 2]", 'unable to convert "[1, 2]" into int'),
+        ("[training]\nsteps = true", 'unable to convert "True" into int'),
+        ("[data]\nsource = 'csv'", 'Invalid value "csv" for data.source'),
+        ("[metrics]\nlog_freq = 3\nlog_interval = 4", "metrics.log_interval is given twice"),
+        ("[training]\nseq-len = 3\nseq_len = 4", "training.seq_len is given twice"),
+        ("[training\n", "line 1"),
+        ("[training]\nsteps = \n", "line 2"),
+    ],
+)
+def test_a_wrong_toml_key_or_value_is_one_message_that_names_the_file(refused, toml, text, said):
+    file = toml(text)
+    message = refused("--config", file)
+    assert said in message
+    assert str(file) in message
+
+
+@pytest.mark.parametrize("written", ["[data]\npath = ['b', 'c']", "[data]\npath = []", "[data]\npath = 'b'"])
+def test_a_list_replaces_the_list_of_a_weaker_source(shown, toml, written):
+    weak, strong = toml("[data]\npath = ['a']\n", "weak.toml"), toml(written, "strong.toml")
+    want = tomllib.loads(written)["data"]["path"]
+    assert shown("--config", weak, "--config", strong)["data.path"]["value"] == ([want] if want == "b" else want)
+    assert shown("--config", strong, "--data.path", "z")["data.path"] == {"value": ["z"], "origin": "command line"}
+
+
+def test_run_toml_gives_back_every_setting_but_the_folder(tmp_path):
+    config = everything_changed(RunConfig())
+    same = [name for name, value in flatten(config).items() if value == DEFAULTS[name]]
+    assert all(len(get_args(type_of(name))) == 1 for name in same), "a choice of one cannot be changed, all others can"
+    (tmp_path / "run.toml").write_text(to_toml(config))
+    assert parse(["--config", str(tmp_path / "run.toml")]) == replace(config, job=replace(config.job, run_dir=""))
+
+
+def test_every_setting_has_a_flag():
+    config = everything_changed(RunConfig())
+    flags = []
+    for name, value in flatten(config).items():
+        for item in value if isinstance(value, tuple) else [value]:
+            flags.append(f"--{name}={item}")
+    assert parse(flags) == config
+
+
+def test_config_diff_names_the_settings_that_differ(crius, toml, tmp_path):
+    left = toml("[training]\nsteps = 3\n[data]\npath = ['a']\n", "left.toml")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.toml").write_text("[training]\nsteps = 4\n[data]\npath = ['a']\n")
+    code, out, _ = crius("config", "diff", left, tmp_path / "run")
+    assert (code, out) == (0, "training.steps: 3 -> 4\n")
+    _, out, _ = crius("config", "diff", left, tmp_path / "run", "--json")
+    assert json.loads(out) == {"training.steps": {"left": 3, "right": 4}}
+    assert crius("config", "diff", "llama3_debug", "llama3_debug")[:2] == (0, "no difference\n")
+    code, _, err = crius("config", "diff", left, "nowhere")
+    assert code == 2
+    assert "nowhere is no run folder, no TOML file and no recipe" in err
+
+
+def test_config_show_prints_every_setting_with_its_value_and_origin(crius, shown):
+    _, out, _ = crius("config", "show", "--training.steps", "7")
+    lines = {line.split()[0]: line for line in out.splitlines()}
+    assert list(lines) == list(DEFAULTS)
+    assert lines["training.steps"].split(maxsplit=2)[1:] == ["7", "command line"]
+    assert list(shown()) == list(DEFAULTS)
+
+
+@pytest.mark.parametrize(
+    ("local", "total", "ranks", "want"),
+    [
+        (-1, -1, 1, BatchSizes(8, 8, 1)),
+        (-1, -1, 4, BatchSizes(2, 8, 1)),
+        (-1, -1, 3, BatchSizes(3, 9, 1)),
+        (-1, -1, 16, BatchSizes(1, 16, 1)),
+        (2, -1, 2, BatchSizes(2, 8, 2)),
+        (4, -1, 4, BatchSizes(4, 16, 1)),
+        (3, -1, 1, BatchSizes(3, 9, 3)),
+        (-1, 64, 2, BatchSizes(8, 64, 4)),
+        (-1, 26, 2, BatchSizes(1, 26, 13)),
+        (2, 16, 4, BatchSizes(2, 16, 2)),
+        (-1, 10, 4, "global_batch_size 10 is no multiple of the 4 data-parallel ranks; nearest that work: 8 or 12"),
+        (-1, 3, 4, "global_batch_size 3 is no multiple of the 4 data-parallel ranks; the least that works: 4"),
+        (3, 16, 2, "no multiple of local_batch_size 3 x 2 data-parallel ranks = 6; nearest that work: 12 or 18"),
+        (8, 4, 1, "no multiple of local_batch_size 8 x 1 data-parallel ranks = 8; the least that works: 8"),
+    ],
+)
+def test_batch_sizes_are_filled_in_or_refused_with_the_nearest_that_work(local, total, ranks, want):
+    training = TrainingConfig(local_batch_size=local, global_batch_size=total)
+    if isinstance(want, BatchSizes):
+        assert batch_sizes(training, ranks) == want
+        return
+    with pytest.raises(ValueError, match=f"{re.escape(want)}$") as caught:
+        batch_sizes(training, ranks)
+    for fixed in re.findall(r"\d+", want.rpartition(":")[2]):
+        assert batch_sizes(replace(training, global_batch_size=int(fixed)), ranks).total == int(fixed), caught
+
+
+def test_every_setting_has_a_docstring():
+    """The docstring is the help text."""
+    bare = []
+    for section in {type(section) for section, _ in settings_of(RunConfig())}:
+        body = ast.parse(inspect.getsource(section)).body[0].body
+        for node, after in zip(body, [*body[1:], None], strict=True):
+            has_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and after.value.value
+            if isinstance(node, ast.AnnAssign) and not has_text:
+                kind = get_type_hints(section)[node.target.id]
+                if not dataclasses.is_dataclass(kind):
+                    bare.append(f"{section.__name__}.{node.target.id}")
+    assert bare == []
+
+
+def test_help_lists_every_setting(crius, monkeypatch):
+    assert {f"--{name}" for name in DEFAULTS} <= set(flags_of(crius, monkeypatch, "train"))
+
+
+def test_no_released_flag_disappears(crius, monkeypatch):
+    """Scripts rely on flags. A new flag: add its line to tests/golden/flags.txt, which is sorted.
+
+    A flag that has to go: keep its name as a row of ``ALIASES`` or ``MOVED`` and say so in the commit message.
+    """
+    released = (GOLDEN / "flags.txt").read_text().splitlines()
+    now = sorted(
+        f"{verb} {flag}"
+        for verb in ("train", "config show", "config diff", "data prepare", "doctor")
+        for flag in flags_of(crius, monkeypatch, *verb.split())
+    )
+    assert released == sorted(set(released))
+    assert set(released) - set(now) == set(), "released flags are gone; see the docstring of this test"
+    assert set(now) - set(released) == set(), "new flags: add these lines to tests/golden/flags.txt"
+
+
+def flags_of(crius, monkeypatch, *verb):
+    """Every flag that the help of a verb names at the start of an entry."""
+    monkeypatch.setenv("COLUMNS", "300")
+    code, out, _ = crius(*verb, "--help")
+    assert code == 0
+    entries = re.findall(r"^│ [* ] *(?:[A-Z]+ )?((?:--[\w.]+ ?)+)", out, re.MULTILINE)
+    entries += re.findall(r"^│ ((?:--[\w.]+ ?)+)", out, re.MULTILINE)
+    return sorted({flag for entry in entries for flag in entry.split()})
+
+
+def settings_of(config):
+    """Pairs of a section and a field of it, of all settings."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from settings_of(value)
+        else:
+            yield config, field.name
+
+
+def type_of(name):
+    section = RunConfig()
+    *parents, leaf = name.split(".")
+    for parent in parents:
+        section = getattr(section, parent)
+    return get_type_hints(type(section))[leaf]
+
+
+def changed(kind, default):
+    """Another value of the type than the default, with characters that quoting can get wrong."""
+    if kind is bool:
+        return not default
+    if kind is str:
+        return 'it\'s "a" = [b], c'
+    if get_origin(kind) is tuple:
+        return ("one.txt", "two, three.txt")
+    if get_origin(kind) is Literal:
+        return next((choice for choice in get_args(kind) if choice != default), default)
+    if kind in (int, float):
+        return kind(default + 3) + (0.0625 if kind is float else 0)
+    return changed(next(part for part in get_args(kind) if part in (int, float)), 1)
+
+
+def everything_changed(config):
+    values = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        nested = dataclasses.is_dataclass(value)
+        values[field.name] = (
+            everything_changed(value) if nested else changed(get_type_hints(type(config))[field.name], value)
+        )
+    return type(config)(**values)
+
+
+def as_json(value):
+    return json.loads(json.dumps(value))

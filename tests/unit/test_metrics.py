@@ -1,0 +1,303 @@
+"""What a run reports: the records, where they go, and the sums in them."""
+
+import dataclasses
+import json
+import logging
+import os
+import pty
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import crius
+from crius.config.metrics import MetricsConfig
+from crius.metrics import device as devices
+from crius.metrics.build import build_sinks
+from crius.metrics.ledger import TimeLedger
+from crius.metrics.record import StepMetrics, ValidationMetrics
+from crius.metrics.sinks.console import ConsoleSink
+from crius.metrics.sinks.jsonl import JsonlSink
+from crius.parallel.runtime import World
+from crius.train.loop import Meter
+from crius.train.state import TrainState
+from crius.train.step import StepResult
+
+STEP = StepMetrics(
+    step=120,
+    loss=3.52861,
+    grad_norm=0.4121,
+    lr=3e-4,
+    tokens=245_760,
+    tokens_per_second=23_684.0,
+    tokens_per_second_per_rank=11_842.0,
+    mfu=0.413,
+    tflops=408.6,
+    step_seconds=0.25,
+    data_seconds=0.001,
+    memory_gib=61.2,
+)
+VALIDATION = ValidationMetrics(
+    step=120, val_loss=2.5, val_perplexity=12.182, val_bits_per_byte=1.25, val_samples=128, val_seconds=3.21
+)
+ESCAPE = "\x1b"
+
+
+def test_records_have_the_fields_that_scripts_rely_on():
+    assert [field.name for field in dataclasses.fields(StepMetrics)] == [
+        *("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "tokens_per_second_per_rank"),
+        *("mfu", "tflops", "step_seconds", "data_seconds", "memory_gib"),
+    ]
+    names = {field.name for field in dataclasses.fields(ValidationMetrics)}
+    assert names >= {"step", "val_loss", "val_perplexity", "val_bits_per_byte"}
+    assert "loss" not in names  # its absence is how a reader tells the two apart
+
+
+def test_jsonl_is_flushed_at_once_and_at_full_precision(tmp_path):
+    sink = JsonlSink(tmp_path)
+    third = dataclasses.replace(STEP, loss=1 / 3, mfu=None)
+    sink.write(third)
+    sink.write(VALIDATION)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()  # before close
+    assert [json.loads(line) for line in lines] == [dataclasses.asdict(third), dataclasses.asdict(VALIDATION)]
+    sink.close()
+
+
+def test_jsonl_keeps_the_files_of_earlier_runs(tmp_path):
+    for run in (1, 2, 3):
+        sink = JsonlSink(tmp_path)
+        sink.write(dataclasses.replace(STEP, step=run))
+        sink.close()
+    steps = {path.name: json.loads(path.read_text())["step"] for path in tmp_path.iterdir()}
+    assert steps == {"metrics.jsonl": 3, "metrics.1.jsonl": 1, "metrics.2.jsonl": 2}
+
+
+def console_lines(caplog, *records, steps=10_000, total=None):
+    sink = ConsoleSink(steps, total, show_bar=True)  # standard output is captured: not a terminal
+    with caplog.at_level(logging.INFO, logger="crius.metrics"):
+        for record in records:
+            sink.write(record)
+    sink.close()
+    return caplog.messages
+
+
+def test_step_line_is_one_aligned_fact_line_with_units(caplog):
+    (line,) = console_lines(caplog, STEP, total=79.6)
+    assert line == (
+        "step   120/10000  loss 3.5286  grad_norm 0.412  lr 3.0e-04  tokens/s/rank 11,842  mfu 41.3%  "
+        "mem 61.20/80 GiB  data 0.4%"
+    )
+
+
+def test_step_line_says_what_is_not_known(caplog):
+    (line,) = console_lines(caplog, dataclasses.replace(STEP, mfu=None), steps=120)
+    assert line.startswith("step 120/120  loss ")
+    assert "  mfu n/a  mem 61.20 GiB  " in line
+
+
+def test_validation_line_is_told_apart_by_its_first_word(caplog):
+    (line,) = console_lines(caplog, VALIDATION)
+    assert line == (
+        "validation at step 120  loss 2.5000  perplexity 12.182  bits_per_byte 1.2500  (128 samples, 3.2 s)"
+    )
+
+
+PROGRAM = """
+from pathlib import Path
+import sys
+from crius.metrics.record import StepMetrics
+from crius.metrics.sinks.console import ConsoleSink
+from crius.train.logs import start_logging
+start_logging(0, Path(sys.argv[1]), is_own_file=False)
+sink = ConsoleSink(3, None, show_bar=sys.argv[2] == "bar")
+for step in (1, 2, 3):
+    sink.write(StepMetrics(step=step, loss=3.5, grad_norm=0.4, lr=3e-4, tokens=1, tokens_per_second=1.0,
+        tokens_per_second_per_rank=1.0, mfu=None, tflops=1.0, step_seconds=0.5, data_seconds=0.0, memory_gib=1.0))
+sink.close()
+"""
+
+
+def on_terminal(run_dir, show_bar, **environ):
+    """What three step lines put on a terminal of 200 columns."""
+    leader, follower = pty.openpty()
+    kept = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
+    root = str(Path(crius.__file__).parents[1])
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(run_dir), "bar" if show_bar else ""],
+        stdout=follower,
+        env={**kept, "PYTHONPATH": root, "TERM": "xterm-256color", "COLUMNS": "200", **environ},
+    )
+    os.close(follower)
+    text = b""
+    try:
+        while part := os.read(leader, 65536):
+            text += part
+    except OSError:  # how Linux says that the other end has closed
+        pass
+    os.close(leader)
+    assert process.wait(timeout=60) == 0
+    return text.decode()
+
+
+def test_a_pipe_gets_plain_lines(tmp_path):
+    root = str(Path(crius.__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tmp_path), "bar"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": root, "FORCE_COLOR": "1"},
+    )
+    assert ESCAPE not in done.stdout and "\r" not in done.stdout
+    assert [line[:8] for line in done.stdout.splitlines()] == ["step 1/3", "step 2/3", "step 3/3"]
+
+
+COLOUR = re.compile(ESCAPE + r"\[[0-9;]*(3[0-8]|4[0-8]|9[0-7])[0-9;]*m")
+
+
+def test_a_terminal_gets_a_bar_and_whole_lines_above_it(tmp_path):
+    text = on_terminal(tmp_path, show_bar=True)
+    assert COLOUR.search(text)
+    assert "left" in text
+    for step in (1, 2, 3):
+        assert f"step {step}/3  loss 3.5000  grad_norm 0.400  lr 3.0e-04  tokens/s/rank 1  mfu n/a" in text
+    log = (tmp_path / "logs" / "rank-0.log").read_text()
+    assert ESCAPE not in log and log.count("\n") == 3
+
+
+def test_no_color_leaves_a_terminal_without_colours(tmp_path):
+    assert not COLOUR.search(on_terminal(tmp_path, show_bar=True, NO_COLOR="1"))
+
+
+def test_without_the_bar_a_terminal_gets_plain_lines(tmp_path):
+    text = on_terminal(tmp_path, show_bar=False)
+    assert ESCAPE not in text
+    assert text.count("\n") == 3
+
+
+def test_tensorboard_has_torchtitans_tags_and_reads_back(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    sinks = build_sinks(MetricsConfig(enable_tensorboard=True), tmp_path, 120, None)
+    for sink in sinks:
+        sink.write(STEP)
+        sink.write(VALIDATION)
+        sink.close()
+    events = accumulator.EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    found = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    want = {
+        "loss_metrics/global_avg_loss": 3.52861,
+        "grad_norm": 0.4121,
+        "lr": 3e-4,
+        "n_tokens_seen": 245_760,
+        "throughput(tps)": 11_842.0,
+        "tflops": 408.6,
+        "mfu(%)": 41.3,
+        "time_metrics/end_to_end(s)": 0.25,
+        "time_metrics/data_loading(s)": 0.001,
+        "time_metrics/data_loading(%)": 0.4,
+        "memory/max_active(GiB)": 61.2,
+        "validation_metrics/loss": 2.5,
+        "validation_metrics/perplexity": 12.182,
+        "validation_metrics/bits_per_byte": 1.25,
+    }
+    # event files hold float32
+    assert found == {tag: [(120, pytest.approx(value, rel=1e-6))] for tag, value in want.items()}
+    assert not (tmp_path / "tb" / "metrics.jsonl").exists() and (tmp_path / "metrics.jsonl").exists()
+
+
+def test_tensorboard_is_written_only_when_asked(tmp_path):
+    for sink in build_sinks(MetricsConfig(), tmp_path, 120, None):
+        sink.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_phases_and_the_rest_add_up_to_the_wall_time(monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+
+    def spend(seconds):
+        clock[0] += seconds
+
+    ledger = TimeLedger(started=97.5)
+    with ledger.phase("setup"):
+        spend(4)
+    for _ in range(3):
+        with ledger.phase("train"):
+            spend(2)
+        spend(0.5)  # in no phase
+    with pytest.raises(KeyError), ledger.phase("train"):
+        spend(1)
+        raise KeyError
+    assert ledger.seconds == {"startup": 2.5, "setup": 4.0, "train": 7.0}
+    assert ledger.wall() == 2.5 + 4 + 3 * 2.5 + 1
+    assert ledger.summary() == "15.0 s = startup 2.5 + setup 4.0 + train 7.0 + other 1.5"
+
+
+PEAKS = [
+    ("NVIDIA H100 80GB HBM3", 989.4),
+    ("NVIDIA H100 PCIe", 756.0),
+    ("NVIDIA H100 NVL", 835.0),
+    ("NVIDIA H200", 989.4),
+    ("NVIDIA B200", 2250.0),
+    ("NVIDIA A100-SXM4-80GB", 312.0),
+    ("NVIDIA A10G", 70.0),
+    ("NVIDIA RTX A6000", 154.8),
+    ("NVIDIA L40S", 362.0),
+    ("NVIDIA GeForce RTX 4090", 165.2),
+    ("AMD Instinct MI300X", 1307.4),
+    ("AMD Instinct MI250X / MI250", 191.5),
+    ("NVIDIA T4", None),
+]
+
+
+@pytest.mark.parametrize(("name", "peak"), PEAKS)
+def test_peak_is_the_dense_bf16_figure_of_the_device(name, peak, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert devices.peak_tflops(torch.device("cuda", 0)) == peak
+
+
+def test_a_cpu_has_no_peak_and_no_memory_limit_but_a_resident_set():
+    cpu = torch.device("cpu")
+    assert devices.peak_tflops(cpu) is None and devices.total_memory_gib(cpu) is None
+    assert 0.05 < devices.peak_memory_gib(cpu) < 100  # GiB: torch alone is more than 50 MiB
+
+
+def result_of(loss, norm):
+    scalar = torch.tensor(0.0, dtype=torch.float64)
+    return StepResult(
+        step=7,
+        loss=scalar + loss,
+        grad_norm=scalar + norm,
+        local_losses=scalar[None],
+        squared_norms=scalar[None],
+        sample_ids=(0,),
+    )
+
+
+def test_rates_and_mfu_are_over_the_steps_since_the_last_report():
+    """3 steps of 2048 tokens in 0.5 s on 4 ranks, at 2 GFLOP a token against a peak of 4 TFLOP/s."""
+    world = World(rank=0, size=4, device=torch.device("cpu"))
+    meter = Meter(flops_per_token=2e9, peak_tflops=4.0, world=world)
+    state = TrainState(model=None, optimizer=None, schedule=None, step=7, tokens=14_336)
+    for _ in range(3):
+        meter.count(2048, 0.5, 0.125)
+    record = meter.report(state, result_of(3.5, 0.25), lr=1e-3)
+    assert (record.step, record.tokens, record.loss, record.grad_norm, record.lr) == (7, 14_336, 3.5, 0.25, 1e-3)
+    assert record.tokens_per_second == 3 * 2048 / 1.5
+    assert record.tokens_per_second_per_rank == 1024.0
+    assert record.tflops == pytest.approx(1024 * 2e9 / 1e12, rel=1e-12)  # float64 rounding
+    assert record.mfu == pytest.approx(2.048 / 4, rel=1e-12)
+    assert (record.step_seconds, record.data_seconds) == (0.5, 0.125)
+    meter.count(2048, 2.0, 0.0)
+    assert meter.report(state, result_of(3.5, 0.25), lr=1e-3).tokens_per_second == 1024.0
+
+
+def test_mfu_is_unknown_without_a_peak():
+    meter = Meter(flops_per_token=2e9, peak_tflops=None, world=World(0, 1, torch.device("cpu")))
+    meter.count(2048, 0.5, 0.0)
+    assert meter.report(TrainState(None, None, None), result_of(1.0, 1.0), lr=1.0).mfu is None
