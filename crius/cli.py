@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib.util
 import json
 import os
 import sys
@@ -20,6 +21,7 @@ from crius.config.load import RunSources, explain, normalized_argv, recipe_names
 from crius.config.run import RunConfig
 from crius.config.tokenizer import TokenizerConfig
 from crius.errors import ConfigError, CriusError, EnvironmentError
+from crius.help import print_panel
 from crius.models.registry import SPECS
 
 Run = Annotated[RunConfig, Parameter(name="*")]
@@ -33,6 +35,7 @@ SOURCES = RunSources()
 _SHARED: dict[str, Any] = {
     "default_parameter": Parameter(name_transform=lambda name: name, negative_bool="no_", negative_iterable=()),
     "config": [SOURCES],
+    "help_formatter": print_panel,
     "result_action": "return_value",
 }
 app = App(
@@ -118,6 +121,8 @@ def train(run: Run = RunConfig(), *, recipe: Recipe = "", config: ConfigFiles = 
     placement = joined_placement(os.environ)
     facts = _facts(run, nproc, placement)
     rules.check(facts)
+    if importlib.util.find_spec("torch") is None:
+        raise EnvironmentError("torch is not installed.", fix="pip install 'torch>=2.11'; crius doctor says what else")
     run_dir = _run_dir(run)
     if placement is None and run.data.source != "huggingface":
         # bad data is one message here, before there are workers to say it N times; a stream's threads cannot be forked

@@ -4,6 +4,7 @@ A rule yields errors; it never raises. Nothing here imports torch. Facts about m
 """
 
 import importlib.util
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -135,6 +136,8 @@ def ranges(facts: Facts) -> Violations:
     values = flatten(facts.config)
     for name, is_right, right, example in _RANGES:
         value = values[name]
+        if isinstance(value, float) and not math.isfinite(value):
+            right, is_right = "a finite number", lambda _: False
         if not is_right(value):
             yield ConfigError(
                 f"{name} {value} must be {right}.", where=facts.flag(name), fix=f"e.g. --{name} {example}"
@@ -262,6 +265,19 @@ def virtual_shards_split(facts: Facts) -> Violations:
         )
 
 
+def profiler_window(facts: Facts) -> Violations:
+    """A trace that is asked for lies inside the run."""
+    profiler, steps = facts.config.profiler, facts.config.training.steps
+    last = profiler.start_step + profiler.num_steps - 1
+    if profiler.enable and last > steps >= 1:
+        yield ConfigError(
+            f"the profiler traces steps {profiler.start_step} to {last}, but the run has {steps}.",
+            where=facts.flag("profiler.start_step"),
+            why="the trace is written when its last step is done",
+            fix=f"--profiler.start_step 1 --profiler.num_steps {min(profiler.num_steps, steps)}, or more steps",
+        )
+
+
 def extras_installed(facts: Facts) -> Violations:
     """Optional packages that the run asks for are there."""
     config = facts.config
@@ -318,6 +334,7 @@ RULES: tuple[Rule, ...] = (
     reshard_degree_divides,
     data_path_given,
     virtual_shards_split,
+    profiler_window,
     extras_installed,
     built_already,
 )

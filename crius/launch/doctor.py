@@ -8,9 +8,12 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 import crius
+
+try:
+    import torch
+except ImportError:  # then this is what the doctor has to say
+    torch = None  # type: ignore[assignment]
 
 # package, whether Crius cannot run without it, what it is for, what installs it
 PACKAGES = (
@@ -61,22 +64,25 @@ def examine() -> Report:
             (missing if required else optional).append(f"{package} (for {purpose}): {install}")
         else:
             facts[package] = importlib.metadata.version(package.replace("_", "-"))
+    facts["cpu"] = f"{os.cpu_count()} cores"
+    facts["memory"] = f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB"
+    facts["free disk"] = f"{shutil.disk_usage(Path.cwd()).free / 2**30:.1f} GiB in this folder"
+    if torch is not None:
+        facts.update(_ask_torch(missing))
+    return Report(facts, missing, optional, ready=not missing)
+
+
+def _ask_torch(missing: list[str]) -> dict[str, str]:
+    """What torch says of this machine; what makes it unusable is added to ``missing``."""
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if version < OLDEST_TORCH:
         missing.append(f"torch {torch.__version__} is older than 2.11: pip install --upgrade 'torch>=2.11'")
-    facts["cpu"] = f"{os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}"
-    facts["memory"] = f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB"
-    facts["free disk"] = f"{shutil.disk_usage(Path.cwd()).free / 2**30:.1f} GiB in this folder"
-    facts["backends"] = ", ".join(
-        name
-        for name, there in (
-            ("gloo", torch.distributed.is_gloo_available()),
-            ("nccl", torch.distributed.is_nccl_available()),
-        )
-        if there
-    )
-    facts["gpus"] = _gpus(missing)
-    return Report(facts, missing, optional, ready=not missing)
+    backends = {"gloo": torch.distributed.is_gloo_available(), "nccl": torch.distributed.is_nccl_available()}
+    return {
+        "vectors": torch.backends.cpu.get_cpu_capability(),
+        "backends": ", ".join(name for name, there in backends.items() if there),
+        "gpus": _gpus(missing),
+    }
 
 
 def _gpus(missing: list[str]) -> str:

@@ -58,14 +58,15 @@ class UpdateGuard:
         bad_losses = _not_finite(world.gather(result.local_losses))  # (ranks, microbatches)
         bad_grads = _not_finite(world.gather(result.squared_norms))  # (ranks, parameters)
         ids = world.gather(torch.tensor(result.sample_ids, device=world.device))
-        weights = torch.stack([local_tensor(p).sum(dtype=torch.float64).to(world.device) for p in self._parameters])
-        bad_weights = _not_finite(world.gather(weights))
+        sums = torch.stack([local_tensor(p).sum(dtype=torch.float64).to(world.device) for p in self._parameters])
+        bad_weights = _not_finite(world.gather(sums))
         guilty = bad_losses.any(dim=1) if bad_losses.any() else bad_grads.any(dim=1)
         rank = int(guilty.nonzero()[0]) if guilty.any() else 0
         # backward runs from the output to the embedding, so the first bad gradient is the last by name
         grads = [name for name, bad in zip(self._names, bad_grads.any(dim=0).tolist(), strict=True) if bad][::-1]
         # a bad gradient was summed over ranks before it was seen: any sample of the step may have caused it
         samples = ids[rank].reshape(bad_losses.shape[1], -1)[bad_losses[rank]] if bad_losses.any() else ids
+        weights = [name for name, bad in zip(self._names, bad_weights.any(dim=0).tolist(), strict=True) if bad]
         loss, norm = result.loss.item(), result.grad_norm.item()
         report = {
             "step": result.step,
@@ -76,9 +77,7 @@ class UpdateGuard:
             "ranks_with_bad_loss": bad_losses.any(dim=1).nonzero().flatten().tolist(),
             "first_bad_parameter": grads[0] if grads else None,
             "bad_parameters": grads,
-            "bad_weights": [
-                name for name, bad in zip(self._names, bad_weights.any(dim=0).tolist(), strict=True) if bad
-            ],
+            "bad_weights": weights,
             "sample_ids": sorted(samples.flatten().tolist()),
         }
         path = self._folder / f"step-{result.step}.json"
@@ -88,6 +87,8 @@ class UpdateGuard:
             temporary.write_text(json.dumps(report, indent=2) + "\n")
             os.replace(temporary, path)
         where = f", first in the gradient of {grads[0]}" if grads else ""
+        if weights:
+            where = f"; already in the weights of {', '.join(weights)}"
         raise NonFiniteError(
             f"step {result.step}: loss {loss}, grad_norm {norm}, found on rank {rank}{where}.",
             where=f"samples {report['sample_ids']}, full report in {path}",

@@ -86,7 +86,8 @@ def test_documented_command_runs(command, workplace):
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_documented_flags_exist(document):
-    known = {*flatten(RunConfig()), *ALIASES, *(f"{name.rpartition('.')[0]}.no_enable" for name in flatten(RunConfig()))}
+    names = set(flatten(RunConfig()))
+    known = {*names, *ALIASES, *(f"{name.rpartition('.')[0]}.no_enable" for name in names)}
     for flag in re.findall(r"--([a-z_0-9]+\.[a-z_0-9.]*[a-z_0-9])", document.read_text()):
         assert flag in known, f"{document.name} names --{flag}"
 

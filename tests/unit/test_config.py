@@ -313,8 +313,7 @@ def flags_of(crius, monkeypatch, *verb):
     monkeypatch.setenv("COLUMNS", "300")
     code, out, _ = crius(*verb, "--help")
     assert code == 0
-    entries = re.findall(r"^│ [* ] *(?:[A-Z]+ )?((?:--[\w.]+ ?)+)", out, re.MULTILINE)
-    entries += re.findall(r"^│ ((?:--[\w.]+ ?)+)", out, re.MULTILINE)
+    entries = re.findall(r"^  (?:[A-Z]+ )?((?:--[\w.]+ ?)+)", out, re.MULTILINE)
     return sorted({flag for entry in entries for flag in entry.split()})
 
 

@@ -56,9 +56,15 @@ def test_the_cut_is_at_a_document_unless_the_last_one_is_too_long(tmp_path):
     assert whole.validation.first_token == round(5001 * 0.9)
 
 
-def test_validation_off_trains_on_everything(tmp_path):
-    opened = corpus(jsonl(tmp_path, documents(50)), ValidationConfig(interval=0))
-    assert opened.validation is None
+def test_validation_on_or_off_trains_on_the_same_tokens(tmp_path):
+    data = jsonl(tmp_path, documents(50))
+    off, on = (corpus(data, ValidationConfig(interval=interval)) for interval in (0, 5))
+    assert off.validation is None and on.validation is not None
+    assert off.train.last_token == on.train.last_token < on.train.file.meta.num_tokens
+
+
+def test_fraction_0_trains_on_everything(tmp_path):
+    opened = corpus(jsonl(tmp_path, documents(50)), ValidationConfig(interval=0, fraction=0))
     assert opened.train.last_token == opened.train.file.meta.num_tokens
 
 

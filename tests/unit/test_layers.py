@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent.parent
 
 LAYER = {
-    **{"config": 0, "models": 1, "kernels": 1, "__main__": 5, "cli": 4},
+    **{"config": 0, "models": 1, "kernels": 1, "__main__": 5, "cli": 4, "help": 0},
     **dict.fromkeys(("parallel", "quantize", "data", "optim", "checkpoint", "metrics"), 2),
     **dict.fromkeys(("train", "planner", "verify", "report", "launch"), 3),
 }

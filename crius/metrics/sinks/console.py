@@ -3,6 +3,7 @@
 import logging
 import sys
 
+from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from crius.metrics.record import Record, StepMetrics
@@ -31,6 +32,7 @@ class ConsoleSink:
                 TextColumn("left"),
                 TimeRemainingColumn(),
                 transient=True,
+                console=Console(soft_wrap=True),  # a step line stays one line, also in a narrow terminal
             )
             self._task = self._bar.add_task("train", total=steps)
             self._bar.start()
