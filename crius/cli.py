@@ -3,8 +3,10 @@
 import dataclasses
 import functools
 import importlib.util
+import itertools
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -22,6 +24,7 @@ from crius.config.run import RunConfig
 from crius.config.tokenizer import TokenizerConfig
 from crius.errors import ConfigError, CriusError, EnvironmentError
 from crius.help import print_panel
+from crius.install import install_line
 from crius.models.registry import SPECS
 
 Run = Annotated[RunConfig, Parameter(name="*")]
@@ -90,13 +93,40 @@ def _facts(run: RunConfig, nproc: int, placement: Any) -> rules.Facts:
     )
 
 
-def _run_dir(run: RunConfig) -> Path:
-    name = run.job.name or f"{SOURCES.recipe or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}"
-    folder = Path(run.job.run_dir or Path("runs") / name)
+def _run_name(placement: Any) -> str:
+    """A name for a run that has none; all ranks of a launcher find the same one."""
+    recipe = SOURCES.recipe or "run"
+    if placement is None:
+        name = f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
+        taken = itertools.takewhile(
+            lambda number: (Path("runs") / _numbered(name, number)).exists(), itertools.count(1)
+        )
+        return _numbered(name, len(list(taken)) + 1)
+    if placement.launcher == "slurm":
+        return f"{recipe}-slurm-{os.environ.get('SLURM_JOB_ID', '0')}.{os.environ.get('SLURM_STEP_ID', '0')}"
+    if os.environ.get("TORCHELASTIC_RUN_ID", "none") != "none":
+        return f"{recipe}-{os.environ['TORCHELASTIC_RUN_ID']}"
+    if placement.world_size == placement.local_world_size:
+        return f"{recipe}-torchrun-{os.getppid()}"  # the agent is the parent of all ranks
+    raise ConfigError(
+        "a run on several hosts needs a name.",
+        where="torchrun without --rdzv_id",
+        why="all ranks write to one run folder and cannot agree on a name by themselves",
+        fix="--job.name NAME, or torchrun --rdzv_id NAME",
+    )
+
+
+def _numbered(name: str, number: int) -> str:
+    return name if number == 1 else f"{name}-{number}"
+
+
+def _run_dir(run: RunConfig, placement: Any) -> Path:
+    folder = Path(run.job.run_dir or Path("runs") / (run.job.name or _run_name(placement)))
+    probe = folder / "logs" / f".writable-{os.uname().nodename}-{os.getpid()}"
     try:
-        (folder / "logs").mkdir(parents=True, exist_ok=True)
-        (folder / "logs" / ".writable").write_text("")
-        (folder / "logs" / ".writable").unlink()
+        probe.parent.mkdir(parents=True, exist_ok=True)
+        probe.write_text("")
+        probe.unlink()
     except OSError as error:
         raise EnvironmentError(
             f"the run folder {folder} cannot be written: {error.strerror}.",
@@ -119,11 +149,19 @@ def train(run: Run = RunConfig(), *, recipe: Recipe = "", config: ConfigFiles = 
     if nproc < 0:
         raise ConfigError(f"--nproc {nproc} is negative.", fix="give the number of processes, e.g. --nproc 4")
     placement = joined_placement(os.environ)
+    if placement and nproc and nproc != placement.world_size:
+        raise ConfigError(
+            f"--nproc {nproc}, but {placement.launcher} started {placement.world_size} ranks.",
+            where="command line",
+            fix="leave out --nproc",
+        )
     facts = _facts(run, nproc, placement)
     rules.check(facts)
     if importlib.util.find_spec("torch") is None:
-        raise EnvironmentError("torch is not installed.", fix="pip install 'torch>=2.11'; crius doctor says what else")
-    run_dir = _run_dir(run)
+        raise EnvironmentError(
+            "torch is not installed.", fix=f"{install_line('torch>=2.11')}; crius doctor says what else"
+        )
+    run_dir = _run_dir(run, placement)
     if placement is None and run.data.source != "huggingface":
         # bad data is one message here, before there are workers to say it N times; a stream's threads cannot be forked
         from crius.train.inputs import open_run_corpus
@@ -149,10 +187,12 @@ def train(run: Run = RunConfig(), *, recipe: Recipe = "", config: ConfigFiles = 
 def _say_next(run: RunConfig, run_dir: Path) -> None:
     _emit(f"run folder: {run_dir} (metrics.jsonl, summary.json, run.toml, logs/)")
     if run.model.flavor == "debug":
+        crius = "crius" if shutil.which("crius") else f"{sys.executable} -m crius"
+        again = f"--config {run_dir / 'run.toml'} --training.steps {2 * run.training.steps}"
         _emit("try next:")
-        _emit("  the same curve on four workers   crius train --parallelism.data_parallel_shard_degree 4")
-        _emit(f"  this run again, twice as long     crius train --config {run_dir / 'run.toml'} --training.steps 300")
-        _emit("  every setting and its origin      crius config show")
+        _emit(f"  the same curve on four workers   {crius} train --parallelism.data_parallel_shard_degree 4")
+        _emit(f"  this run again, twice as long    {crius} train {again}")
+        _emit(f"  every setting and its origin     {crius} config show")
 
 
 @config_app.command

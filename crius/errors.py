@@ -61,10 +61,6 @@ class DataError(CriusError):
     """A corpus, a document, a token or a tokenizer cannot be used."""
 
 
-class CheckpointError(CriusError):
-    """A checkpoint cannot be written or read."""
-
-
 class EnvironmentError(CriusError):
     """A package, a device or a permission that the run needs is missing."""
 

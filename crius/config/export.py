@@ -31,10 +31,10 @@ def _plain(value: Any) -> Any:
 def to_toml(config: RunConfig) -> str:
     """TOML that ``crius train --config`` reads back to the same run.
 
-    ``job.run_dir`` is left out, so that the repeated run writes to a folder of its own.
+    ``[job]`` is left out, so that the repeated run has a name and a folder of its own.
     """
     tree = dataclasses.asdict(config)
-    del tree["job"]["run_dir"]
+    del tree["job"]
     return tomli_w.dumps(_plain(tree))
 
 

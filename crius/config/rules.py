@@ -14,6 +14,7 @@ from crius.config.export import flatten
 from crius.config.load import did_you_mean
 from crius.config.run import RunConfig
 from crius.errors import ConfigError, CriusError, LayoutError
+from crius.install import install_line
 
 
 class _Spec(Protocol):
@@ -114,12 +115,12 @@ _RANGES: list[tuple[str, Callable[[Any], bool], str, str]] = [
             "training.max_norm",
             "training.gc_interval",
             "lr_scheduler.warmup_steps",
-            "lr_scheduler.min_lr_factor",
             "validation.interval",
             "metrics.peak_tflops",
             "data.prefetch",
             "optimizer.weight_decay",
             "debug.seed",
+            "checkpoint.interval",
         )
     ],
     ("optimizer.lr", lambda value: value > 0, "above 0", "3e-4"),
@@ -127,6 +128,8 @@ _RANGES: list[tuple[str, Callable[[Any], bool], str, str]] = [
     ("optimizer.beta1", lambda value: 0 <= value < 1, "in [0, 1)", "0.9"),
     ("optimizer.beta2", lambda value: 0 <= value < 1, "in [0, 1)", "0.95"),
     ("lr_scheduler.decay_ratio", lambda value: value is None or 0 <= value <= 1, "in [0, 1]", "0.1"),
+    ("lr_scheduler.min_lr_factor", lambda value: 0 <= value <= 1, "in [0, 1]", "0.1"),
+    ("checkpoint.load_step", lambda value: value >= -1, "-1 or more", "-1"),
     ("validation.fraction", lambda value: 0 <= value < 1, "in [0, 1)", "0.02"),
 ]
 
@@ -209,7 +212,7 @@ def batch_divides(facts: Facts) -> Violations:
             f"{sentence}.",
             where=", ".join(facts.flag(name) for name in given),
             why="every rank takes whole microbatches, and no batch may be smaller than the ranks",
-            fix=f"--training.global_batch_size: {remedy}",
+            fix=f"--training.global_batch_size {remedy.rpartition(' ')[2]} ({remedy})",
         )
 
 
@@ -253,6 +256,25 @@ def data_path_given(facts: Facts) -> Violations:
         )
 
 
+def data_flags_have_effect(facts: Facts) -> Violations:
+    """What was given on the command line for one kind of source is not given to another."""
+    source = facts.config.data.source
+    owners = {
+        "text_field": ("jsonl", "huggingface"),
+        "name": ("huggingface",),
+        "split": ("huggingface",),
+        "virtual_shards": ("huggingface",),
+        "shuffle": ("stdlib", "text", "jsonl", "tokens"),
+    }
+    for name, sources in owners.items():
+        if facts.origin(f"data.{name}") == "command line" and source not in sources:
+            yield ConfigError(
+                f"data.{name} has no effect with data.source {source}.",
+                where=facts.flag(f"data.{name}"),
+                fix=f"leave it out, or --data.source {sources[0]}",
+            )
+
+
 def virtual_shards_split(facts: Facts) -> Violations:
     """Each rank reads whole virtual shards of a stream."""
     data, ranks = facts.config.data, facts.data_parallel_ranks
@@ -283,16 +305,16 @@ def extras_installed(facts: Facts) -> Violations:
     config = facts.config
     needs_datasets = config.data.source == "huggingface"
     wanted = [
-        (config.metrics.enable_tensorboard, "metrics.enable_tensorboard", "tensorboard", "tensorboard"),
-        (needs_datasets, "data.source", "datasets", "huggingface"),
-        (config.tokenizer.path != "byte", "tokenizer.path", "tokenizers", "huggingface"),
+        (config.metrics.enable_tensorboard, "metrics.enable_tensorboard", "tensorboard"),
+        (needs_datasets, "data.source", "datasets"),
+        (config.tokenizer.path != "byte", "tokenizer.path", "tokenizers"),
     ]
-    for asked, name, package, extra in wanted:
+    for asked, name, package in wanted:
         if asked and importlib.util.find_spec(package) is None:
             yield ConfigError(
                 f"--{name} needs the package {package}, which is not installed.",
                 where=facts.flag(name),
-                fix=f"pip install 'crius[{extra}]'",
+                fix=install_line(package),
             )
 
 
@@ -333,6 +355,7 @@ RULES: tuple[Rule, ...] = (
     batch_divides,
     reshard_degree_divides,
     data_path_given,
+    data_flags_have_effect,
     virtual_shards_split,
     profiler_window,
     extras_installed,

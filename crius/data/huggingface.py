@@ -12,6 +12,7 @@ from crius.data.source import HeldOut
 from crius.data.stream import Row, ShardReader, StreamSample, StreamSource
 from crius.data.tokenizer import Tokenizer
 from crius.errors import DataError, EnvironmentError
+from crius.install import install_line
 
 
 class Split:
@@ -183,7 +184,7 @@ def load(data: DataConfig, split: str) -> Any:
         raise EnvironmentError(
             f"source huggingface needs the datasets package, which is not installed ({error}).",
             where="--data.source",
-            fix='pip install "datasets>=3.1"',
+            fix=install_line("datasets>=3.1"),
         ) from error
     path = data.path[0]
     try:

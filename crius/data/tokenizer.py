@@ -15,6 +15,7 @@ import numpy.typing as npt
 from crius.config.tokenizer import TokenizerConfig
 from crius.data.source import TokenArray
 from crius.errors import DataError, EnvironmentError
+from crius.install import install_line
 
 EOS_NAMES = (
     "<|end_of_text|>",  # Llama 3
@@ -105,7 +106,7 @@ class HuggingFaceTokenizer(Tokenizer):
             raise EnvironmentError(
                 f"tokenizer {path} needs the tokenizers package, which is not installed ({error}).",
                 where="--tokenizer.path",
-                fix='pip install "tokenizers>=0.20", or --tokenizer.path byte',
+                fix=f"{install_line('tokenizers>=0.20')}, or --tokenizer.path byte",
             ) from error
         content = _read(path)
         try:

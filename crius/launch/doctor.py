@@ -9,22 +9,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import crius
+from crius.install import install_line
 
 try:
     import torch
 except ImportError:  # then this is what the doctor has to say
     torch = None  # type: ignore[assignment]
 
-# package, whether Crius cannot run without it, what it is for, what installs it
+# package, whether Crius cannot run without it, what it is for, what is installed
 PACKAGES = (
-    ("torch", True, "everything", "pip install 'torch>=2.11'"),
-    ("numpy", True, "data", "pip install numpy"),
-    ("cyclopts", True, "command line", "pip install 'cyclopts>=5.0'"),
-    ("rich", True, "progress bar", "pip install rich"),
-    ("tomli_w", True, "run.toml", "pip install tomli-w"),
-    ("datasets", False, "--data.source huggingface", "pip install 'crius[huggingface]'"),
-    ("tokenizers", False, "--tokenizer.path tokenizer.json", "pip install 'crius[huggingface]'"),
-    ("tensorboard", False, "--metrics.enable_tensorboard", "pip install 'crius[tensorboard]'"),
+    ("torch", True, "everything", "torch>=2.11"),
+    ("numpy", True, "data", "numpy"),
+    ("cyclopts", True, "command line", "cyclopts>=5.0"),
+    ("rich", True, "progress bar", "rich"),
+    ("tomli_w", True, "run.toml", "tomli-w"),
+    ("datasets", False, "--data.source huggingface", "datasets>=3.1"),
+    ("tokenizers", False, "--tokenizer.path tokenizer.json", "tokenizers>=0.20"),
+    ("tensorboard", False, "--metrics.enable_tensorboard", "tensorboard"),
 )
 OLDEST_TORCH = (2, 11)
 
@@ -59,9 +60,9 @@ def examine() -> Report:
     facts = {"crius": crius.__version__, "python": platform.python_version(), "platform": platform.platform()}
     missing: list[str] = []
     optional: list[str] = []
-    for package, required, purpose, install in PACKAGES:
+    for package, required, purpose, requirement in PACKAGES:
         if importlib.util.find_spec(package) is None:
-            (missing if required else optional).append(f"{package} (for {purpose}): {install}")
+            (missing if required else optional).append(f"{package} (for {purpose}): {install_line(requirement)}")
         else:
             facts[package] = importlib.metadata.version(package.replace("_", "-"))
     facts["cpu"] = f"{os.cpu_count()} cores"
@@ -76,7 +77,7 @@ def _ask_torch(missing: list[str]) -> dict[str, str]:
     """What torch says of this machine; what makes it unusable is added to ``missing``."""
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if version < OLDEST_TORCH:
-        missing.append(f"torch {torch.__version__} is older than 2.11: pip install --upgrade 'torch>=2.11'")
+        missing.append(f"torch {torch.__version__} is older than 2.11: {install_line('--upgrade', 'torch>=2.11')}")
     backends = {"gloo": torch.distributed.is_gloo_available(), "nccl": torch.distributed.is_nccl_available()}
     return {
         "vectors": torch.backends.cpu.get_cpu_capability(),
@@ -94,6 +95,6 @@ def _gpus(missing: list[str]) -> str:
     if present and torch.version.cuda is None:
         missing.append(
             f"a torch with CUDA (this machine has {', '.join(present)}, torch {torch.__version__} is a CPU build): "
-            "pip install --force-reinstall torch"
+            + install_line("--upgrade", "torch", "--index-url", "https://download.pytorch.org/whl/cu130")
         )
     return "none that torch can use: runs go on the CPU"

@@ -11,7 +11,7 @@ from crius.errors import EnvironmentError
 
 _COUNTS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _TORCHRUN = (*_COUNTS, "MASTER_ADDR", "MASTER_PORT")
-_SRUN_ONLY = ("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_LAUNCH_NODE_IPADDR", "SLURM_SRUN_COMM_HOST")
+_SRUN_ONLY = ("SLURM_STEPID", "SLURM_STEP_", "SLURM_SRUN_COMM_", "SLURM_LAUNCH_NODE_IPADDR")  # names or their starts
 _FIRST_PORT, _NUM_PORTS = 61000, 4500  # above Linux's ephemeral ports (32768 to 60999), which clients take at random
 
 
@@ -71,7 +71,8 @@ def _in_slurm_step(environ: Mapping[str, str]) -> bool:
     if "SLURM_PROCID" not in environ or _slurm_num_tasks(environ) == 1:
         return False
     # sbatch sets SLURM_PROCID=0 and the SLURM_NTASKS of the whole job in the batch script itself
-    return environ["SLURM_PROCID"] != "0" or any(name in environ for name in _SRUN_ONLY)
+    has_rendezvous = bool(environ.get("MASTER_ADDR") and environ.get("MASTER_PORT"))
+    return environ["SLURM_PROCID"] != "0" or has_rendezvous or any(name.startswith(_SRUN_ONLY) for name in environ)
 
 
 def _slurm_num_tasks(environ: Mapping[str, str]) -> int:
@@ -92,7 +93,7 @@ def _slurm_placement(environ: Mapping[str, str]) -> Placement:
         port = _integer(environ, "MASTER_PORT")
     else:  # one port a step: two steps of one job may share a node
         step = environ.get("SLURM_STEP_ID", "0")
-        port = _FIRST_PORT + (_integer(environ, "SLURM_JOB_ID") + 997 * int(step if step.isdigit() else 0)) % _NUM_PORTS
+        port = _FIRST_PORT + (_job_id(environ) + 997 * int(step if step.isdigit() else 0)) % _NUM_PORTS
     place = Placement(rank, local_rank, world_size, local_world_size, "slurm", f"tcp:{host}:{port}")
     return _checked(place, "SLURM_PROCID, SLURM_LOCALID")
 
@@ -114,7 +115,15 @@ def _slurm_tasks_here(environ: Mapping[str, str]) -> int:
         if node < len(counts):
             return counts[node]
         raise EnvironmentError(f"SLURM_NODEID={node} is outside {name}={environ[name]}, a list of {len(counts)} nodes.")
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
+    is_one_node = environ["SLURM_NNODES"] == "1" if "SLURM_NNODES" in environ else first_host(nodes) == nodes
+    if "SLURM_NTASKS_PER_NODE" not in environ and is_one_node:
+        return _slurm_num_tasks(environ)
     return _integer(environ, "SLURM_NTASKS_PER_NODE")
+
+
+def _job_id(environ: Mapping[str, str]) -> int:
+    return next((_integer(environ, name) for name in ("SLURM_JOB_ID", "SLURM_JOBID") if name in environ), 0)
 
 
 def _slurm_first_node(environ: Mapping[str, str]) -> str:

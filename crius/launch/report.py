@@ -186,8 +186,9 @@ def render(failures: Sequence[Failure], log_dir: Path) -> str:
         lines = [root.rendered, f"  {'rank':<6} {_ranks(twins)}" + ("" if root.step is None else f", step {root.step}")]
     else:
         lines = [f"FAILED {place}: {root.headline}", *root.traceback, f"  {'phase':<6} {root.phase}"]
-        if log_path(log_dir, root.rank).exists():
-            lines.append(f"  {'log':<6} {log_path(log_dir, root.rank)}")
+    if (root.step is not None or not root.rendered) and log_path(log_dir, root.rank).exists():
+        lines.append(f"  {'log':<6} {log_path(log_dir, root.rank)}")
+    if not root.rendered:
         others += [failure for failure in twins if failure is not root]
     if others:
         lines.append("also failed: " + _folded(others, root))

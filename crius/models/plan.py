@@ -1,7 +1,7 @@
 """``ShardingPlan``: how a model is laid out on a mesh, as a table of strings."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from crius.errors import PlanError
@@ -57,11 +57,6 @@ class ShardingPlan:
 def match(pattern: str, name: str) -> bool:
     """Whether ``name`` fits ``pattern``; ``*`` is one path component."""
     return re.fullmatch(re.escape(pattern).replace(r"\*", r"[^.]+"), name) is not None
-
-
-def lookup(table: Mapping[str, str], name: str) -> str | None:
-    """The value of the first row of ``table`` whose pattern fits ``name``."""
-    return next((value for pattern, value in table.items() if match(pattern, name)), None)
 
 
 def _matches(pattern: str, names: list[str]) -> list[str]:

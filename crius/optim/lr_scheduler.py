@@ -24,12 +24,12 @@ class WarmupStableDecay:
         self._config = config
         self._warmup = min(config.warmup_steps, steps)
         if config.warmup_steps > steps:
-            log.warning("lr_scheduler: warmup_steps %d clamped to the %d steps of the run", config.warmup_steps, steps)
+            log.info("lr_scheduler: warmup_steps %d clamped to the %d steps of the run", config.warmup_steps, steps)
         left = steps - self._warmup
         ratio = config.decay_ratio
         self._decay = left if ratio is None else min(left, round(steps * ratio))
         if ratio is not None and round(steps * ratio) > left:
-            log.warning("lr_scheduler: decay of %d steps clamped to the %d after warmup", round(steps * ratio), left)
+            log.info("lr_scheduler: decay of %d steps clamped to the %d after warmup", round(steps * ratio), left)
         self._decay_start = steps - self._decay  # the first step of the decay, which is still at the peak
 
     def factor(self, step: int) -> float:

@@ -36,7 +36,7 @@ def parallelize(
         training.mixed_precision_reduce,
         ", offloaded to host memory" if training.enable_cpu_offload else "",
     )
-    for line in describe_units(units, parallelism, training):
+    for line in describe_units(units, dims, parallelism, training):
         log.info("%s", line)
 
 

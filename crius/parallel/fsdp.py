@@ -50,12 +50,17 @@ def _numel(model: nn.Module, names: tuple[str, ...]) -> int:
     return sum(p.numel() for p in parameters)
 
 
-def describe_units(units: list[FsdpUnit], parallelism: ParallelismConfig, training: TrainingConfig) -> list[str]:
+def describe_units(
+    units: list[FsdpUnit], dims: ParallelDims, parallelism: ParallelismConfig, training: TrainingConfig
+) -> list[str]:
     """For each decision on resharding a line: why, for which units, and what it costs."""
     groups: dict[tuple[bool | int, str], list[FsdpUnit]] = {}
+    mode = parallelism.reshard_after_forward_mode
+    if dims.dp_shard == 1:
+        return [f"reshard_after_forward {mode}: no communication, each rank has whole weights"]
     for unit in units:
         groups.setdefault((unit.reshard_after_forward, unit.reason), []).append(unit)
-    mode, lines = parallelism.reshard_after_forward_mode, []
+    lines = []
     for (kept, reason), members in groups.items():
         names = ["+".join(unit.modules) for unit in members]
         shown = ", ".join(names if len(names) <= 4 else [*names[:2], "...", names[-1]])

@@ -33,8 +33,7 @@ class Gradients:
         """
         # frozen or unused parameters have no gradient
         grads = [
-            local_tensor(p.grad) if p.grad is not None else torch.zeros(0, device=self._device)
-            for p in self._parameters
+            local_tensor(p.grad) if p.grad is not None else torch.zeros(0, device=p.device) for p in self._parameters
         ]
         norms = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float64)).to(self._device)
         return norms.square() * self._share

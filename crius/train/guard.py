@@ -28,7 +28,8 @@ class UpdateGuard:
         self._optimizer = optimizer
         self._world = world
         self._folder = run_dir / "incidents"
-        self._skips_on_device = world.device.type == "cuda" and bool(optimizer.defaults.get("fused"))
+        on_gpu = local_tensor(self._parameters[0]).device.type == "cuda"  # not so under CPU offload
+        self._skips_on_device = on_gpu and bool(optimizer.defaults.get("fused"))
         self._unchecked: StepResult | None = None
 
     def update(self, result: StepResult) -> None:

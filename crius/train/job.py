@@ -121,6 +121,7 @@ def assemble(
         rank=mesh.batch_rank,
         num_ranks=mesh.dims.batch,
         prefetch=config.data.prefetch,
+        pin_memory=ranks.device.type == "cuda",
     )
     stack.callback(loader.close)
     peak = config.metrics.peak_tflops or peak_tflops(ranks.device)

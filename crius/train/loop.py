@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from torch import Tensor
 from crius.config.run import RunConfig
 from crius.data.batch import Batch
 from crius.data.loader import BatchLoader
+from crius.errors import NonFiniteError
 from crius.launch.status import status
 from crius.metrics.device import peak_memory_gib
 from crius.metrics.ledger import TimeLedger
@@ -109,10 +111,9 @@ class Loop:
         with _scheduled_gc(config.training.gc_interval, self.ledger) as collect, self.profiler() as profile:
             while state.step < config.training.steps:
                 self._step()
-                profile()
+                with self.ledger.phase("profiler"):
+                    profile()
                 is_last = state.step == config.training.steps
-                if is_last:
-                    self.guard.check()
                 if self.validation and interval and (is_last or state.step % interval == 0):
                     last_validation = self._validate(self.validation)
                 collect(state.step)
@@ -137,8 +138,10 @@ class Loop:
                 step, on_device, self.forward_backward, self.gradients, self.world, config.training.max_norm
             )
             self.guard.update(result)
-            if is_reported and self.world.device.type == "cuda":
-                torch.cuda.synchronize()  # so that the time of the reported steps is theirs
+            if is_reported:
+                self.guard.check()  # waits for the device, so that the time of the reported steps is theirs
+                if self.world.device.type == "cuda":
+                    torch.cuda.synchronize()
         tokens = batch.tokens_BT.numel() * self.loader.num_ranks
         state.step, state.tokens = step, state.tokens + tokens
         self.meter.count(tokens, time.monotonic() - begin, data_seconds)
@@ -150,10 +153,17 @@ class Loop:
 
     def _validate(self, validation: Validation) -> ValidationMetrics:
         status.update(step=self.state.step, phase="validation")
+        self.guard.check()
         with self.ledger.phase("validation"):
             record = evaluate(
                 self.state.model, validation.batches(), validation.token_bytes, self.world, self.state.step
             )
+            if not math.isfinite(record.val_loss):
+                raise NonFiniteError(
+                    f"the validation loss after step {record.step} is {record.val_loss}.",
+                    why="the updates before it broke the weights",
+                    fix="lower --optimizer.lr, or lengthen --lr_scheduler.warmup_steps",
+                )
             for sink in self.sinks:
                 sink.write(record)
         return record

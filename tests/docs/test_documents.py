@@ -80,7 +80,7 @@ def test_documented_command_runs(command, workplace):
         assert len(losses) == 12 and losses[-1] < losses[0] - 1.0
         assert re.search(r"final validation: loss [\d.]+, [\d.]+ bits per byte", done.stdout)
         assert "run folder: runs/llama3_debug-" in done.stdout
-        next_commands = re.findall(r"^  \S.*?(crius .*)$", done.stdout, re.MULTILINE)
+        next_commands = re.findall(r"^  \S.*?(crius (?:train|config) .*)$", done.stdout, re.MULTILINE)
         assert len(next_commands) == 3
 
 

@@ -210,7 +210,7 @@ def test_run_toml_gives_back_every_setting_but_the_folder(tmp_path):
     same = [name for name, value in flatten(config).items() if value == DEFAULTS[name]]
     assert all(len(get_args(type_of(name))) == 1 for name in same), "a choice of one cannot be changed, all others can"
     (tmp_path / "run.toml").write_text(to_toml(config))
-    assert parse(["--config", str(tmp_path / "run.toml")]) == replace(config, job=replace(config.job, run_dir=""))
+    assert parse(["--config", str(tmp_path / "run.toml")]) == replace(config, job=RunConfig().job)
 
 
 def test_every_setting_has_a_flag():

@@ -103,7 +103,18 @@ def test_slurm_falls_back_to_the_tasks_asked_for_per_node():
     assert joined_placement(environ).local_world_size == 4
 
 
-@pytest.mark.parametrize("name", ["SLURM_LOCALID", "SLURM_JOB_ID", "SLURM_TASKS_PER_NODE"])
+@pytest.mark.parametrize("extra", [{"SLURM_STEPID": "0"}, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}])
+def test_the_least_of_slurm_is_enough_on_one_node(extra):
+    least = {"SLURM_NTASKS": "2", **extra}
+    places = [joined_placement({**least, "SLURM_PROCID": rank, "SLURM_LOCALID": rank}) for rank in ("0", "1")]
+    assert [(place.rank, place.local_rank, place.world_size, place.local_world_size) for place in places] == [
+        (0, 0, 2, 2),
+        (1, 1, 2, 2),
+    ]
+    assert places[0].rendezvous == places[1].rendezvous
+
+
+@pytest.mark.parametrize("name", ["SLURM_LOCALID", "SLURM_TASKS_PER_NODE"])
 def test_an_incomplete_slurm_step_names_what_is_missing(name):
     with pytest.raises(EnvironmentError, match=name.removeprefix("SLURM_").replace("TASKS_PER", "NTASKS_PER")):
         joined_placement(without(SRUN, name))

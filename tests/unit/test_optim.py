@@ -84,14 +84,14 @@ def test_schedule_equals_torchtitans_and_never_trains_at_zero(steps):
 
 
 def test_warmup_longer_than_the_run_is_clamped_and_said(caplog):
-    with caplog.at_level(logging.WARNING, logger="crius.optim"):
+    with caplog.at_level(logging.INFO, logger="crius.optim"):
         curve = factors(4, warmup_steps=200)
     assert curve == [1 / 4, 2 / 4, 3 / 4, 1]
     assert caplog.messages == ["lr_scheduler: warmup_steps 200 clamped to the 4 steps of the run"]
 
 
 def test_decay_longer_than_what_the_warmup_leaves_is_clamped_and_said(caplog):
-    with caplog.at_level(logging.WARNING, logger="crius.optim"):
+    with caplog.at_level(logging.INFO, logger="crius.optim"):
         curve = factors(10, warmup_steps=6, decay_ratio=0.8)
     assert curve == pytest.approx([*[(i + 1) / 6 for i in range(6)], 1, 3 / 4, 2 / 4, 1 / 4], rel=1e-12)
     assert caplog.messages == ["lr_scheduler: decay of 8 steps clamped to the 4 after warmup"]

@@ -13,6 +13,7 @@ from harness import ROOT
 
 import crius
 from crius import cli
+from crius.install import install_line
 from crius.launch import doctor
 
 CPU_SECONDS = 0.7  # importing torch alone takes 2 s
@@ -96,8 +97,9 @@ def test_doctor_as_json_has_the_same_facts(capsys):
 def test_doctor_says_the_line_that_installs_a_missing_package(package, capsys, monkeypatch):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find_spec(name))
-    _, required, _, install = next(row for row in doctor.PACKAGES if row[0] == package)
-    assert install.startswith("pip install ")
+    _, required, _, requirement = next(row for row in doctor.PACKAGES if row[0] == package)
+    install = install_line(requirement)
+    assert "pip install" in install and sys.executable in install
     assert cli.main(["doctor"]) == (1 if required else 0)
     out = capsys.readouterr().out
     [line] = [line for line in out.splitlines() if line.startswith(("missing ", "optional ")) and package in line]

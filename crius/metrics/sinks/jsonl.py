@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 
 from crius.metrics.record import Record
@@ -21,7 +22,11 @@ class JsonlSink:
 
     def write(self, record: Record) -> None:
         """Write one line."""
-        self._file.write(json.dumps(dataclasses.asdict(record)) + "\n")
+        finite = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in dataclasses.asdict(record).items()  # JSON has no NaN
+        }
+        self._file.write(json.dumps(finite) + "\n")
         self._file.flush()
 
     def close(self) -> None:

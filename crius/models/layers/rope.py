@@ -9,29 +9,23 @@ import torch
 from torch import Tensor
 
 
-def rotary_frequencies(head_dim: int, theta: float) -> list[float]:
-    """``head_dim / 2`` angular frequencies in radians a token."""
-    return [theta ** (-2 * i / head_dim) for i in range(head_dim // 2)]
+def rotary_frequencies(head_dim: int, theta: float, device: torch.device) -> Tensor:
+    """``head_dim / 2`` angular frequencies in radians a token, float64, made on the device without a copy to it."""
+    return theta ** (torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / -head_dim)
 
 
 def stretched_frequencies(
-    frequencies: list[float], factor: float, low_freq_factor: float, high_freq_factor: float, original_context: int
-) -> list[float]:
+    frequencies: Tensor, factor: float, low_freq_factor: float, high_freq_factor: float, original_context: int
+) -> Tensor:
     """Llama 3.1's scaling: low frequencies divided by ``factor``, high ones kept, a linear blend between."""
-    stretched = []
-    for frequency in frequencies:
-        turns = original_context * frequency / (2 * math.pi)  # of this frequency in the original context
-        blend = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor)
-        blend = min(1.0, max(0.0, blend))
-        stretched.append(frequency * (blend + (1 - blend) / factor))
-    return stretched
+    turns = original_context * frequencies / (2 * math.pi)  # of each frequency in the original context
+    blend = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0.0, 1.0)
+    return frequencies * (blend + (1 - blend) / factor)
 
 
-def rotary_cos_sin(positions_BT: Tensor, frequencies: list[float]) -> tuple[Tensor, Tensor]:
+def rotary_cos_sin(positions_BT: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin of the rotary angles, float32, each ``(B, T, 1, H)`` with the two halves of H alike."""
-    device = positions_BT.device
-    freqs = torch.tensor(frequencies, dtype=torch.float32, device=device)
-    angles = positions_BT[..., None, None].to(torch.float32) * freqs
+    angles = positions_BT[..., None, None].to(torch.float32) * frequencies.to(torch.float32)
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos(), angles.sin()
 

@@ -44,9 +44,6 @@ class Llama3(nn.Module):
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
         if config.tied_embeddings:
             self.output.weight = self.tok_embeddings.weight
-        self.frequencies = rotary_frequencies(config.head_dim, config.rope_theta)
-        if config.rope_scaling:
-            self.frequencies = stretched_frequencies(self.frequencies, **asdict(config.rope_scaling))
 
     def forward(self, tokens_BT: Tensor, positions_BT: Tensor | None = None) -> Tensor:
         """Logits ``(B, T, V)``.
@@ -61,12 +58,18 @@ class Llama3(nn.Module):
             mask = document_mask(positions_BT)
         else:
             positions_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)[None]
-        rope = rotary_cos_sin(positions_BT, self.frequencies)
+        rope = rotary_cos_sin(positions_BT, self.frequencies(tokens_BT.device))
         h_BTD = self.tok_embeddings(tokens_BT)
         for layer in self.layers.values():
             h_BTD = layer(h_BTD, rope, mask)
         logits_BTV: Tensor = self.output(self.norm(h_BTD))
         return logits_BTV
+
+    def frequencies(self, device: torch.device) -> Tensor:
+        """Rotary frequencies in radians a token, float64 ``(H / 2,)``."""
+        plain = rotary_frequencies(self.config.head_dim, self.config.rope_theta, device)
+        scaling = self.config.rope_scaling
+        return stretched_frequencies(plain, **asdict(scaling)) if scaling else plain
 
     def init_rules(self) -> list[tuple[str, Init]]:
         """Name patterns and how those parameters start; the first that fits counts.

@@ -1,0 +1,14 @@
+"""The line that installs a package into this Python: an environment made by uv has no pip of its own."""
+
+import importlib.util
+import shlex
+import sys
+
+
+def install_line(*requirements: str) -> str:
+    """A shell command that installs ``requirements`` for the Python that runs this."""
+    python = shlex.quote(sys.executable)
+    names = " ".join(map(shlex.quote, requirements))
+    if importlib.util.find_spec("pip") is None:
+        return f"uv pip install --python {python} {names}"
+    return f"{python} -m pip install {names}"
