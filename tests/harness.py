@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from crius import cli
+from crius.config.load import normalized_argv
 from crius.config.run import RunConfig
 from crius.launch.local import run_workers
 from crius.train import job
@@ -28,19 +29,10 @@ SMALL = [
 
 def parse(flags: list[str]) -> RunConfig:
     """The config that ``crius train FLAGS`` would run."""
-    _, bound, _ = cli.app.parse_args(["config", "show", *_last_wins(flags)], exit_on_error=False, print_error=False)
+    _, bound, _ = cli.app.parse_args(
+        ["config", "show", *normalized_argv(flags)], exit_on_error=False, print_error=False
+    )
     return bound.arguments.get("run", RunConfig())
-
-
-def _last_wins(flags: list[str]) -> list[str]:
-    """Tests append to common flags; the command line itself refuses a flag that is given twice."""
-    given: dict[str, list[str]] = {}
-    for token in flags:
-        if token.startswith("--"):
-            current = given[token] = []
-        else:
-            current.append(token)
-    return [token for flag, values in given.items() for token in (flag, *values)]
 
 
 def layout_flags(layout: str) -> list[str]:

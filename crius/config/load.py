@@ -15,6 +15,8 @@ from cyclopts import App, ArgumentCollection, CycloptsError
 from cyclopts.argument import Argument, Token
 from cyclopts.exceptions import UnknownOptionError
 
+from crius.config.export import flatten
+from crius.config.run import RunConfig
 from crius.errors import ConfigError
 
 DEFAULT_RECIPE = "llama3_debug"
@@ -193,18 +195,39 @@ def _canonical(value: str, hint: Any) -> str:
 
 
 def normalized_argv(argv: Sequence[str]) -> list[str]:
-    """``argv`` with torchtitan's flag names replaced, and ``--flag true`` joined to ``--flag=true``."""
+    """``argv`` as cyclopts takes it.
+
+    torchtitan's flag names are replaced, ``--flag true`` is joined to ``--flag=true``, and of a flag that is given
+    more than once the last one stays, so that a script can append to common flags. Flags that take lists collect.
+    """
+    defaults: dict[str, Any] = {**flatten(RunConfig()), "recipe": "", "nproc": 0}
     out: list[str] = []
+    last: dict[str, int] = {}  # where in ``out`` each flag that takes one value stands
     for token in argv:
         if token.lower() in ("true", "false") and out and out[-1].startswith("--") and "=" not in out[-1]:
             out[-1] += f"={token.lower()}"
             continue
         if token.startswith("--"):
             flag, equals, value = token[2:].partition("=")
-            name = flag.replace("-", "_")
-            token = f"--{ALIASES.get(name, flag)}{equals}{value}"
+            name = ALIASES.get(flag.replace("-", "_"), flag.replace("-", "_"))
+            token = f"--{name if name in defaults else flag}{equals}{value}"
+            setting = name.replace(".no_", ".") if name.replace(".no_", ".") in defaults else name
+            if setting in last:
+                _forget(out, last, setting, defaults[setting])
+            if not isinstance(defaults.get(setting, ()), tuple):
+                last[setting] = len(out)
         out.append(token)
     return out
+
+
+def _forget(out: list[str], last: dict[str, int], setting: str, default: Any) -> None:
+    """Take the earlier ``setting`` and its value out of ``out``."""
+    start = last.pop(setting)
+    has_value = "=" not in out[start] and not isinstance(default, bool) and start + 1 < len(out)
+    count = 2 if has_value and not out[start + 1].startswith("--") else 1
+    del out[start : start + count]
+    for name, place in last.items():
+        last[name] = place - count if place > start else place
 
 
 def explain(error: CycloptsError) -> ConfigError:

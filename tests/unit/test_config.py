@@ -156,9 +156,6 @@ def test_the_torchtitan_name_of_a_setting_works_as_a_flag_and_in_toml(shown, tom
         (["--training.steps"], "--training.steps requires an argument"),
         (["--compile.enable=maybe"], 'Invalid value for --compile.enable: unable to convert "maybe" into bool'),
         (["--data.source", "jsonll"], 'Did you mean "jsonl"?'),
-        (["--training.steps", "3", "--training.steps", "3"], "--training.steps specified multiple times"),
-        (["--metrics.log_freq", "3", "--metrics.log_interval", "3"], "--metrics.log_interval specified multiple times"),
-        (["--recipe", "llama3_debug", "--recipe", "llama3_debug"], "--recipe specified multiple times"),
         (["stray"], "stray"),
         (["--nproc", "-1"], "--nproc -1 is negative"),
     ],
@@ -211,6 +208,23 @@ def test_run_toml_gives_back_every_setting_but_the_folder(tmp_path):
     assert all(len(get_args(type_of(name))) == 1 for name in same), "a choice of one cannot be changed, all others can"
     (tmp_path / "run.toml").write_text(to_toml(config))
     assert parse(["--config", str(tmp_path / "run.toml")]) == replace(config, job=RunConfig().job)
+
+
+@pytest.mark.parametrize(
+    ("flags", "name", "want"),
+    [
+        (["--training.steps", "3", "--training.steps", "4"], "training.steps", 4),
+        (["--training.steps=3", "--training.seq_len", "8", "--training.steps", "4"], "training.steps", 4),
+        (["--training.local_batch_size", "-1", "--training.local_batch_size", "2"], "training.local_batch_size", 2),
+        (["--metrics.log_freq", "3", "--metrics.log_interval", "5"], "metrics.log_interval", 5),
+        (["--compile.enable", "--data.source", "text", "--compile.no_enable"], "compile.enable", False),
+        (["--compile.enable=false", "--compile.enable"], "compile.enable", True),
+        (["--data.path", "a", "--data.path", "b"], "data.path", ("a", "b")),
+    ],
+)
+def test_of_a_flag_given_twice_the_last_one_counts_and_lists_collect(flags, name, want):
+    given = flatten(parse([*flags, "--debug.seed", "7"]))
+    assert (given[name], given["debug.seed"]) == (want, 7)
 
 
 def test_every_setting_has_a_flag():
