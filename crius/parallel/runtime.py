@@ -1,6 +1,8 @@
 """The process group, for any number of processes: one process is a world of one, without a port."""
 
 import datetime
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -74,19 +76,33 @@ def world(rank: int, size: int, device: torch.device, rendezvous: str, timeout_s
         device: where tensors live; cuda communicates by NCCL and, for host tensors, Gloo.
         rendezvous: ``""`` for one process, ``file:PATH``, ``tcp:HOST:PORT``, or ``env``.
         timeout_seconds: after which a collective or the rendezvous fails.
+
+    Raises:
+        EnvironmentError: there is no network interface to meet on, not even the loopback.
     """
     timeout = datetime.timedelta(seconds=timeout_seconds)
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-        store=_store(rendezvous, rank, size, timeout),
-        rank=rank,
-        world_size=size,
-        timeout=timeout,
-        device_id=device if on_gpu else None,
-    )
+    if size == 1:  # needs no other host, so the name of this one need not resolve
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    try:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+            store=_store(rendezvous, rank, size, timeout),
+            rank=rank,
+            world_size=size,
+            timeout=timeout,
+            device_id=device if on_gpu else None,
+        )
+    except RuntimeError as error:
+        if "Unable to find" not in str(error):
+            raise
+        raise EnvironmentError(
+            f"Gloo cannot use the network interface {os.environ.get('GLOO_SOCKET_IFNAME', 'of this host name')}.",
+            why=str(error).strip().splitlines()[0],
+            fix="bring it up (ip link set lo up), or export GLOO_SOCKET_IFNAME=<an interface that is up>",
+        ) from error
     try:
         yield World(rank, size, device)
     except BaseException:
