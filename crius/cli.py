@@ -98,10 +98,8 @@ def _run_name(placement: Any) -> str:
     recipe = SOURCES.recipe or "run"
     if placement is None:
         name = f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
-        taken = itertools.takewhile(
-            lambda number: (Path("runs") / _numbered(name, number)).exists(), itertools.count(1)
-        )
-        return _numbered(name, len(list(taken)) + 1)
+        candidates = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+        return next(candidate for candidate in candidates if not (Path("runs") / candidate).exists())
     if placement.launcher == "slurm":
         return f"{recipe}-slurm-{os.environ.get('SLURM_JOB_ID', '0')}.{os.environ.get('SLURM_STEP_ID', '0')}"
     if os.environ.get("TORCHELASTIC_RUN_ID", "none") != "none":
@@ -114,10 +112,6 @@ def _run_name(placement: Any) -> str:
         why="all ranks write to one run folder and cannot agree on a name by themselves",
         fix="--job.name NAME, or torchrun --rdzv_id NAME",
     )
-
-
-def _numbered(name: str, number: int) -> str:
-    return name if number == 1 else f"{name}-{number}"
 
 
 def _run_dir(run: RunConfig, placement: Any) -> Path:

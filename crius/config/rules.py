@@ -205,8 +205,8 @@ def batch_divides(facts: Facts) -> Violations:
     try:
         batch_sizes(training, facts.data_parallel_ranks)
     except ValueError as error:
-        flags = [name for name in ("training.global_batch_size", "training.local_batch_size")]
-        given = [name for name in flags if facts.origin(name) != "default"]
+        names = ("training.global_batch_size", "training.local_batch_size")
+        given = [name for name in names if facts.origin(name) != "default"]
         sentence, _, remedy = str(error).partition("; ")
         yield ConfigError(
             f"{sentence}.",

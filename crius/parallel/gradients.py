@@ -1,5 +1,6 @@
 """The global gradient norm and clipping, under every layout with one small sum over all ranks."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -55,8 +56,5 @@ def _num_shards(parameter: Tensor) -> int:
     """Into how many different parts a parameter is split."""
     if not isinstance(parameter, DTensor):
         return 1
-    sizes = (parameter.device_mesh.size(axis) for axis, place in enumerate(parameter.placements) if place.is_shard())
-    count = 1
-    for size in sizes:
-        count *= size
-    return count
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return math.prod(mesh.size(axis) for axis, place in enumerate(placements) if place.is_shard())
