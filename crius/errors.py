@@ -67,3 +67,7 @@ class EnvironmentError(CriusError):
 
 class NonFiniteError(CriusError):
     """The loss or a gradient is NaN or infinite; the update was not applied."""
+
+
+class EffectError(CriusError):
+    """An optimisation that was asked for did nothing, and the run is strict."""

@@ -6,6 +6,8 @@ from crius.config.training import TrainingConfig
 
 AUTO_GLOBAL_BATCH_SIZE = 8
 AUTO_LOCAL_BATCH_SIZE = 8
+AUTO_MICROBATCHES_A_UNIT = 4
+"""Under pipeline parallelism; at 4 microbatches a stage the bubble of 1F1B is below a fifth."""
 
 
 @dataclass(frozen=True)
@@ -17,12 +19,13 @@ class BatchSizes:
     accumulation: int
 
 
-def batch_sizes(training: TrainingConfig, data_parallel_ranks: int) -> BatchSizes:
+def batch_sizes(training: TrainingConfig, data_parallel_ranks: int, microbatch_unit: int = 1) -> BatchSizes:
     """Fill ``local_batch_size`` and ``global_batch_size`` where they are -1.
 
     Args:
         training: the section; its sizes are -1 or at least 1.
         data_parallel_ranks: ranks that read different sequences.
+        microbatch_unit: the microbatches a step are to be a multiple of this (``config.pipeline.microbatch_unit``).
 
     Raises:
         ValueError: the sizes do not divide; the message says which and what would. ``rules`` turns it into a
@@ -31,7 +34,7 @@ def batch_sizes(training: TrainingConfig, data_parallel_ranks: int) -> BatchSize
     local, total = training.local_batch_size, training.global_batch_size
     if total == -1:
         # not simply local x ranks: the loss curve must not depend on the ranks, nor on a knob for memory
-        unit = data_parallel_ranks * max(1, local)
+        unit = data_parallel_ranks * max(1, local) * microbatch_unit
         total = -(-AUTO_GLOBAL_BATCH_SIZE // unit) * unit
     if total % data_parallel_ranks:
         raise ValueError(
@@ -40,7 +43,7 @@ def batch_sizes(training: TrainingConfig, data_parallel_ranks: int) -> BatchSize
         )
     share = total // data_parallel_ranks
     if local == -1:
-        local = max(size for size in range(1, AUTO_LOCAL_BATCH_SIZE + 1) if share % size == 0)
+        local = _local_batch_size(share, microbatch_unit)
     if share % local:
         unit = local * data_parallel_ranks
         raise ValueError(
@@ -48,6 +51,16 @@ def batch_sizes(training: TrainingConfig, data_parallel_ranks: int) -> BatchSize
             f"data-parallel ranks = {unit}; {_nearest_multiples(total, unit)}"
         )
     return BatchSizes(local=local, total=total, accumulation=share // local)
+
+
+def _local_batch_size(share: int, microbatch_unit: int) -> int:
+    """The largest that leaves enough microbatches for the pipeline to be busy; without one, just the largest."""
+    sizes = [size for size in range(1, AUTO_LOCAL_BATCH_SIZE + 1) if share % size == 0]
+    if microbatch_unit == 1:
+        return max(sizes)
+    sizes = [size for size in sizes if share // size % microbatch_unit == 0] or [1]
+    busy = [size for size in sizes if share // size >= AUTO_MICROBATCHES_A_UNIT * microbatch_unit]
+    return max(busy, default=min(sizes))
 
 
 def _nearest_multiples(value: int, unit: int) -> str:

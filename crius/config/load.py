@@ -13,13 +13,15 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from cyclopts import App, ArgumentCollection, CycloptsError
 from cyclopts.argument import Argument, Token
-from cyclopts.exceptions import UnknownOptionError
+from cyclopts.exceptions import UnknownOptionError, UnusedCliTokensError
 
 from crius.config.export import flatten
 from crius.config.run import RunConfig
 from crius.errors import ConfigError
 
 DEFAULT_RECIPE = "llama3_debug"
+VERIFY_RECIPE = "verify"
+"""What ``crius verify`` trains unless told otherwise."""
 
 # torchtitan's names of flags that Crius spells otherwise; accepted wherever a flag or a TOML key is.
 ALIASES = {
@@ -84,7 +86,11 @@ class RunSources:
         if "--recipe" not in named:
             return
         files = [token.value for token in named["--config"].tokens]
-        recipes = [token.value for token in named["--recipe"].tokens] or ([] if files else [DEFAULT_RECIPE])
+        recipes = [token.value for token in named["--recipe"].tokens]
+        if not recipes and "verify" in commands:
+            recipes = [VERIFY_RECIPE]  # below a --config too: what that leaves open stays small
+        elif not recipes and not files:
+            recipes = [DEFAULT_RECIPE]
         self.recipe = recipes[0] if recipes else ""
         for source, table in [*((path, read_toml(Path(path))) for path in reversed(files)), *map(_recipe, recipes)]:
             _fill(named, _settings(table, source), source)
@@ -200,7 +206,8 @@ def normalized_argv(argv: Sequence[str]) -> list[str]:
     torchtitan's flag names are replaced, ``--flag true`` is joined to ``--flag=true``, and of a flag that is given
     more than once the last one stays, so that a script can append to common flags. Flags that take lists collect.
     """
-    defaults: dict[str, Any] = {**flatten(RunConfig()), "recipe": "", "nproc": 0}
+    options = {"recipe": "", "nproc": 0, "strict": False, "dry_run": False, "dry_run_rank": 0}
+    defaults: dict[str, Any] = flatten(RunConfig()) | options
     out: list[str] = []
     last: dict[str, int] = {}  # where in ``out`` each flag that takes one value stands
     for token in argv:
@@ -232,6 +239,10 @@ def _forget(out: list[str], last: dict[str, int], setting: str, default: Any) ->
 
 def explain(error: CycloptsError) -> ConfigError:
     """A parsing error of cyclopts as a ``ConfigError`` of one clear sentence."""
+    if isinstance(error, UnusedCliTokensError):
+        unused = " ".join(error.unused_tokens or ())
+        fix = "repeat a flag for each of its values: --flag A --flag B"
+        return ConfigError(f"{unused} belongs to no flag.", where="command line", fix=fix)
     if not isinstance(error, UnknownOptionError):
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         return ConfigError(" ".join(lines), fix="see crius COMMAND --help for what each flag takes")

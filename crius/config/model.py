@@ -20,6 +20,9 @@ class ModelConfig:
     num_layers: int = -1
     """Number of decoder layers. -1: the flavor's. Fewer layers make a small model of the same shape."""
 
+    num_kv_heads: int = -1
+    """Key/value heads of each layer. -1: the flavor's. It must divide the query heads."""
+
     attention_mask: Literal["causal", "document"] = "causal"
     """What a token attends to. causal: all earlier tokens of its sequence. document: the earlier tokens of its
     own document, with positions that restart at each document (block-causal, as in the Llama 3 paper).

@@ -20,22 +20,51 @@ class ParallelismConfig:
     (``--nproc``, or the visible GPUs, or 1 on a CPU). Raise it until the model fits."""
 
     tensor_parallel_degree: int = 1
-    """Ranks that share the matmuls of one layer."""
+    """Ranks that share the matmuls of one layer, with sequence-parallel norms, a vocabulary-parallel embedding and a
+    loss whose logits are never gathered. Keep it inside a node. It must divide the heads; fewer key/value heads than
+    ranks are replicated."""
 
     context_parallel_degree: int = 1
-    """Ranks that share one sequence."""
+    """Ranks that share one sequence. Raise it when the activations of a single sequence do not fit. FSDP shards over
+    these ranks too."""
+
+    context_parallel_method: Literal["all_gather", "ulysses"] = "all_gather"
+    """How attention sees the whole sequence. all_gather: each rank gathers keys and values; its queries are an early
+    and a late part of the sequence, so that causal work is balanced (zigzag). ulysses: all-to-all, each rank holds
+    all tokens of some heads; the degree must divide the heads that tensor parallelism leaves a rank."""
 
     pipeline_parallel_degree: int = 1
-    """Ranks that each hold some of the layers."""
+    """Ranks that each hold some of the layers. Raise it across nodes, where gathering weights costs more than the
+    pipeline's bubble."""
 
     expert_parallel_degree: int = 1
     """Ranks that share the experts of a mixture-of-experts layer."""
 
     pipeline_parallel_schedule: Schedule = "1f1b"
-    """Order of the microbatches in the pipeline. No effect at pipeline_parallel_degree 1."""
+    """Order of the microbatches in the pipeline. gpipe: all forwards, then all backwards. 1f1b: fewer live
+    activations. interleave_1f1b: several stages a rank, a smaller bubble. interleave_zero_bubble, zbv_zero_bubble and
+    dualpipev fill the bubble with weight gradients. No effect at pipeline_parallel_degree 1."""
+
+    pipeline_parallel_schedule_csv: str = ""
+    """A schedule of your own instead: a CSV file with one row of actions a rank, such as 0F0,0F1,0B0, as
+    torch.distributed.pipelining dumps it (compute only)."""
+
+    pipeline_parallel_stages_per_rank: int = -1
+    """Stages that each pipeline rank holds. -1: 1, or 2 where the schedule needs several."""
+
+    pipeline_parallel_first_stage_less_layers: int = -1
+    """Layers that the first stage has less than the middle ones, for the embedding. -1: layers are balanced by cost."""
+
+    pipeline_parallel_last_stage_less_layers: int = -1
+    """Layers that the last stage has less than the middle ones, for the output layer. -1: balanced by cost."""
+
+    pipeline_parallel_module_names_per_stage: tuple[str, ...] = ()
+    """The modules of each stage in order, one value a stage, names joined by commas; layers.0-3 is a range. For
+    example tok_embeddings,layers.0-3 and layers.4-7,norm,output. Empty: split automatically."""
 
     enable_async_tensor_parallel: bool = False
-    """Overlap the communication of tensor parallelism with its matmuls."""
+    """Overlap the communication of tensor parallelism with its matmuls: symmetric memory and fused kernels. Needs
+    --compile.enable and CUDA; on a CPU the run goes on with plain tensor parallelism and says so."""
 
     reshard_after_forward_mode: Literal["default", "always", "never"] | int = "default"
     """When FSDP frees gathered weights between forward and backward.

@@ -5,60 +5,16 @@ A rule yields errors; it never raises. Nothing here imports torch. Facts about m
 
 import importlib.util
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
-from crius.config.batch import batch_sizes
 from crius.config.export import flatten
+from crius.config.facts import Facts, Rule, Violations
 from crius.config.load import did_you_mean
-from crius.config.run import RunConfig
-from crius.errors import ConfigError, CriusError, LayoutError
+from crius.config.rules_layout import LAYOUT_RULES
+from crius.config.rules_pipeline import PIPELINE_RULES
+from crius.errors import ConfigError
 from crius.install import install_line
-
-
-class _Spec(Protocol):
-    @property
-    def flavors(self) -> Mapping[str, Any]: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Facts:
-    """What the rules need to know beside the config.
-
-    Attributes:
-        config: the run.
-        origin: where the value of a dotted field came from, as a phrase.
-        specs: the models by name.
-        num_ranks: processes the run will have.
-        asked_ranks: processes that ``--nproc``, torchrun or Slurm fixed; 0 when the degrees decide.
-        asked_by: who fixed them, as a phrase.
-        num_gpus: GPUs that torch can use on this machine.
-        local_ranks: processes on this machine.
-    """
-
-    config: RunConfig
-    origin: Callable[[str], str]
-    specs: Mapping[str, _Spec]
-    num_ranks: int
-    asked_ranks: int
-    asked_by: str
-    num_gpus: int
-    local_ranks: int
-
-    @property
-    def data_parallel_ranks(self) -> int:
-        """Ranks that read different sequences."""
-        parallelism = self.config.parallelism
-        return parallelism.data_parallel_replicate_degree * parallelism.shard_degree(self.num_ranks)
-
-    def flag(self, name: str) -> str:
-        """``--name (origin)``, for the ``from`` line of an error."""
-        return f"--{name} ({self.origin(name)})"
-
-
-Violations = Iterator[CriusError]
-Rule = Callable[[Facts], Violations]
 
 
 def known_model(facts: Facts) -> Violations:
@@ -71,7 +27,16 @@ def known_model(facts: Facts) -> Violations:
     elif model.flavor not in spec.flavors:
         what = f"{model.name} has no flavor {model.flavor}{did_you_mean(model.flavor, spec.flavors) or '.'}"
         yield ConfigError(what, where=facts.flag("model.flavor"), fix=f"use one of {', '.join(spec.flavors)}")
-    for name in ("vocab_size", "num_layers"):
+    sizes = facts.model
+    if sizes and sizes.num_kv_heads > 0 and sizes.num_heads % sizes.num_kv_heads:
+        legal = [n for n in range(1, sizes.num_heads + 1) if sizes.num_heads % n == 0]
+        yield ConfigError(
+            f"model.num_kv_heads {sizes.num_kv_heads} does not divide the {sizes.num_heads} query heads of "
+            f"{facts.model_name}; legal: {', '.join(map(str, legal))}.",
+            where=facts.flag("model.num_kv_heads"),
+            fix=f"--model.num_kv_heads {max(n for n in legal if n <= sizes.num_kv_heads)}",
+        )
+    for name in ("vocab_size", "num_layers", "num_kv_heads"):
         value = getattr(model, name)
         if value != -1 and value < 1:
             yield ConfigError(
@@ -120,6 +85,7 @@ _RANGES: list[tuple[str, Callable[[Any], bool], str, str]] = [
             "data.prefetch",
             "optimizer.weight_decay",
             "debug.seed",
+            "compile.max_recompiles",
             "checkpoint.interval",
         )
     ],
@@ -129,6 +95,10 @@ _RANGES: list[tuple[str, Callable[[Any], bool], str, str]] = [
     ("optimizer.beta2", lambda value: 0 <= value < 1, "in [0, 1)", "0.95"),
     ("lr_scheduler.decay_ratio", lambda value: value is None or 0 <= value <= 1, "in [0, 1]", "0.1"),
     ("lr_scheduler.min_lr_factor", lambda value: 0 <= value <= 1, "in [0, 1]", "0.1"),
+    *[
+        (f"parallelism.pipeline_parallel_{end}_stage_less_layers", lambda value: value >= -1, "-1 or more", "-1")
+        for end in ("first", "last")
+    ],
     ("checkpoint.load_step", lambda value: value >= -1, "-1 or more", "-1"),
     ("validation.fraction", lambda value: 0 <= value < 1, "in [0, 1)", "0.02"),
 ]
@@ -145,92 +115,6 @@ def ranges(facts: Facts) -> Violations:
             yield ConfigError(
                 f"{name} {value} must be {right}.", where=facts.flag(name), fix=f"e.g. --{name} {example}"
             )
-
-
-def degrees_match_ranks(facts: Facts) -> Violations:
-    """The degrees multiply to the number of ranks, where something else fixed it."""
-    parallelism, ranks = facts.config.parallelism, facts.asked_ranks
-    total = parallelism.total_ranks(ranks)
-    if not ranks or total == ranks or total < 1:
-        return
-    names = (
-        "data_parallel_replicate",
-        "data_parallel_shard",
-        "tensor_parallel",
-        "context_parallel",
-        "pipeline_parallel",
-    )
-    degrees = " x ".join(f"{name} {getattr(parallelism, f'{name}_degree')}" for name in names)
-    unit = parallelism.ranks_beside_shards()
-    if parallelism.data_parallel_shard_degree == -1:
-        yield LayoutError(
-            f"{ranks} ranks are no multiple of {unit}, the product of {degrees}.",
-            where=facts.asked_by,
-            why="data_parallel_shard_degree -1 takes the ranks left over",
-            fix=f"start {-(-ranks // unit) * unit} ranks, or lower a degree",
-        )
-    else:
-        yield LayoutError(
-            f"the degrees multiply to {total} ranks, but there are {ranks}: {degrees}.",
-            where=facts.asked_by,
-            why="the degrees multiply to the number of processes",
-            fix=f"start {total} ranks" + ", or --parallelism.data_parallel_shard_degree -1" * (ranks % unit == 0),
-        )
-
-
-def ranks_fit_gpus(facts: Facts) -> Violations:
-    """No more ranks on a machine than it has GPUs, unless the run is on CPUs."""
-    device = facts.config.training.device
-    if device == "cuda" and facts.num_gpus == 0:
-        yield LayoutError(
-            "no GPU that torch can use was found.",
-            where=facts.flag("training.device"),
-            fix="--training.device cpu; crius doctor says what is missing",
-        )
-    elif device != "cpu" and 0 < facts.num_gpus < facts.local_ranks:
-        yield LayoutError(
-            f"{facts.local_ranks} ranks on this machine, but {facts.num_gpus} visible GPUs.",
-            where=facts.asked_by or "the degrees of [parallelism]",
-            why="each rank needs a GPU of its own",
-            fix=f"use at most {facts.num_gpus} ranks here, or --training.device cpu",
-        )
-
-
-def batch_divides(facts: Facts) -> Violations:
-    """The global batch splits into whole microbatches."""
-    training = facts.config.training
-    sizes = (training.local_batch_size, training.global_batch_size)
-    if any(size < 1 and size != -1 for size in sizes) or facts.data_parallel_ranks < 1:
-        return  # ranges reports it
-    try:
-        batch_sizes(training, facts.data_parallel_ranks)
-    except ValueError as error:
-        names = ("training.global_batch_size", "training.local_batch_size")
-        given = [name for name in names if facts.origin(name) != "default"]
-        sentence, _, remedy = str(error).partition("; ")
-        yield ConfigError(
-            f"{sentence}.",
-            where=", ".join(facts.flag(name) for name in given),
-            why="every rank takes whole microbatches, and no batch may be smaller than the ranks",
-            fix=f"--training.global_batch_size {remedy.rpartition(' ')[2]} ({remedy})",
-        )
-
-
-def reshard_degree_divides(facts: Facts) -> Violations:
-    """An integer ``reshard_after_forward_mode`` is a proper divisor of the shard degree."""
-    mode = facts.config.parallelism.reshard_after_forward_mode
-    name = "parallelism.reshard_after_forward_mode"
-    if isinstance(mode, str):
-        return
-    shards = facts.config.parallelism.shard_degree(facts.num_ranks)
-    legal = [n for n in range(2, shards) if shards % n == 0]
-    if mode not in legal:
-        yield LayoutError(
-            f"{name} {mode} is no proper divisor of the shard degree {shards}.",
-            where=facts.flag(name),
-            why="weights are resharded to groups of that many ranks; 1 is never, the shard degree itself is always",
-            fix=f"use {', '.join(map(str, legal)) or 'always or never'}",
-        )
 
 
 def data_path_given(facts: Facts) -> Violations:
@@ -323,23 +207,14 @@ def built_already(facts: Facts) -> Violations:
     config = facts.config
     p = config.parallelism
     refused = [
-        (p.tensor_parallel_degree > 1, "parallelism.tensor_parallel_degree", "tensor parallelism"),
-        (p.context_parallel_degree > 1, "parallelism.context_parallel_degree", "context parallelism"),
-        (p.pipeline_parallel_degree > 1, "parallelism.pipeline_parallel_degree", "pipeline parallelism"),
         (p.expert_parallel_degree > 1, "parallelism.expert_parallel_degree", "expert parallelism"),
-        (p.enable_async_tensor_parallel, "parallelism.enable_async_tensor_parallel", "async tensor parallelism"),
-        (config.compile.enable, "compile.enable", "torch.compile"),
         (config.quantize.dense.float8.enable, "quantize.dense.float8.enable", "float8"),
         (config.quantize.dense.mxfp8.enable, "quantize.dense.mxfp8.enable", "MXFP8"),
-        (config.activation_checkpoint.mode != "none", "activation_checkpoint.mode", "activation checkpointing"),
         (config.checkpoint.enable, "checkpoint.enable", "checkpointing"),
         (config.checkpoint.interval > 0, "checkpoint.interval", "checkpointing"),
         (config.checkpoint.load_step >= 0, "checkpoint.load_step", "checkpointing"),
         (config.checkpoint.folder != "checkpoints", "checkpoint.folder", "checkpointing"),
     ]
-    schedule = "parallelism.pipeline_parallel_schedule"
-    if facts.origin(schedule) != "default":
-        refused.append((p.pipeline_parallel_schedule != "1f1b", schedule, "pipeline parallelism"))
     values = flatten(config)
     found = [(name, feature) for asked, name, feature in refused if asked]
     if found:
@@ -350,10 +225,8 @@ def built_already(facts: Facts) -> Violations:
 RULES: tuple[Rule, ...] = (
     known_model,
     ranges,
-    degrees_match_ranks,
-    ranks_fit_gpus,
-    batch_divides,
-    reshard_degree_divides,
+    *LAYOUT_RULES,
+    *PIPELINE_RULES,
     data_path_given,
     data_flags_have_effect,
     virtual_shards_split,

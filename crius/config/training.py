@@ -25,10 +25,11 @@ class TrainingConfig:
     ranks accumulates gradients. -1: 8, so that the loss curve does not depend on the layout, or where that is no
     multiple of local_batch_size x data-parallel ranks, the next one."""
 
-    gradient_sync: Literal["immediate", "deferred", "auto"] = "auto"
+    gradient_sync: Literal["default", "immediate", "deferred", "auto"] = "default"
     """When gradients are synchronised under accumulation. immediate: reduce-scatter (and all-reduce over replicas) in
     every microbatch: least memory. deferred: only in the last microbatch: least communication, but each rank keeps
-    unsharded gradients. auto: reduce-scatter in every microbatch, all-reduce over replicas once."""
+    unsharded gradients. auto: reduce-scatter in every microbatch, all-reduce over replicas once. default: auto, but
+    deferred under pipeline parallelism, whose schedules know only that."""
 
     mixed_precision_param: Dtype = "bfloat16"
     """dtype of the gathered weights and of the activations. The master weights stay float32."""

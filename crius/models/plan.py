@@ -1,8 +1,8 @@
 """``ShardingPlan``: how a model is laid out on a mesh, as a table of strings."""
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 from crius.errors import PlanError
 
@@ -15,11 +15,15 @@ class ShardingPlan:
         block: the repeated module, the unit of FSDP, activation checkpointing, compile and pipeline cuts.
         fsdp_units: modules that are gathered together, in forward order; ``a+b`` is one unit of several modules.
         embeddings: modules whose weights are looked up, not multiplied; weight decay leaves them alone by default.
+        tensor_parallel: module pattern to the name of a style in ``crius.parallel.tensor``.
+        heads: fields of the model's config that tensor parallelism splits: query heads first, then key/value heads.
     """
 
     block: str
     fsdp_units: tuple[str, ...]
     embeddings: tuple[str, ...]
+    tensor_parallel: Mapping[str, str] = field(default_factory=dict)
+    heads: tuple[str, ...] = ()
 
     def expand_units(self, module_names: Iterable[str]) -> list[tuple[str, ...]]:
         """The FSDP units of a model, in order, each as the names of its modules.
@@ -38,13 +42,13 @@ class ShardingPlan:
         return units
 
     def check_coverage(self, module_names: Iterable[str], parameter_names: Iterable[str]) -> None:
-        """Check both ways: every pattern matches a module, every parameter is in exactly one FSDP unit.
+        """Check both ways: every pattern matches a module, every parameter is in one FSDP unit and one tensor row.
 
         Raises:
             PlanError: names the pattern or the parameter.
         """
         names = list(module_names)
-        for pattern in (self.block, *self.embeddings):
+        for pattern in (self.block, *self.embeddings, *self.tensor_parallel):
             _matches(pattern, names)
         units = self.expand_units(names)
         for parameter in parameter_names:
@@ -52,6 +56,9 @@ class ShardingPlan:
             if len(owners) != 1:
                 found = "no FSDP unit" if not owners else f"{len(owners)} FSDP units"
                 raise PlanError(f"parameter {parameter} is in {found} of the sharding plan.", fix="add or narrow a row")
+            module = parameter.rpartition(".")[0]
+            if self.tensor_parallel and not any(match(row, module) for row in self.tensor_parallel):
+                raise PlanError(f"no tensor-parallel row of the sharding plan covers {parameter}.", fix="add a row")
 
 
 def match(pattern: str, name: str) -> bool:

@@ -7,8 +7,43 @@ from typing import Any, Protocol
 from crius.models.plan import ShardingPlan
 
 
+@dataclass(frozen=True)
+class ModuleFacts:
+    """One module that a pipeline stage can hold.
+
+    Attributes:
+        name: as in the model.
+        parameters: its trained numbers; a tied weight counts in the first module that has it.
+        flops_per_token: of its forward and backward, recompute not counted.
+    """
+
+    name: str
+    parameters: int
+    flops_per_token: float
+
+
 class ModelFacts(Protocol):
     """What every model's config tells without building the model."""
+
+    @property
+    def dim(self) -> int:
+        """Width of the residual stream."""
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads of a layer."""
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key/value heads of a layer."""
+
+    @property
+    def ffn_dim(self) -> int:
+        """Width of the feed-forward's hidden layer."""
+
+    @property
+    def tied_embeddings(self) -> bool:
+        """Whether the output layer shares the embedding's weight."""
 
     @property
     def vocab_size(self) -> int:
@@ -26,6 +61,9 @@ class ModelFacts(Protocol):
 
     def flops_per_token(self, mean_visible_context: float) -> float:
         """Model FLOPs of one token's forward and backward, recompute not counted."""
+
+    def modules(self, mean_visible_context: float) -> list[ModuleFacts]:
+        """The modules between which a pipeline can be cut, in forward order; they sum to the two above."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from crius.models.spec import ModuleFacts
+
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
@@ -65,8 +67,17 @@ class Llama3Config:
         Args:
             mean_visible_context: tokens that a token attends to, on average; ``(T + 1) / 2`` for causal attention.
         """
-        attention = 12 * self.num_layers * self.num_heads * self.head_dim * mean_visible_context
-        return 6 * self.matmul_parameters() + attention
+        return sum(module.flops_per_token for module in self.modules(mean_visible_context))
+
+    def modules(self, mean_visible_context: float) -> list[ModuleFacts]:
+        """Embedding, layers, norm and output layer in forward order, with parameters and FLOPs."""
+        attention = 12 * self.num_heads * self.head_dim * mean_visible_context
+        weights, embedding = self.layer_matmul_parameters(), self.vocab_size * self.dim
+        layers = [
+            ModuleFacts(f"layers.{i}", weights + 2 * self.dim, 6 * weights + attention) for i in range(self.num_layers)
+        ]
+        output = ModuleFacts("output", 0 if self.tied_embeddings else embedding, 6 * embedding)
+        return [ModuleFacts("tok_embeddings", embedding, 0), *layers, ModuleFacts("norm", self.dim, 0), output]
 
 
 _LLAMA_3_1 = RopeScaling(factor=8.0)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from crius.models.init import Constant, Init, Normal
-from crius.models.layers.attention import Attention, document_mask
+from crius.models.layers.attention import Attention, DocumentMask
 from crius.models.layers.feed_forward import FeedForward
 from crius.models.layers.rope import rotary_cos_sin, rotary_frequencies, stretched_frequencies
 from crius.models.llama3.config import Llama3Config
@@ -44,21 +44,21 @@ class Llama3(nn.Module):
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
         if config.tied_embeddings:
             self.output.weight = self.tok_embeddings.weight
+        if config.attention_mask == "document":
+            self.document_mask = DocumentMask()
 
     def forward(self, tokens_BT: Tensor, positions_BT: Tensor | None = None) -> Tensor:
         """Logits ``(B, T, V)``.
 
         Args:
             tokens_BT: token ids.
-            positions_BT: position of each token in its document; a 0 starts a document. Only the ``document``
-                attention mask looks at them, plain causal attention counts from the start of the sequence.
+            positions_BT: position of each token, which turns the rotary angles; None counts from the start of the
+                sequence. Under the ``document`` attention mask a 0 starts a document.
         """
-        mask = None
-        if self.config.attention_mask == "document" and positions_BT is not None:
-            mask = document_mask(positions_BT)
-        else:
+        if positions_BT is None:
             positions_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)[None]
-        rope = rotary_cos_sin(positions_BT, self.frequencies(tokens_BT.device))
+        mask = self.document_mask(positions_BT) if self.config.attention_mask == "document" else None
+        rope = rotary_cos_sin(positions_BT, self.frequencies(positions_BT.device))
         h_BTD = self.tok_embeddings(tokens_BT)
         for layer in self.layers.values():
             h_BTD = layer(h_BTD, rope, mask)

@@ -1,0 +1,65 @@
+"""``Facts``: what the rules between sections look at beside the config."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from crius.config.run import RunConfig
+from crius.errors import CriusError
+
+
+class _Spec(Protocol):
+    @property
+    def flavors(self) -> Mapping[str, Any]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What the rules need to know beside the config.
+
+    Attributes:
+        config: the run.
+        origin: where the value of a dotted field came from, as a phrase.
+        specs: the models by name.
+        model: sizes of the model of this run (``crius.models.spec.ModelFacts``); None where there is no such model.
+        heads: names of its fields that tensor parallelism splits, query heads first, then key/value heads.
+        num_ranks: processes the run will have.
+        asked_ranks: processes that ``--nproc``, torchrun or Slurm fixed; 0 when the degrees decide.
+        asked_by: who fixed them, as a phrase.
+        num_gpus: GPUs that torch can use on this machine.
+        num_cores: CPU cores of this machine.
+        local_ranks: processes on this machine.
+        is_dry: nothing is started: one process stands for any number of ranks.
+    """
+
+    config: RunConfig
+    origin: Callable[[str], str]
+    specs: Mapping[str, _Spec]
+    model: Any
+    heads: tuple[str, ...]
+    num_ranks: int
+    asked_ranks: int
+    asked_by: str
+    num_gpus: int
+    num_cores: int
+    local_ranks: int
+    is_dry: bool = False
+
+    @property
+    def data_parallel_ranks(self) -> int:
+        """Ranks that read different sequences."""
+        parallelism = self.config.parallelism
+        return parallelism.data_parallel_replicate_degree * parallelism.shard_degree(self.num_ranks)
+
+    @property
+    def model_name(self) -> str:
+        """Architecture and flavor."""
+        return f"{self.config.model.name}/{self.config.model.flavor}"
+
+    def flag(self, name: str) -> str:
+        """``--name (origin)``, for the ``from`` line of an error."""
+        return f"--{name} ({self.origin(name)})"
+
+
+Violations = Iterator[CriusError]
+Rule = Callable[[Facts], Violations]

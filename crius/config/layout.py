@@ -1,0 +1,224 @@
+"""The spelling of a layout, such as ``hsdp2x2_tp2`` or ``pp4+zbv_zero_bubble``, and what it changes in a run."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from crius.config.batch import batch_sizes
+from crius.config.load import did_you_mean
+from crius.config.parallelism import Schedule
+from crius.config.pipeline import microbatch_unit
+from crius.config.run import RunConfig
+from crius.errors import ConfigError, LayoutError
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    **{schedule: {"parallelism.pipeline_parallel_schedule": schedule} for schedule in get_args(Schedule)},
+    "full": {"activation_checkpoint.mode": "full"},
+    "selective": {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_option": "op"},
+    "memory_budget": {"activation_checkpoint.mode": "memory_budget"},
+    "compile": {"compile.enable": True},
+    "async_tp": {"parallelism.enable_async_tensor_parallel": True},
+    "ulysses": {"parallelism.context_parallel_method": "ulysses"},
+    "document": {"model.attention_mask": "document"},
+    "never": {"parallelism.reshard_after_forward_mode": "never"},
+    "always": {"parallelism.reshard_after_forward_mode": "always"},
+    **{mode: {"training.gradient_sync": mode} for mode in ("immediate", "deferred", "auto")},
+    "offload": {"training.enable_cpu_offload": True},
+}
+"""What each option behind a ``+`` sets."""
+
+NUMBERED: dict[str, tuple[dict[str, Any], str]] = {
+    "selective": ({"activation_checkpoint.mode": "selective"}, "activation_checkpoint.selective_option"),
+    "reshard": ({}, "parallelism.reshard_after_forward_mode"),
+}
+"""Options that end in a number: what they set beside it, and the field that the number is for."""
+
+OTHER_LOSS = ("document",)
+"""Options that change what is computed, not only where and when."""
+
+# term to the degrees that its numbers are, in canonical order
+_TERMS: dict[str, tuple[str, ...]] = {
+    "pp": ("pp",),
+    "ddp": ("dp_replicate",),
+    "fsdp": ("dp_shard",),
+    "hsdp": ("dp_replicate", "dp_shard"),
+    "cp": ("cp",),
+    "tp": ("tp",),
+    "ep": ("ep",),
+    "accum": ("accum",),
+}
+_EXAMPLES = "1, fsdp8, hsdp2x4, pp2_fsdp2_tp2, cp2_accum4 or pp4+zbv_zero_bubble"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Degrees of the mesh axes, microbatches and options; every number is at least 1.
+
+    Attributes:
+        accum: microbatches a step; under a pipeline, times the fewest that keep its schedule busy.
+        options: names as in ``OPTIONS`` and ``NUMBERED``, in the order given.
+    """
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+    accum: int = 1
+    options: tuple[str, ...] = ()
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes it runs on; experts are spread over ranks that the other axes have."""
+        return math.prod((self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp))
+
+    def __str__(self) -> str:
+        data = "hsdp" if min(self.dp_replicate, self.dp_shard) > 1 else "ddp" if self.dp_replicate > 1 else "fsdp"
+        terms = []
+        for term, names in _TERMS.items():
+            values = [getattr(self, name) for name in names]
+            if max(values) > 1 and (term == data or not term.endswith("dp")):
+                terms.append(term + "x".join(map(str, values)))
+        return "+".join(("_".join(terms) or "1", *self.options))
+
+
+def parse_layout(text: str) -> Layout:
+    """The layout that ``text`` spells.
+
+    Terms are joined by ``_``: ``1`` (one device), ``ddpN``, ``fsdpN``, ``hsdpRxS`` (R replicas of S shards), ``tpN``,
+    ``cpN``, ``ppN``, ``epN``, ``accumN``. Options follow, each behind a ``+``.
+
+    Raises:
+        ConfigError: names the term or option that is none, or that is said twice.
+    """
+    terms, *options = text.strip().split("+")
+    degrees: dict[str, int] = {}
+    for term in terms.split("_"):
+        found = re.fullmatch(r"([a-z]+)(\d+)(?:x(\d+))?", term)
+        names = _TERMS.get(found[1], ()) if found else ()
+        values = [int(number) for number in found.groups()[1:] if number] if found else []
+        if term != "1" and (not names or len(names) != len(values) or min(values) < 1):
+            raise _unknown("term", term, text, _nearest_term(term))
+        twice = next((name for name in names if name in degrees), None)
+        if twice:
+            raise ConfigError(
+                f"{term} of the layout {text} sets {twice} a second time.",
+                why="each degree has one term",
+                fix="keep one",
+            )
+        degrees.update(zip(names, values, strict=True))
+    seen: dict[str, str] = {}
+    for option in options:
+        for field in option_changes(option, text):
+            if field in seen:
+                raise ConfigError(
+                    f"{seen[field]} and {option} of the layout {text} both set {field}.", fix=f"leave out {option}"
+                )
+            seen[field] = option
+    return Layout(**degrees, options=tuple(options))
+
+
+def option_changes(option: str, layout: str = "") -> dict[str, Any]:
+    """Dotted fields that ``option`` sets, and to what.
+
+    Args:
+        option: without its ``+``.
+        layout: where it was found, for the error.
+
+    Raises:
+        ConfigError: there is no such option.
+    """
+    found = re.fullmatch(r"([a-z]+)(\d+)", option)
+    if option in OPTIONS:
+        return OPTIONS[option]
+    if found and found[1] in NUMBERED:
+        fixed, field = NUMBERED[found[1]]
+        return {**fixed, field: int(found[2])}
+    raise _unknown("option", option, layout, did_you_mean(option, [*OPTIONS, *(f"{name}2" for name in NUMBERED)]))
+
+
+def apply_layout(config: RunConfig, layout: Layout) -> RunConfig:
+    """``config`` on ``layout``: all degrees are the layout's, and so is the number of microbatches; the rest stays.
+
+    The global batch stays as well, and is split into that many microbatches. Where it is -1 it becomes what
+    ``config.batch.batch_sizes`` finds for so many microbatches.
+
+    Raises:
+        LayoutError: the global batch does not split so; or the schedule file cannot be read.
+    """
+    changes: dict[str, Any] = {
+        "parallelism.pipeline_parallel_degree": layout.pp,
+        "parallelism.data_parallel_replicate_degree": layout.dp_replicate,
+        "parallelism.data_parallel_shard_degree": layout.dp_shard,
+        "parallelism.context_parallel_degree": layout.cp,
+        "parallelism.tensor_parallel_degree": layout.tp,
+        "parallelism.expert_parallel_degree": layout.ep,
+    }
+    for option in layout.options:
+        changes |= option_changes(option, str(layout))
+    placed = replace_fields(config, changes)
+    pieces = batch_unit(config, layout)
+    total = config.training.global_batch_size
+    if total == -1:
+        total = batch_sizes(dataclasses.replace(config.training, local_batch_size=-1), pieces).total
+    if total % pieces:
+        ranks = layout.dp_replicate * layout.dp_shard
+        above = -(-total // pieces) * pieces
+        raise LayoutError(
+            f"global_batch_size {total} is no multiple of {ranks} data-parallel ranks x {pieces // ranks} microbatches "
+            f"of {layout}.",
+            why="every microbatch of every rank has as many sequences",
+            fix=f"--training.global_batch_size {above}, or another accumN",
+        )
+    sizes = {"training.global_batch_size": total, "training.local_batch_size": total // pieces}
+    return replace_fields(placed, sizes)
+
+
+def batch_unit(config: RunConfig, layout: Layout) -> int:
+    """What the global batch must be a multiple of: data-parallel ranks times microbatches of ``layout``.
+
+    Raises:
+        LayoutError: the schedule file of ``config`` cannot be read.
+    """
+    changes = {"parallelism.pipeline_parallel_degree": layout.pp}
+    for option in layout.options:
+        changes |= option_changes(option, str(layout))
+    unit = microbatch_unit(replace_fields(config, changes).parallelism)
+    return layout.dp_replicate * layout.dp_shard * layout.accum * unit
+
+
+def replace_fields(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
+    """``config`` with the dotted fields of ``changes`` replaced."""
+    return _replaced(config, {tuple(name.split(".")): value for name, value in changes.items()})
+
+
+def _replaced(node: Any, changes: Mapping[tuple[str, ...], Any]) -> Any:
+    inner: dict[str, dict[tuple[str, ...], Any]] = {}
+    values = {}
+    for (first, *rest), value in changes.items():
+        if rest:
+            inner.setdefault(first, {})[tuple(rest)] = value
+        else:
+            values[first] = value
+    values |= {name: _replaced(getattr(node, name), below) for name, below in inner.items()}
+    return dataclasses.replace(node, **values)
+
+
+def _nearest_term(term: str) -> str:
+    letters = re.sub(r"[^a-z]", "", term.lower())
+    return did_you_mean(letters, _TERMS) if letters not in _TERMS else ""
+
+
+def _unknown(kind: str, written: str, text: str, hint: str) -> ConfigError:
+    names = ", ".join([*OPTIONS, *(f"{name}N" for name in NUMBERED)])
+    number = "; hsdp takes two numbers, as in hsdp2x4, the others one; none is 0" if written[:2].isalpha() else ""
+    return ConfigError(
+        f"{written or 'an empty ' + kind} is no {kind} of a layout{hint or '.'}",
+        where=f"the layout {text!r}" if text else "",
+        why="a layout is degrees joined by _ and options behind +" if kind == "term" else "",
+        fix=f"write for example {_EXAMPLES}{number}" if kind == "term" else f"options are {names}",
+    )

@@ -1,0 +1,281 @@
+"""The arithmetic of a pipeline: stages, microbatches, which module is where. No torch, so that the rules can ask."""
+
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from crius.config.parallelism import ParallelismConfig
+from crius.config.schedule import PREFIX, read_schedule
+from crius.errors import LayoutError
+
+V_SCHEDULES = ("zbv_zero_bubble", "dualpipev")
+"""Each rank has one stage on the way down and one on the way up: the first and the last stage share rank 0."""
+
+SPLIT_BACKWARD = ("interleave_zero_bubble", "zbv_zero_bubble", "dualpipev")
+"""Schedules that compute the gradients of inputs and of weights at different times."""
+
+EMBEDDING_COST = 0.5
+"""FLOPs a token that each number of a module without matmuls counts as: an embedding's gradient is dense, so zeroing,
+filling and reading it moves its whole weight. A twelfth of an output layer of that size."""
+
+
+class Module(Protocol):
+    """What a stage can hold: ``crius.models.spec.ModuleFacts``."""
+
+    @property
+    def name(self) -> str:
+        """As in the model."""
+
+    @property
+    def parameters(self) -> int:
+        """Its trained numbers."""
+
+    @property
+    def flops_per_token(self) -> float:
+        """Of its forward and backward."""
+
+
+def stages_per_rank(parallelism: ParallelismConfig) -> int:
+    """Stages that a pipeline rank holds.
+
+    Raises:
+        LayoutError: of a schedule file, see ``read_schedule``.
+    """
+    if parallelism.pipeline_parallel_schedule_csv:
+        return len({action.stage for action in read_schedule(parallelism)[0]})
+    if parallelism.pipeline_parallel_stages_per_rank != -1:
+        return parallelism.pipeline_parallel_stages_per_rank
+    return 1 if parallelism.pipeline_parallel_schedule in ("gpipe", "1f1b") else 2
+
+
+def num_stages(parallelism: ParallelismConfig) -> int:
+    """Stages of the whole pipeline; 1 without one."""
+    degree = parallelism.pipeline_parallel_degree
+    return degree * stages_per_rank(parallelism) if degree > 1 else 1
+
+
+def placement(parallelism: ParallelismConfig) -> list[list[int]]:
+    """The stages of each rank, ascending; they go round the ranks, or for ``V_SCHEDULES`` down and up again."""
+    degree, total = parallelism.pipeline_parallel_degree, num_stages(parallelism)
+    if degree > 1 and parallelism.pipeline_parallel_schedule_csv:
+        return [sorted({action.stage for action in row}) for row in read_schedule(parallelism)]
+    if degree > 1 and parallelism.pipeline_parallel_schedule in V_SCHEDULES:
+        return [[rank, total - 1 - rank] for rank in range(degree)]
+    return [list(range(rank, total, degree)) for rank in range(degree)]
+
+
+def microbatch_unit(parallelism: ParallelismConfig) -> int:
+    """The fewest microbatches a step that keep the pipeline busy, of which every multiple is legal too."""
+    if parallelism.pipeline_parallel_degree <= 1:
+        return 1
+    if parallelism.pipeline_parallel_schedule_csv:
+        return 1 + max(action.microbatch for action in read_schedule(parallelism)[0])
+    if parallelism.pipeline_parallel_schedule in V_SCHEDULES:
+        return num_stages(parallelism)
+    return parallelism.pipeline_parallel_degree
+
+
+def microbatches_allowed(parallelism: ParallelismConfig, count: int) -> bool:
+    """Whether the schedule takes ``count`` microbatches a step."""
+    return count >= 1 and count % _microbatch_divisor(parallelism, count) == 0
+
+
+def _microbatch_divisor(parallelism: ParallelismConfig, count: int) -> int:
+    """What must divide ``count``; ``count + 1`` where there are too few."""
+    degree, schedule = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
+    if degree <= 1:
+        return 1
+    if parallelism.pipeline_parallel_schedule_csv:
+        return microbatch_unit(parallelism)  # the file's schedule is repeated
+    if schedule in ("interleave_1f1b", "interleave_zero_bubble"):
+        return max(1, count // degree)  # rounds of equal size, of at least ``degree`` microbatches
+    least = {"1f1b": degree, "dualpipev": 2 * degree}.get(schedule, 1)
+    return 1 if count >= least else count + 1
+
+
+def legal_microbatches(parallelism: ParallelismConfig, share: int) -> list[int]:
+    """Counts that the schedule takes and that divide ``share``, the sequences of a data-parallel rank in a step."""
+    return [n for n in range(1, share + 1) if share % n == 0 and microbatches_allowed(parallelism, n)]
+
+
+def describe_microbatches(parallelism: ParallelismConfig, count: int, local_batch_size: int, is_asked: bool) -> str:
+    """How the microbatch count came about, to be logged.
+
+    Args:
+        parallelism: the section.
+        count: microbatches a step.
+        local_batch_size: sequences in one.
+        is_asked: the size of a microbatch was given; otherwise it was chosen to keep the pipeline busy.
+    """
+    unit = microbatch_unit(parallelism)
+    why = "as --training.local_batch_size asks" if is_asked else f"chosen: a multiple of {unit}, busy and not too small"
+    return f"{count} microbatches of {local_batch_size} sequences a step ({why})"
+
+
+def cost(module: Module) -> float:
+    """What a module weighs when stages are balanced, in FLOPs a token: see ``EMBEDDING_COST``."""
+    return module.flops_per_token or EMBEDDING_COST * module.parameters
+
+
+def is_layer(name: str) -> bool:
+    """Whether a module is one of the repeated layers, such as ``layers.7``."""
+    return name.rpartition(".")[2].isdecimal()
+
+
+def split_stages(modules: Sequence[Module], stages: int, parallelism: ParallelismConfig) -> list[tuple[str, ...]]:
+    """The modules of each stage, in forward order; every stage has a layer, norm stays with the output layer.
+
+    Automatic: the greatest cost of a stage is as small as can be, and then the costs are as even as can be.
+
+    Args:
+        modules: of the whole model, in forward order.
+        stages: number of stages.
+        parallelism: may give the modules of each stage, or how many layers less the first and the last one has.
+
+    Raises:
+        LayoutError: more stages than layers, or an explicit list that does not hold each module once and in order.
+    """
+    names = [module.name for module in modules]
+    if stages > 1 and parallelism.pipeline_parallel_module_names_per_stage:
+        return _explicit(names, stages, parallelism.pipeline_parallel_module_names_per_stage)
+    layers = [index for index, name in enumerate(names) if is_layer(name)]
+    if stages > len(layers):
+        raise LayoutError(
+            f"{stages} pipeline stages are more than the {len(layers)} layers.",
+            why="every stage has at least one layer",
+            fix=f"use at most {len(layers)} stages: a lower --{PREFIX}degree, or fewer stages a rank",
+        )
+    # what comes before the first layer goes with it, what comes after the last with that
+    bounds = [0, *layers[1:], len(names)]
+    costs = [sum(map(cost, modules[start:stop])) for start, stop in zip(bounds, bounds[1:], strict=False)]
+    less = (parallelism.pipeline_parallel_first_stage_less_layers, parallelism.pipeline_parallel_last_stage_less_layers)
+    sizes = _balanced(costs, stages) if less == (-1, -1) else _dealt(len(layers), stages, *(max(0, n) for n in less))
+    found, start = [], 0
+    for size in sizes:
+        found.append(tuple(names[bounds[start] : bounds[start + size]]))
+        start += size
+    return found
+
+
+def _balanced(costs: Sequence[float], stages: int) -> list[int]:
+    """Sizes of ``stages`` runs of ``costs`` with the smallest greatest sum; of those the ones with even sums."""
+    count = len(costs)
+    before = [0.0]
+    for value in costs:
+        before.append(before[-1] + value)
+
+    def best(weigh: str, limit: float) -> tuple[float, list[int]]:
+        # to the end of each prefix: value, sizes; one stage more in each round
+        row: list[tuple[float, list[int]] | None] = [(0.0, []), *[None] * count]
+        for stage in range(stages):
+            fresh: list[tuple[float, list[int]] | None] = [None] * (count + 1)
+            for stop in range(stage + 1, count - (stages - stage - 1) + 1):
+                for start in range(stop - 1, stage - 1, -1):
+                    earlier, own = row[start], before[stop] - before[start]
+                    if own > limit:
+                        break
+                    if earlier is not None:
+                        value = max(earlier[0], own) if weigh == "greatest" else earlier[0] + own * own
+                        known = fresh[stop]
+                        if known is None or value < known[0]:
+                            fresh[stop] = (value, [*earlier[1], stop - start])
+            row = fresh
+        end = row[count]
+        assert end is not None
+        return end
+
+    greatest, _ = best("greatest", float("inf"))
+    return best("squares", greatest * (1 + 1e-9))[1]  # sums in another order differ in the last digits
+
+
+def _dealt(layers: int, stages: int, first_less: int, last_less: int) -> list[int]:
+    """Layers of each stage, dealt evenly but for the first and the last; what is left over goes to the middle ones."""
+    each, over = divmod(layers + first_less + last_less, stages)
+    sizes = [each] * stages
+    for stage in ([*range(1, stages - 1), 0, stages - 1] if stages > 1 else [0])[:over]:
+        sizes[stage] += 1
+    sizes[0] -= first_less
+    sizes[-1] -= last_less
+    if min(sizes) < 1:
+        raise LayoutError(
+            f"{layers} layers on {stages} stages, {first_less} less on the first and {last_less} on the last, leave a "
+            f"stage with {min(sizes)}.",
+            where=f"--{PREFIX}first_stage_less_layers, --{PREFIX}last_stage_less_layers",
+            why="every stage has at least one layer",
+            fix=f"--{PREFIX}first_stage_less_layers 0 --{PREFIX}last_stage_less_layers 0",
+        )
+    return sizes
+
+
+def _explicit(names: Sequence[str], stages: int, given: Sequence[str]) -> list[tuple[str, ...]]:
+    where = f"--{PREFIX}module_names_per_stage"
+    found = [tuple(_expand(value, len(names))) for value in given]
+    flat = [name for stage in found for name in stage]
+    right = "one value a stage with every module once and in order, or leave it out to balance by cost"
+    if len(found) != stages:
+        raise LayoutError(
+            f"{len(found)} lists of modules are given, but there are {stages} stages.", where=where, fix=f"give {right}"
+        )
+    unknown = next((name for name in flat if name not in names), None)
+    doubled = next((name for name in flat if flat.count(name) > 1), None)
+    missing = next((name for name in names if name not in flat), None)
+    moved = next((name for name, expected in zip(flat, names, strict=False) if name != expected), None)
+    empty = next((stage for stage, held in enumerate(found) if not any(map(is_layer, held))), None)
+    what = ""
+    if unknown is not None:
+        near = difflib.get_close_matches(unknown, names, n=1, cutoff=0.6)
+        what = f"the model has no module {unknown}" + (f", did you mean {near[0]}?" if near else ".")
+    elif doubled is not None:
+        what = f"module {doubled} is on {flat.count(doubled)} stages."
+    elif missing is not None:
+        what = f"module {missing} is on no stage."
+    elif moved is not None:
+        what = f"module {moved} is out of order."
+    elif empty is not None:
+        what = f"stage {empty} has no layer."
+    elif found[-1][-2:] != tuple(names[-2:]):
+        what = f"{names[-2]} is on another stage than {names[-1]}."
+    if what:
+        raise LayoutError(what, where=where, why=f"the modules are, in order: {join_names(names)}", fix=f"give {right}")
+    return found
+
+
+def _expand(value: str, most: int) -> Iterable[str]:
+    """The names of ``tok_embeddings,layers.0-3``; a range ends after ``most``, which is more than there are."""
+    for name in filter(None, (part.strip() for part in value.split(","))):
+        ends = re.fullmatch(r"(.*\.)(\d+)-(\d+)", name)
+        if ends:
+            yield from (
+                f"{ends[1]}{number}" for number in range(int(ends[2]), min(int(ends[3]), int(ends[2]) + most) + 1)
+            )
+        else:
+            yield name
+
+
+def join_names(names: Sequence[str]) -> str:
+    """Names with runs of layers shortened: ``tok_embeddings, layers.0-7``. What ``_expand`` reads."""
+    runs: list[tuple[str, int, int]] = []
+    for name in names:
+        stem, _, number = name.rpartition(".")
+        is_next = is_layer(name) and runs and runs[-1][0] == stem and runs[-1][2] + 1 == int(number)
+        if is_next:
+            runs[-1] = (stem, runs[-1][1], int(number))
+        else:
+            runs.append((stem, int(number), int(number)) if is_layer(name) else (name, -1, -1))
+    return ", ".join(
+        stem if first < 0 else f"{stem}.{first}" + f"-{last}" * (last > first) for stem, first, last in runs
+    )
+
+
+def splits_backward(parallelism: ParallelismConfig) -> bool:
+    """Whether gradients of inputs and of weights are computed apart: two backward passes over one graph.
+
+    Raises:
+        LayoutError: of a schedule file, see ``read_schedule``.
+    """
+    if parallelism.pipeline_parallel_degree <= 1:
+        return False
+    if parallelism.pipeline_parallel_schedule_csv:
+        return any(action.kind == "I" for row in read_schedule(parallelism) for action in row)
+    return parallelism.pipeline_parallel_schedule in SPLIT_BACKWARD

@@ -1,0 +1,312 @@
+"""Rules about the layout: degrees, ranks, batches, and which optimisations go together."""
+
+import re
+from collections.abc import Iterator
+
+from crius.config.activation_checkpoint import SAVE_OPS
+from crius.config.batch import batch_sizes
+from crius.config.facts import Facts, Rule, Violations
+from crius.config.load import did_you_mean
+from crius.config.pipeline import microbatch_unit
+from crius.errors import ConfigError, LayoutError
+
+MOST_RANKS_WITHOUT_A_DOUBT = 32
+RANKS_A_CORE = 8
+
+
+def _divisors(number: int) -> Iterator[int]:
+    return (n for n in range(1, number + 1) if number % n == 0)
+
+
+def degrees_match_ranks(facts: Facts) -> Violations:
+    """The degrees multiply to the number of ranks, where something else fixed it."""
+    parallelism, ranks = facts.config.parallelism, facts.asked_ranks
+    total = parallelism.total_ranks(ranks)
+    if not ranks or total == ranks or total < 1:
+        return
+    names = (
+        "data_parallel_replicate",
+        "data_parallel_shard",
+        "tensor_parallel",
+        "context_parallel",
+        "pipeline_parallel",
+    )
+    degrees = " x ".join(f"{name} {getattr(parallelism, f'{name}_degree')}" for name in names)
+    unit = parallelism.ranks_beside_shards()
+    if parallelism.data_parallel_shard_degree == -1:
+        yield LayoutError(
+            f"{ranks} ranks are no multiple of {unit}, the product of {degrees}.",
+            where=facts.asked_by,
+            why="data_parallel_shard_degree -1 takes the ranks left over",
+            fix=f"start {-(-ranks // unit) * unit} ranks, or lower a degree",
+        )
+    else:
+        yield LayoutError(
+            f"the degrees multiply to {total} ranks, but there are {ranks}: {degrees}.",
+            where=facts.asked_by,
+            why="the degrees multiply to the number of processes",
+            fix=f"start {total} ranks" + ", or --parallelism.data_parallel_shard_degree -1" * (ranks % unit == 0),
+        )
+
+
+def ranks_fit_gpus(facts: Facts) -> Violations:
+    """No more ranks on a machine than it has GPUs, unless the run is on CPUs."""
+    device = facts.config.training.device
+    if facts.is_dry:
+        return
+    most = max(MOST_RANKS_WITHOUT_A_DOUBT, RANKS_A_CORE * facts.num_cores)
+    if (device == "cpu" or facts.num_gpus == 0) and facts.local_ranks > most:
+        yield LayoutError(
+            f"{facts.local_ranks} ranks on this machine, which has {facts.num_cores} CPU cores.",
+            where=facts.asked_by or "the degrees of [parallelism]",
+            why=f"each rank is a process; more than {most} of them would fill the memory and hardly move",
+            fix="--dry_run shows what each rank would hold and do; or start it on the cluster with torchrun or Slurm",
+        )
+    if device == "cuda" and facts.num_gpus == 0:
+        yield LayoutError(
+            "no GPU that torch can use was found.",
+            where=facts.flag("training.device"),
+            fix="--training.device cpu; crius doctor says what is missing",
+        )
+    elif device != "cpu" and 0 < facts.num_gpus < facts.local_ranks:
+        yield LayoutError(
+            f"{facts.local_ranks} ranks on this machine, but {facts.num_gpus} visible GPUs.",
+            where=facts.asked_by or "the degrees of [parallelism]",
+            why="each rank needs a GPU of its own",
+            fix=f"use at most {facts.num_gpus} ranks here, or --training.device cpu",
+        )
+
+
+def batch_divides(facts: Facts) -> Violations:
+    """The global batch splits into whole microbatches."""
+    training = facts.config.training
+    sizes = (training.local_batch_size, training.global_batch_size)
+    if any(size < 1 and size != -1 for size in sizes) or facts.data_parallel_ranks < 1:
+        return  # ranges reports it
+    try:
+        batch_sizes(training, facts.data_parallel_ranks, microbatch_unit(facts.config.parallelism))
+    except ValueError as error:
+        names = ("training.global_batch_size", "training.local_batch_size")
+        given = [name for name in names if facts.origin(name) != "default"]
+        sentence, _, remedy = str(error).partition("; ")
+        yield ConfigError(
+            f"{sentence}.",
+            where=", ".join(facts.flag(name) for name in given),
+            why="every rank takes whole microbatches, and no batch may be smaller than the ranks",
+            fix=f"--training.global_batch_size {remedy.rpartition(' ')[2]} ({remedy})",
+        )
+
+
+def reshard_degree_divides(facts: Facts) -> Violations:
+    """An integer ``reshard_after_forward_mode`` is a proper divisor of the shard degree."""
+    mode = facts.config.parallelism.reshard_after_forward_mode
+    name = "parallelism.reshard_after_forward_mode"
+    if isinstance(mode, str):
+        return
+    parallelism = facts.config.parallelism
+    shards = parallelism.shard_degree(facts.num_ranks) * parallelism.context_parallel_degree
+    legal = [n for n in range(2, shards) if shards % n == 0]
+    if mode not in legal:
+        yield LayoutError(
+            f"{name} {mode} is no proper divisor of the shard degree {shards}.",
+            where=facts.flag(name),
+            why="weights are resharded to groups of that many ranks; 1 is never, the shard degree itself is always",
+            fix=f"use {', '.join(map(str, legal)) or 'always or never'}",
+        )
+
+
+def reshard_groups_need_all_ranks(facts: Facts) -> Violations:
+    """FSDP makes the groups of an integer reshard mode in a call that all ranks have to make alike."""
+    parallelism, name = facts.config.parallelism, "parallelism.reshard_after_forward_mode"
+    mode = parallelism.reshard_after_forward_mode
+    split = {"tensor": parallelism.tensor_parallel_degree, "pipeline": parallelism.pipeline_parallel_degree}
+    others = [kind for kind, degree in split.items() if degree > 1]
+    if isinstance(mode, int) and others:
+        yield LayoutError(
+            f"{name} {mode} is not possible under {' and '.join(others)} parallelism.",
+            where=facts.flag(name),
+            why="torch makes its groups in one call of all ranks, and ranks with other weights would wait for ever",
+            fix=f"--{name} never",
+        )
+
+
+def tensor_parallel_divides(facts: Facts) -> Violations:
+    """Tensor parallelism splits whole heads and equal parts of the hidden dim and of the sequence."""
+    name = "parallelism.tensor_parallel_degree"
+    degree, model = facts.config.parallelism.tensor_parallel_degree, facts.model
+    if degree <= 1 or model is None:
+        return
+    queries, pairs = (getattr(model, field) for field in facts.heads)
+    if min(queries, pairs) < 1:
+        return  # known_model reports it
+    legal = [n for n in _divisors(queries) if model.ffn_dim % n == 0 and (pairs % n == 0 or n % pairs == 0)]
+    if degree not in legal:
+        shown = ", ".join(map(str, legal))
+        yield LayoutError(
+            f"tensor_parallel_degree {degree} does not divide {facts.heads[0]} {queries}, {facts.heads[1]} {pairs} and "
+            f"ffn_dim {model.ffn_dim} of {facts.model_name}; legal: {shown}.",
+            where=facts.flag(name),
+            why="each rank holds whole heads; key/value heads fewer than the ranks are replicated evenly",
+            fix=f"use {shown}, e.g. --{name} {max(n for n in legal if n <= degree)}",
+        )
+
+
+def sequence_divides(facts: Facts) -> Violations:
+    """Context and sequence parallelism cut a sequence into equal parts."""
+    parallelism, seq_len = facts.config.parallelism, facts.config.training.seq_len
+    tp, cp = parallelism.tensor_parallel_degree, parallelism.context_parallel_degree
+    chunks = 2 * cp if cp > 1 and parallelism.context_parallel_method == "all_gather" else cp
+    unit = cp * tp * (chunks // cp if (cp * tp) % chunks else 1)
+    if min(tp, cp) < 1 or seq_len < 1 or seq_len % unit == 0 or list(tensor_parallel_divides(facts)):
+        return
+    below, above = seq_len // unit * unit, -(-seq_len // unit) * unit
+    parts = [f"{tp} tensor-parallel ranks"] * (tp > 1) + [f"{cp} context-parallel ranks"] * (cp > 1)
+    yield LayoutError(
+        f"training.seq_len {seq_len} is no multiple of {unit}, which {' and '.join(parts)} need.",
+        where=facts.flag("training.seq_len"),
+        why="each rank holds an equal part of every sequence" + ", an early and a late one" * (chunks > cp),
+        fix=f"--training.seq_len {below or above}" + f", or {above}" * bool(below),
+    )
+
+
+def ulysses_divides(facts: Facts) -> Violations:
+    """Ulysses gives each rank of a sequence whole heads; a single rank has no method."""
+    parallelism, model = facts.config.parallelism, facts.model
+    cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
+    method = "parallelism.context_parallel_method"
+    if cp == 1 and facts.origin(method) == "command line" and parallelism.context_parallel_method != "all_gather":
+        yield ConfigError(
+            f"{method} {parallelism.context_parallel_method} has no effect at context_parallel_degree 1.",
+            where=facts.flag(method),
+            fix="--parallelism.context_parallel_degree 2, or leave it out",
+        )
+    if cp <= 1 or tp < 1 or model is None or parallelism.context_parallel_method != "ulysses":
+        return
+    queries, pairs = (getattr(model, field) for field in facts.heads)
+    heads, kv = max(1, queries // tp), max(1, pairs // tp)
+    legal = [n for n in _divisors(heads) if kv % n == 0 or n % kv == 0]
+    if cp not in legal:
+        name = "parallelism.context_parallel_degree"
+        yield LayoutError(
+            f"context_parallel_degree {cp} does not divide the {heads} query and {kv} key/value heads of a rank; "
+            f"legal with ulysses: {', '.join(map(str, legal))}.",
+            where=facts.flag(name),
+            why="ulysses gives each rank all tokens of some heads",
+            fix=f"--{name} {max(n for n in legal if n <= cp)}, or --parallelism.context_parallel_method all_gather",
+        )
+
+
+def gradient_sync_under_pipeline(facts: Facts) -> Violations:
+    """A pipeline schedule synchronises gradients once a step."""
+    config = facts.config
+    mode = config.training.gradient_sync
+    if config.parallelism.pipeline_parallel_degree > 1 and mode in ("immediate", "auto"):
+        yield ConfigError(
+            f"gradient_sync {mode} is not possible under pipeline parallelism.",
+            where=facts.flag("training.gradient_sync"),
+            why="torch.distributed.pipelining reduces gradients once a step, after the last microbatch",
+            fix="--training.gradient_sync deferred, or leave it out",
+        )
+
+
+def async_tensor_parallel_needs(facts: Facts) -> Violations:
+    """Async tensor parallelism is a pass of the compiler over tensor parallelism."""
+    config, name = facts.config, "parallelism.enable_async_tensor_parallel"
+    if not config.parallelism.enable_async_tensor_parallel:
+        return
+    if not config.compile.enable:
+        yield ConfigError(
+            "enable_async_tensor_parallel needs torch.compile.",
+            where=facts.flag(name),
+            why="a pass of its inductor backend fuses matmuls with their communication",
+            fix="--compile.enable",
+        )
+    elif config.compile.backend != "inductor":
+        yield ConfigError(
+            f"enable_async_tensor_parallel does nothing with compile.backend {config.compile.backend}.",
+            where=facts.flag("compile.backend"),
+            fix="--compile.backend inductor",
+        )
+    if config.parallelism.tensor_parallel_degree == 1:
+        yield ConfigError(
+            "enable_async_tensor_parallel does nothing at tensor_parallel_degree 1.",
+            where=facts.flag(name),
+            fix="--parallelism.tensor_parallel_degree 2, or leave it out",
+        )
+
+
+def compile_flags_have_effect(facts: Facts) -> Violations:
+    """What only matters to torch.compile is given with it."""
+    compile_ = facts.config.compile
+    if compile_.loss and not compile_.enable:
+        yield ConfigError(
+            "compile.loss needs compile.enable.", where=facts.flag("compile.loss"), fix="--compile.enable"
+        )
+    for name in ("compile.backend", "compile.cache_dir", "compile.max_recompiles"):
+        if facts.origin(name) == "command line" and not compile_.enable:
+            yield ConfigError(
+                f"{name} has no effect without compile.enable.", where=facts.flag(name), fix="--compile.enable"
+            )
+
+
+def activation_checkpoint_options(facts: Facts) -> Violations:
+    """The options of activation checkpointing belong to its mode."""
+    config = facts.config
+    section, prefix = config.activation_checkpoint, "activation_checkpoint"
+    owners = {"selective_option": "selective", "save_ops": "selective", "memory_budget": "memory_budget"}
+    for name, mode in owners.items():
+        if facts.origin(f"{prefix}.{name}") == "command line" and section.mode != mode:
+            yield ConfigError(
+                f"{prefix}.{name} has no effect with {prefix}.mode {section.mode}.",
+                where=facts.flag(f"{prefix}.{name}"),
+                fix=f"--{prefix}.mode {mode}, or leave it out",
+            )
+    if isinstance(section.selective_option, int) and section.selective_option < 1:
+        yield ConfigError(
+            f"{prefix}.selective_option {section.selective_option} must be op or at least 1.",
+            where=facts.flag(f"{prefix}.selective_option"),
+            fix=f"e.g. --{prefix}.selective_option 2",
+        )
+    for entry in section.save_ops:
+        if entry not in SAVE_OPS and not re.fullmatch(r"\w+\.\w+\.\w+", entry):
+            yield ConfigError(
+                f"{prefix}.save_ops {entry} is no category and no ATen op{did_you_mean(entry, SAVE_OPS) or '.'}",
+                where=facts.flag(f"{prefix}.save_ops"),
+                why=f"categories are {', '.join(SAVE_OPS)}; ops are written like aten.mm.default",
+                fix=f"--{prefix}.save_ops attention",
+            )
+    if not 0 <= section.memory_budget <= 1:
+        yield ConfigError(
+            f"{prefix}.memory_budget {section.memory_budget} must be in [0, 1].",
+            where=facts.flag(f"{prefix}.memory_budget"),
+            fix=f"e.g. --{prefix}.memory_budget 0.5",
+        )
+    if section.mode == "memory_budget" and not config.compile.enable:
+        yield ConfigError(
+            f"{prefix}.mode memory_budget needs torch.compile.",
+            where=facts.flag(f"{prefix}.mode"),
+            why="its partitioner chooses what to recompute",
+            fix="--compile.enable",
+        )
+    elif section.mode == "memory_budget" and config.compile.backend == "eager":
+        yield ConfigError(
+            f"{prefix}.mode memory_budget does nothing with compile.backend eager.",
+            where=facts.flag("compile.backend"),
+            fix="--compile.backend inductor",
+        )
+
+
+LAYOUT_RULES: tuple[Rule, ...] = (
+    degrees_match_ranks,
+    ranks_fit_gpus,
+    batch_divides,
+    reshard_degree_divides,
+    reshard_groups_need_all_ranks,
+    tensor_parallel_divides,
+    sequence_divides,
+    ulysses_divides,
+    gradient_sync_under_pipeline,
+    async_tensor_parallel_needs,
+    compile_flags_have_effect,
+    activation_checkpoint_options,
+)

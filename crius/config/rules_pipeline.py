@@ -1,0 +1,207 @@
+"""Rules about the pipeline: stages, microbatches, schedule files, and what does not go with a split backward."""
+
+from crius.config.batch import batch_sizes
+from crius.config.facts import Facts, Rule, Violations
+from crius.config.parallelism import ParallelismConfig
+from crius.config.pipeline import (
+    V_SCHEDULES,
+    is_layer,
+    legal_microbatches,
+    microbatch_unit,
+    microbatches_allowed,
+    num_stages,
+    split_stages,
+    splits_backward,
+    stages_per_rank,
+)
+from crius.config.schedule import PREFIX, read_schedule
+from crius.errors import ConfigError, LayoutError
+
+_DEFAULTS = ParallelismConfig()
+
+
+def _is_sound(facts: Facts) -> bool:
+    """Whether there is a pipeline whose stages can be counted; if not, another rule says why."""
+    parallelism = facts.config.parallelism
+    if parallelism.pipeline_parallel_degree <= 1:
+        return False
+    return not list(schedule_file_runs(facts)) and not list(stages_per_rank_suit(facts))
+
+
+def pipeline_flags_have_effect(facts: Facts) -> Violations:
+    """What was given on the command line for a pipeline is not given to none, nor twice over."""
+    parallelism = facts.config.parallelism
+    less = ("first_stage_less_layers", "last_stage_less_layers")
+    found: list[tuple[str, str]] = []
+    if parallelism.pipeline_parallel_degree == 1:
+        fields = ("schedule", "schedule_csv", "stages_per_rank", *less, "module_names_per_stage")
+        found = [(field, "pipeline_parallel_degree 1") for field in fields]
+    elif parallelism.pipeline_parallel_schedule_csv:
+        found = [(field, "a schedule file, which says both") for field in ("schedule", "stages_per_rank")]
+    if parallelism.pipeline_parallel_module_names_per_stage and parallelism.pipeline_parallel_degree > 1:
+        found += [(field, "explicit modules of each stage") for field in less]
+    for field, reason in found:
+        name = PREFIX + field
+        value = getattr(parallelism, f"pipeline_parallel_{field}")
+        is_default = value == getattr(_DEFAULTS, f"pipeline_parallel_{field}")
+        if facts.origin(name) == "command line" and not is_default:
+            yield ConfigError(
+                f"--{name} has no effect with {reason}.", where=facts.flag(name), fix=f"leave out --{name}"
+            )
+
+
+def schedule_file_runs(facts: Facts) -> Violations:
+    """A schedule file can be read, is for these ranks, and comes to its end."""
+    parallelism = facts.config.parallelism
+    if parallelism.pipeline_parallel_degree > 1 and parallelism.pipeline_parallel_schedule_csv:
+        try:
+            read_schedule(parallelism)
+        except LayoutError as error:
+            yield error
+
+
+def stages_per_rank_suit(facts: Facts) -> Violations:
+    """The schedule takes so many stages a rank."""
+    parallelism = facts.config.parallelism
+    given, schedule = parallelism.pipeline_parallel_stages_per_rank, parallelism.pipeline_parallel_schedule
+    if parallelism.pipeline_parallel_degree <= 1 or parallelism.pipeline_parallel_schedule_csv or given == -1:
+        return
+    least, most = {"gpipe": (1, 1), "1f1b": (1, 1), **dict.fromkeys(V_SCHEDULES, (2, 2))}.get(schedule, (2, given))
+    if not least <= given <= most:
+        name = f"{PREFIX}stages_per_rank"
+        right = f"exactly {least}" if least == most else f"at least {least}"
+        other = f", or --{PREFIX}schedule interleave_1f1b" if most == 1 and given > 1 else ""
+        yield LayoutError(
+            f"{name} {given}: {schedule} has {right} on each rank.",
+            where=facts.flag(name),
+            fix=f"--{name} -1 (here: {least})" + other,
+        )
+
+
+def modules_split(facts: Facts) -> Violations:
+    """Every stage has a layer, and explicit lists hold every module once."""
+    parallelism, model = facts.config.parallelism, facts.model
+    if model is None or not _is_sound(facts):
+        return
+    modules = model.modules(1.0)
+    layers, stages = sum(is_layer(module.name) for module in modules), num_stages(parallelism)
+    if stages <= layers:
+        try:
+            split_stages(modules, stages, parallelism)
+        except LayoutError as error:
+            yield error
+        return
+    degree, each = parallelism.pipeline_parallel_degree, stages_per_rank(parallelism)
+    name, legal = f"{PREFIX}degree", range(2, layers // each + 1)
+    halves = [n for n in legal if degree % n == 0]  # so that the ranks still divide
+    if legal and not parallelism.pipeline_parallel_schedule_csv:
+        fix = f"--{name} {max(halves or legal)}"
+    else:
+        fix = f"--model.num_layers {stages}, or a schedule with fewer stages"
+    yield LayoutError(
+        f"{degree} pipeline ranks of {each} stages are {stages} stages, more than the {layers} layers of "
+        f"{facts.model_name}; legal degrees: {', '.join(map(str, [1, *legal]))}.",
+        where=facts.flag(name),
+        why="every stage has at least one layer",
+        fix=fix,
+    )
+
+
+def microbatches_suit(facts: Facts) -> Violations:
+    """The schedule takes the number of microbatches that the batch sizes make."""
+    parallelism, training, ranks = facts.config.parallelism, facts.config.training, facts.data_parallel_ranks
+    sizes = (training.local_batch_size, training.global_batch_size)
+    if not _is_sound(facts) or ranks < 1 or any(size < 1 and size != -1 for size in sizes):
+        return
+    unit = microbatch_unit(parallelism)
+    try:
+        batch = batch_sizes(training, ranks, unit)
+    except ValueError:
+        return  # batch_divides reports it
+    count, share = batch.accumulation, batch.total // ranks
+    if microbatches_allowed(parallelism, count):
+        return
+    legal = legal_microbatches(parallelism, share)
+    given = [f"training.{name}" for name in ("global_batch_size", "local_batch_size")]
+    given = [name for name in given if facts.origin(name) != "default"]
+    of_each = f"the {share} sequences of a data-parallel rank"
+    if legal:
+        shown = f"legal for {of_each}: {', '.join(map(str, legal))}"
+        fix = f"--training.local_batch_size {share // min(legal, key=lambda n: abs(n - count))}"
+    else:
+        shown = f"no legal count divides {of_each}"
+        total = -(-batch.total // (ranks * unit)) * ranks * unit
+        fix = f"--training.global_batch_size {total} --training.local_batch_size -1"
+    schedule = parallelism.pipeline_parallel_schedule_csv or parallelism.pipeline_parallel_schedule
+    yield LayoutError(
+        f"{count} microbatches a step do not suit {schedule} on {parallelism.pipeline_parallel_degree} pipeline ranks; "
+        f"{shown}.",
+        where=", ".join(facts.flag(name) for name in given) or facts.flag(f"{PREFIX}degree"),
+        why=f"every multiple of {unit} fills the pipeline",
+        fix=fix,
+    )
+
+
+def pipeline_has_no_tied_embeddings(facts: Facts) -> Violations:
+    """The embedding and the output layer of a pipeline are two modules with a weight each."""
+    model, name = facts.model, f"{PREFIX}degree"
+    if model is None or facts.config.parallelism.pipeline_parallel_degree <= 1 or not model.tied_embeddings:
+        return
+    spec = facts.specs[facts.config.model.name]
+    others = [flavor for flavor, sizes in spec.flavors.items() if not sizes.tied_embeddings]
+    untied = f", or a flavor with an output layer of its own: --model.flavor {others[0]}" if others else ""
+    yield LayoutError(
+        f"{facts.model_name} ties its output layer to the embedding, which a pipeline takes apart.",
+        where=facts.flag(name),
+        why="the first and the last stage are gathered and reduced apart, so one weight cannot be in both",
+        fix=f"--{name} 1, and more data-parallel shards instead{untied}",
+    )
+
+
+def split_backward_goes_with(facts: Facts) -> Violations:
+    """A schedule that runs the backward in two parts needs the graph of eager blocks with their weights at hand."""
+    config = facts.config
+    parallelism = config.parallelism
+    if not _is_sound(facts) or not splits_backward(parallelism):
+        return
+    if parallelism.pipeline_parallel_schedule_csv:
+        asked, other = "schedule_csv", "a file with full backwards (B) only"
+    else:
+        asked, other = "schedule", f"--{PREFIX}schedule interleave_1f1b"
+    schedule = f"{PREFIX}{asked} {getattr(parallelism, f'pipeline_parallel_{asked}')}"
+    mode = parallelism.reshard_after_forward_mode
+    if mode == "always":
+        name = "parallelism.reshard_after_forward_mode"
+        yield LayoutError(
+            f"{name} {mode} loses gradients under {schedule}.",
+            where=facts.flag(name),
+            why="gradients of weights come after another microbatch's forward has freed the gathered weights",
+            fix=f"--{name} never, or {other}",
+        )
+    if config.activation_checkpoint.mode != "none":
+        name = "activation_checkpoint.mode"
+        yield LayoutError(
+            f"{name} {config.activation_checkpoint.mode} does not go with {schedule}.",
+            where=facts.flag(name),
+            why="the backward goes over a block once for each group of weights: full recomputes it anew, selective "
+            "fails",
+            fix=f"--{name} none, or {other}",
+        )
+    if config.compile.enable:
+        yield LayoutError(
+            f"compile.enable does not go with {schedule}.",
+            where=facts.flag("compile.enable"),
+            why="a compiled block has one backward for inputs and weights, which would run twice",
+            fix=f"--compile.no_enable, or {other}",
+        )
+
+
+PIPELINE_RULES: tuple[Rule, ...] = (
+    pipeline_flags_have_effect,
+    schedule_file_runs,
+    stages_per_rank_suit,
+    modules_split,
+    microbatches_suit,
+    pipeline_has_no_tied_embeddings,
+    split_backward_goes_with,
+)
