@@ -1,48 +1,74 @@
 """``parallelize``: the passes over a model, in an order to read aloud."""
 
 import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 from torch import nn
 
-from crius.config.parallelism import ParallelismConfig
-from crius.config.training import TrainingConfig
+from crius.config.run import RunConfig
 from crius.models.init import Init
 from crius.models.plan import ShardingPlan
+from crius.models.spec import ModelFacts
+from crius.parallel.activation_checkpoint import CheckpointedBlocks, apply_activation_checkpoint
+from crius.parallel.compile import compile_blocks
+from crius.parallel.context import apply_context_parallel
 from crius.parallel.fsdp import describe_units, plan_units, shard
 from crius.parallel.init import init_parameters
 from crius.parallel.mesh import Mesh
 from crius.parallel.runtime import World
+from crius.parallel.tensor import apply_tensor_parallel
 
 log = logging.getLogger("crius.parallel")
 
 
-def parallelize(
-    model: nn.Module, plan: ShardingPlan, mesh: Mesh, parallelism: ParallelismConfig, training: TrainingConfig
-) -> None:
-    """Lay a meta-device model out on ``mesh``, in place.
+@dataclass(frozen=True)
+class Applied:
+    """What the passes did to one stage of the model.
+
+    Attributes:
+        checkpointed: blocks that recompute activations.
+        compiled: number of compiled blocks.
+    """
+
+    checkpointed: CheckpointedBlocks
+    compiled: int
+
+
+def parallelize(model: nn.Module, plan: ShardingPlan, facts: ModelFacts, mesh: Mesh, config: RunConfig) -> Applied:
+    """Lay a meta-device model, or the pipeline stage that is left of it, out on ``mesh``, in place.
 
     Raises:
         PlanError: the plan and the model do not match.
     """
-    units = plan_units(plan, model, parallelism)
+    if mesh.tp:
+        _say(apply_tensor_parallel(model, plan, getattr(facts, plan.heads[-1]), mesh.tp))
+    if mesh.cp:
+        _say(apply_context_parallel(model, mesh.cp, config.parallelism.context_parallel_method))
+    checkpointed = apply_activation_checkpoint(model, plan, config.activation_checkpoint, config.compile.enable)
+    compiled = compile_blocks(model, plan, config.compile) if config.compile.enable else 0
+    _say(_shard(model, plan, mesh, config))
+    return Applied(checkpointed, compiled)
+
+
+def _shard(model: nn.Module, plan: ShardingPlan, mesh: Mesh, config: RunConfig) -> Iterator[str]:
+    dims, training = mesh.dims, config.training
+    units = plan_units(plan, model, config.parallelism)
     shard(model, units, mesh, training)
-    dims = mesh.dims
-    log.info(
-        "fsdp: %d units, weights split over %d ranks, %d replicas, param %s, reduce %s%s",
-        len(units),
-        dims.dp_shard,
-        dims.dp_replicate,
-        training.mixed_precision_param,
-        training.mixed_precision_reduce,
-        ", offloaded to host memory" if training.enable_cpu_offload else "",
+    offloaded = ", offloaded to host memory" if training.enable_cpu_offload else ""
+    yield (
+        f"fsdp: {len(units)} units, weights split over {dims.fsdp} ranks, {dims.dp_replicate} replicas, "
+        f"param {training.mixed_precision_param}, reduce {training.mixed_precision_reduce}{offloaded}"
     )
-    for line in describe_units(units, dims, parallelism, training):
+    yield from describe_units(units, dims, config.parallelism, training)
+
+
+def _say(lines: Iterable[str]) -> None:
+    for line in lines:
         log.info("%s", line)
 
 
-def materialize(
-    model: nn.Module, rules: list[tuple[str, Init]], world: World, training: TrainingConfig, seed: int
-) -> None:
-    """Allocate this rank's shards and start them from ``seed``, alike under every layout."""
-    model.to_empty(device="cpu" if training.enable_cpu_offload else world.device)
-    init_parameters(model, rules, seed)
+def materialize(model: nn.Module, rules: list[tuple[str, Init]], world: World, config: RunConfig) -> None:
+    """Allocate this rank's shards and start them from ``debug.seed``, alike under every layout."""
+    model.to_empty(device="cpu" if config.training.enable_cpu_offload else world.device)
+    init_parameters(model, rules, config.debug.seed)

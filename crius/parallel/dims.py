@@ -49,6 +49,11 @@ class ParallelDims:
         return math.prod(self.degrees.values())
 
     @property
+    def fsdp(self) -> int:
+        """Ranks that weights are split over by FSDP: those of a sequence too."""
+        return self.dp_shard * self.cp
+
+    @property
     def batch(self) -> int:
         """Ranks that read different sequences."""
         return self.dp_replicate * self.dp_shard

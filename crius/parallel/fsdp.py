@@ -14,6 +14,7 @@ from crius.config.parallelism import ParallelismConfig
 from crius.config.training import TrainingConfig
 from crius.models.plan import ShardingPlan
 from crius.parallel.dims import ParallelDims
+from crius.parallel.local import local_tensor, num_shards
 from crius.parallel.mesh import Mesh
 
 
@@ -25,7 +26,7 @@ class FsdpUnit:
         modules: names of the modules.
         reshard_after_forward: freed (True), kept (False), or resharded to so many ranks.
         reason: why, in a few words.
-        numel: numbers in its weights.
+        numel: numbers in its weights, as a tensor-parallel rank holds them when they are gathered.
     """
 
     modules: tuple[str, ...]
@@ -35,19 +36,19 @@ class FsdpUnit:
 
 
 def plan_units(plan: ShardingPlan, model: nn.Module, parallelism: ParallelismConfig) -> list[FsdpUnit]:
-    """The FSDP units of ``model`` with the reshard decision of each."""
-    names = [name for name, _ in model.named_modules() if name]
-    plan.check_coverage(names, [name for name, _ in model.named_parameters()])
-    groups = plan.expand_units(names)
+    """The FSDP units of ``model``, or of the pipeline stage that is left of it, with the reshard decision of each."""
+    groups = []
+    for group in plan.expand_units(name for name, _ in model.named_modules() if name):
+        here = tuple(name for name in group if next(model.get_submodule(name).parameters(), None) is not None)
+        groups += [here] if here else []
     first_names = [name for name, _ in model.named_children()]
     last = max(groups, key=lambda group: max(first_names.index(name.split(".")[0]) for name in group))
-    mode = parallelism.reshard_after_forward_mode
-    return [FsdpUnit(group, *_reshard(mode, group == last), _numel(model, group)) for group in groups]
+    return [FsdpUnit(group, *_reshard(parallelism, group == last), _numel(model, group)) for group in groups]
 
 
 def _numel(model: nn.Module, names: tuple[str, ...]) -> int:
     parameters = {p for name in names for p in model.get_submodule(name).parameters()}  # a tied weight counts once
-    return sum(p.numel() for p in parameters)
+    return sum(local_tensor(p).numel() for p in parameters)
 
 
 def describe_units(
@@ -56,7 +57,7 @@ def describe_units(
     """For each decision on resharding a line: why, for which units, and what it costs."""
     groups: dict[tuple[bool | int, str], list[FsdpUnit]] = {}
     mode = parallelism.reshard_after_forward_mode
-    if dims.dp_shard == 1:
+    if dims.fsdp == 1:
         return [f"reshard_after_forward {mode}: no communication, each rank has whole weights"]
     for unit in units:
         groups.setdefault((unit.reshard_after_forward, unit.reason), []).append(unit)
@@ -67,18 +68,22 @@ def describe_units(
         size = sum(unit.numel for unit in members) * getattr(torch, training.mixed_precision_param).itemsize / 2**20
         cost = {
             True: "gathered twice a microbatch, no gathered weights stay",
-            False: f"gathered once a {'step' if mode == 'never' else 'microbatch'}, {size:,.1f} MiB stay gathered",
+            False: f"gathered once a {'step' if mode == 'never' or dims.pp > 1 else 'microbatch'}, "
+            f"{size:,.1f} MiB stay gathered",
         }
         what = cost[kept] if isinstance(kept, bool) else f"gathered twice, {size / kept:,.1f} MiB stay in {kept} parts"
         lines.append(f"reshard_after_forward {mode}: {shown}: {what} ({reason})")
     return lines
 
 
-def _reshard(mode: str | int, is_last: bool) -> tuple[bool | int, str]:
+def _reshard(parallelism: ParallelismConfig, is_last: bool) -> tuple[bool | int, str]:
+    mode = parallelism.reshard_after_forward_mode
     if isinstance(mode, int):
         return mode, f"asked for groups of {mode} ranks"
     if mode != "default":
         return mode == "always", f"asked for {mode}"
+    if parallelism.pipeline_parallel_degree > 1:
+        return False, "a pipeline would gather them again for every microbatch"
     if is_last:
         return False, "its backward comes next"
     return True, "frees its weights until the backward"
@@ -119,7 +124,7 @@ class GradientSync:
     def __init__(self, model: nn.Module, parallelism: ParallelismConfig, training: TrainingConfig) -> None:
         assert isinstance(model, FSDPModule)
         self._model = model
-        self._mode = training.gradient_sync
+        self._mode = "auto" if training.gradient_sync == "default" else training.gradient_sync
         self._reduce_dtype = getattr(torch, training.mixed_precision_reduce)
         self._keep_weights = parallelism.reshard_after_forward_mode == "never"
 
@@ -128,11 +133,11 @@ class GradientSync:
         scatters = 1 if self._mode == "deferred" else num_microbatches
         reduces = num_microbatches if self._mode == "immediate" else 1
         counts = []
-        if dims.dp_shard > 1:
+        if dims.fsdp > 1:
             counts.append(f"{scatters} reduce-scatter")
         if dims.dp_replicate > 1:
             counts.append(f"{reduces} all-reduce")
-        numel = sum(parameter.numel() for parameter in self._model.parameters())
+        numel = sum(parameter.numel() // num_shards(parameter, "tp") for parameter in self._model.parameters())
         unsharded = numel * self._reduce_dtype.itemsize / 2**20
         kept = {
             "immediate": "only sharded gradients stay",

@@ -1,13 +1,11 @@
 """The global gradient norm and clipping, under every layout with one small sum over all ranks."""
 
-import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from crius.parallel.local import local_tensor
+from crius.parallel.local import local_tensor, num_shards
 
 
 class Gradients:
@@ -15,16 +13,16 @@ class Gradients:
 
     Args:
         parameters: all trained parameters of this rank.
-        world_size: ranks of the run.
+        num_holders: ranks that hold a part of each: all of the run, or of one pipeline stage.
         device: where sums over ranks happen.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], world_size: int, device: torch.device) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], num_holders: int, device: torch.device) -> None:
         self._parameters = list(parameters)
         self._device = device
-        shards = [_num_shards(parameter) for parameter in self._parameters]
+        shards = [num_shards(parameter) for parameter in self._parameters]
         # a parameter held by several ranks counts once: each of its copies brings its share
-        self._share = torch.tensor([n / world_size for n in shards], dtype=torch.float64, device=device)
+        self._share = torch.tensor([n / num_holders for n in shards], dtype=torch.float64, device=device)
 
     def squared_norms(self) -> Tensor:
         """Squared L2 norm of each parameter's gradient, this rank's share of it. float64 ``(num parameters,)``.
@@ -50,11 +48,3 @@ class Gradients:
             factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
             grads = [local_tensor(p.grad) for p in self._parameters if p.grad is not None]
             torch._foreach_mul_(grads, factor.to(dtype=torch.float32, device=grads[0].device))
-
-
-def _num_shards(parameter: Tensor) -> int:
-    """Into how many different parts a parameter is split."""
-    if not isinstance(parameter, DTensor):
-        return 1
-    mesh, placements = parameter.device_mesh, parameter.placements
-    return math.prod(mesh.size(axis) for axis, place in enumerate(placements) if place.is_shard())

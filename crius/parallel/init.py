@@ -31,7 +31,7 @@ def init_parameters(model: nn.Module, rules: list[tuple[str, Init]], seed: int) 
         rule = next((rule for pattern, rule in rules if match(pattern, name)), None)
         if rule is None:
             raise PlanError(f"no init rule fits parameter {name}.", fix="add a row to init_rules() of the model")
-        local, offset = _local_shard(parameter)
+        local, offset = local_shard(parameter)
         if isinstance(rule, Constant):
             local.fill_(rule.value)
         elif local.numel():
@@ -66,7 +66,7 @@ def draw_rows(name: str, shape: torch.Size, first: int, last: int, seed: int, li
     return out
 
 
-def _local_shard(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+def local_shard(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """This rank's part of a parameter and where it starts in the whole."""
     if not isinstance(parameter, DTensor):
         return local_tensor(parameter), (0,) * parameter.dim()

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from crius.parallel.dims import ParallelDims
@@ -9,24 +10,44 @@ from crius.parallel.dims import ParallelDims
 
 @dataclass(frozen=True)
 class Mesh:
-    """Views of one ``DeviceMesh``.
+    """Views of the ranks, of which this rank is one.
 
     Attributes:
         dims: the degrees.
-        fsdp: what ``fully_shard`` takes: one axis of shards, or ``(dp_replicate, dp_shard)`` with replicas.
+        fsdp: what ``fully_shard`` takes: one axis of ``dp_shard * cp`` shards, or ``(dp_replicate, fsdp)``.
+        tp: ranks that share the matmuls of a layer; None at degree 1.
+        cp: ranks that share a sequence; None at degree 1.
+        pp: ranks that hold the stages of one pipeline; None at degree 1.
         batch_rank: which of the ``dims.batch`` slices of the global batch this rank reads.
     """
 
     dims: ParallelDims
     fsdp: DeviceMesh
+    tp: DeviceMesh | None
+    cp: DeviceMesh | None
+    pp: DeviceMesh | None
     batch_rank: int
 
 
 def build_mesh(dims: ParallelDims, device_type: str) -> Mesh:
-    """The mesh of all ranks; axes of degree 1 are left out, but for ``dp_shard``, which FSDP always uses."""
-    axes = {axis: degree for axis, degree in dims.degrees.items() if degree > 1 or axis == "dp_shard"}
+    """The mesh of all ranks; axes of degree 1 are left out, but for ``fsdp``, which every layout has.
+
+    FSDP splits weights over the ranks of a sequence as well, so ``dp_shard`` and ``cp`` are one axis of the mesh that
+    ``fully_shard`` and tensor parallelism share; the ranks of one sequence, neighbours on it, have a mesh beside it.
+    """
+    degrees = {"pp": dims.pp, "dp_replicate": dims.dp_replicate, "fsdp": dims.dp_shard * dims.cp, "tp": dims.tp}
+    axes = {axis: degree for axis, degree in degrees.items() if degree > 1 or axis == "fsdp"}
     mesh = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
-    data_axes = tuple(axis for axis in ("dp_replicate", "dp_shard") if axis in axes)
-    fsdp = mesh[data_axes] if len(data_axes) > 1 else mesh["dp_shard"]
+    cp = None
+    if dims.cp > 1:
+        ranks = torch.arange(dims.num_ranks).view(-1, dims.cp, dims.tp).transpose(1, 2).reshape(-1, dims.cp)
+        cp = DeviceMesh(device_type, ranks, mesh_dim_names=("sequence", "cp"))["cp"]
     replica = mesh.get_local_rank("dp_replicate") if "dp_replicate" in axes else 0
-    return Mesh(dims, fsdp, replica * dims.dp_shard + mesh.get_local_rank("dp_shard"))
+    return Mesh(
+        dims=dims,
+        fsdp=mesh["dp_replicate", "fsdp"] if "dp_replicate" in axes else mesh["fsdp"],
+        tp=mesh["tp"] if "tp" in axes else None,
+        cp=cp,
+        pp=mesh["pp"] if "pp" in axes else None,
+        batch_rank=replica * dims.dp_shard + mesh.get_local_rank("fsdp") // dims.cp,
+    )

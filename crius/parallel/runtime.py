@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from crius.errors import EnvironmentError
 
@@ -110,3 +111,13 @@ def world(rank: int, size: int, device: torch.device, rendezvous: str, timeout_s
             dist.destroy_process_group()
         raise  # with peers, destroying could wait for their collectives: the failed process ends without
     dist.destroy_process_group()
+
+
+@contextmanager
+def fake_world(rank: int, size: int) -> Iterator[World]:
+    """A process group of ``size`` ranks of which only this one, ``rank``, exists; collectives do nothing."""
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    try:
+        yield World(rank, size, torch.device("cpu"))
+    finally:
+        dist.destroy_process_group()

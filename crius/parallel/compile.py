@@ -1,0 +1,275 @@
+"""torch.compile of each block, the folder of compiled kernels, and a report of what was really compiled.
+
+A block's ``forward`` is compiled, not the block: parameter names stay, and the hooks of FSDP, which hang on the call of
+the module, stay outside the graph. Blocks of one kind share one code object and so one graph.
+"""
+
+import logging
+import os
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch._dynamo.config as dynamo_config
+import torch._dynamo.utils as dynamo
+import torch._inductor.config as inductor_config
+from torch import nn
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+from crius.config.compile import CompileConfig
+from crius.errors import EnvironmentError
+from crius.models.plan import ShardingPlan, match
+
+log = logging.getLogger("crius.parallel")
+
+WARM_STEPS = 3  # steps in which compiling is normal: a shape or a flag of the first steps may still change
+
+# torch's own 8 counts the graphs of one code object, of which all activation-checkpointed blocks share one; with
+# fullgraph the one too many ends the run
+RECOMPILE_LIMIT = 64
+METRICS_KEPT = 1024  # torch's own 64 events are fewer than the graphs of a large pipeline stage and their backwards
+
+_SIZE = re.compile(r"tensor '(?P<name>.+?)' size mismatch at index (?P<dim>\d+)\. expected (\d+), actual (?P<size>\d+)")
+_GRAD_MODE = "grad_mode"
+_DISABLED_BY = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def prepare_compile(config: CompileConfig, cache_root: Path | None = None, *, local_ranks: int = 1) -> Path:
+    """Set up torch.compile in this process. Call before anything is compiled.
+
+    Args:
+        config: the section.
+        cache_root: the user's cache folder of Crius; None: ``crius`` below ``XDG_CACHE_HOME``, else below ~/.cache.
+        local_ranks: processes that share the cores of this host, and so the threads that compile.
+
+    Returns:
+        The folder of compiled kernels: ``config.cache_dir``, else ``TORCHINDUCTOR_CACHE_DIR`` of the user's
+        environment, else ``compile/torch-<version>`` below ``cache_root``.
+
+    Raises:
+        EnvironmentError: the folder cannot be written.
+    """
+    folder = _cache_folder(config, cache_root)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(13, "Permission denied", str(folder))
+    except OSError as error:
+        raise EnvironmentError(
+            f"the folder of compiled kernels {folder} cannot be written: {error.strerror or error}.",
+            where="--compile.cache_dir",
+            fix="--compile.cache_dir DIR, a folder that can be written",
+        ) from error
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+    if config.cache_dir:
+        os.environ["TRITON_CACHE_DIR"] = str(folder / "triton")
+    else:
+        os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
+    if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
+        # inductor would start as many threads in every rank; the variable alone is read too early, on import
+        threads = max(1, min(32, _num_cores() // max(1, local_ranks)))
+        inductor_config.compile_threads = threads
+        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = str(threads)
+    dynamo_config.recompile_limit = max(RECOMPILE_LIMIT, dynamo_config.recompile_limit)
+    return folder
+
+
+def compile_blocks(model: nn.Module, plan: ShardingPlan, config: CompileConfig) -> int:
+    """Compile the ``forward`` of each module that ``plan.block`` names, in place.
+
+    Comes after tensor parallelism and activation checkpointing, whose work belongs into the graph, and before FSDP,
+    whose hooks do not.
+
+    Returns:
+        Number of blocks, compiled or, where the environment disables torch.compile, left alone (the report says so); 0
+        where this part of the model has none (a pipeline stage of the embedding alone).
+    """
+    blocks = [module for name, module in model.named_modules() if match(plan.block, name)]
+    for block in () if _is_disabled() else blocks:  # torch 2.13 fails at the first call of what it must not compile
+        block.forward = torch.compile(block.forward, backend=config.backend, fullgraph=True)
+    return len(blocks)
+
+
+def compile_loss(loss_fn: Function, config: CompileConfig) -> Function:
+    """``loss_fn`` compiled as one graph, so that the float32 copy of the logits is never written."""
+    if _is_disabled():
+        return loss_fn
+    return torch.compile(loss_fn, backend=config.backend, fullgraph=True)  # type: ignore[return-value]
+
+
+class CompileReport:
+    """What torch compiled, by its own account, and what it compiled again.
+
+    ``start()`` before the first step, ``lines()`` after it, ``step(n)`` after every step.
+
+    Attributes:
+        graphs: forward graphs since ``start()``, those of validation and of the loss too.
+        recompiles: graphs that were compiled after step 3 for a guard that failed.
+    """
+
+    def __init__(self, config: CompileConfig) -> None:
+        self._config = config
+        self._spans: list[tuple[int, int]] = []  # begin and end of each compilation, microseconds
+        self._functions: Counter[str] = Counter()  # graphs by function
+        self._validation: Counter[str] = Counter()  # those that only a change of grad mode called for
+        self._culprits: Counter[str] = Counter()
+        self._sizes: dict[str, list[str]] = {}
+        self._why: dict[str, str] = {}  # by function, why it has more than one graph
+        self._last: Any = None
+        self._counters: Counter[str] = Counter()
+        self._warned = False
+        self.graphs = 0
+        self.recompiles = 0
+
+    def start(self) -> None:
+        """Count from here on."""
+        dynamo.set_compilation_metrics_limit(METRICS_KEPT)
+        self._last = next(reversed(dynamo.get_compilation_metrics()), None)
+        self._counters = _cache_counters()
+
+    @property
+    def seconds(self) -> float:
+        """Wall seconds in which this rank compiled."""
+        total, done = 0, 0
+        for begin, end in sorted(self._spans):
+            total += max(0, end - max(begin, done))
+            done = max(done, end)
+        return total / 1e6
+
+    @property
+    def reason(self) -> str:
+        """Why nothing was compiled; empty when the blocks were.
+
+        There is no half of it: a block that cannot be compiled whole ends the run with torch's error (fullgraph).
+        """
+        if _is_disabled():
+            return f"switched off by {' or '.join(_DISABLED_BY)}"
+        return "" if self.graphs else "torch.compile was called and did nothing; see TORCH_LOGS=+dynamo"
+
+    def lines(self) -> list[str]:
+        """One line with graphs, seconds and cache, and one for each function with several training graphs."""
+        self._read(is_warm=True)
+        if not self.graphs:
+            return [f"compile: 0 graphs, the model runs eager ({self.reason})"]
+        noun = "graph" if self.graphs == 1 else "graphs"
+        return [
+            f"compile: {self.graphs} {noun}, {self.seconds:.1f} s, {self._cache()}",
+            *(
+                f"compile: {name} has {self._functions[name]} graphs, lastly for {why}"
+                for name, why in self._why.items()
+            ),
+        ]
+
+    def step(self, number: int) -> None:
+        """Log what was compiled since the last call, once step ``number`` is past the first three."""
+        self._read(is_warm=number <= WARM_STEPS, step=number)
+        if self.recompiles > self._config.max_recompiles and not self._warned:
+            self._warned = True
+            log.warning("%s", self._advice())
+
+    def _read(self, is_warm: bool, step: int = 0) -> None:
+        """Take in the events since the last call. A backward has no function name and is no graph of its own."""
+        events = dynamo.get_compilation_metrics()
+        if not events or events[-1] is self._last:
+            return
+        known = next((index for index in reversed(range(len(events))) if events[index] is self._last), -1)
+        self._last = events[-1]
+        for event in events[known + 1 :]:
+            begin, end = getattr(event, "start_time_us", None), getattr(event, "end_time_us", None)
+            if begin and end:
+                self._spans.append((begin, end))
+            if event.co_name is None:
+                continue
+            if not event.has_guarded_code:  # failed, and the error went to the caller; or nothing to compile in it
+                continue
+            place = "/".join(Path(event.co_filename or "?").parts[-2:])
+            function = f"{event.co_name} ({place}:{event.co_firstlineno})"
+            self.graphs += 1
+            reason = _first_line(getattr(event, "recompile_reason", None) or "")
+            self._note_graph(function, reason, is_warm, step)
+
+    def _note_graph(self, function: str, reason: str, is_warm: bool, step: int) -> None:
+        """Validation has its graphs without gradient: one for each of training is expected, whenever it comes."""
+        if _GRAD_MODE in reason and self._validation[function] < self._functions[function]:
+            self._validation[function] += 1
+            if not is_warm:
+                log.info("compile: %s once more for validation, which needs no gradient", function)
+            return
+        self._functions[function] += 1
+        if self._functions[function] > 1:
+            self._why[function] = reason or "a guard that torch does not name"
+        if is_warm or self._functions[function] == 1:
+            return
+        self.recompiles += 1
+        culprit = reason
+        if size := _SIZE.search(reason):
+            culprit = f"size of dim {size['dim']} of {size['name']}"
+            self._sizes.setdefault(culprit, [size[3]]).append(size["size"])
+        self._culprits[culprit] += 1
+        log.info("compile: step %d compiled %s again: %s", step, function, reason or "torch names no guard")
+
+    def _advice(self) -> str:
+        """The warning about too many recompilations: the guard that failed most, and what helps."""
+        culprit, count = self._culprits.most_common(1)[0]
+        text = (
+            f"compile: {self.recompiles} recompilations after step {WARM_STEPS}, more than compile.max_recompiles "
+            f"{self._config.max_recompiles}; {count} of them by one guard: {culprit or 'torch names none'}"
+        )
+        if culprit in self._sizes:
+            sizes = ", ".join(dict.fromkeys(self._sizes[culprit]))
+            return (
+                f"{text} (was {sizes}). Bring every batch in one shape: the same --training.local_batch_size and "
+                "--training.seq_len in every step, short rows padded."
+            )
+        return f"{text}. TORCH_LOGS=recompiles shows each; --compile.no_enable runs without."
+
+    def _cache(self) -> str:
+        if self._config.backend != "inductor":
+            return f"no cache (backend {self._config.backend})"
+        counts = _cache_counters() - self._counters
+        hits, misses, bypassed = counts["hit"], counts["miss"], counts["bypass"]
+        if bypassed:
+            return f"cache bypassed by {bypassed} graphs ({hits} hits, {misses} misses)"
+        if hits and misses:
+            return f"cache {hits} hits, {misses} misses"
+        if not hits and not misses:
+            return "cache off"
+        return "cache hit" if hits else "cache miss"
+
+
+def _cache_folder(config: CompileConfig, cache_root: Path | None) -> Path:
+    if config.cache_dir:
+        return Path(config.cache_dir).expanduser().absolute()
+    from_user = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    if from_user and from_user != default_cache_dir():  # which inductor writes there when it is imported
+        return Path(from_user).absolute()
+    if cache_root is None:
+        base = os.environ.get("XDG_CACHE_HOME", "")
+        cache_root = (Path(base) if base else Path("~/.cache").expanduser()) / "crius"
+    return (cache_root / "compile" / f"torch-{torch.__version__}").absolute()
+
+
+def _is_disabled() -> bool:
+    return dynamo_config.disable or any(os.environ.get(name) == "1" for name in _DISABLED_BY)
+
+
+def _num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _cache_counters() -> Counter[str]:
+    """Graphs that inductor found in its cache (hit), compiled (miss) or could not cache (bypass), since the start."""
+    counts = dynamo.counters["inductor"]
+    return Counter({end: counts[f"fxgraph_cache_{end}"] for end in ("hit", "miss", "bypass")})
+
+
+def _first_line(text: str) -> str:
+    """The first line, without the number of the graph whose guard failed."""
+    lines = text.strip().splitlines()
+    return re.sub(r"^\d+/\d+: ", "", lines[0]).strip() if lines else ""

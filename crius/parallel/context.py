@@ -1,0 +1,301 @@
+"""Context parallelism: the tokens of a sequence are split over ranks; only attention looks past a rank's own.
+
+Two methods. ``all_gather``: a rank keeps its queries and gathers all keys and values. Later queries see more keys, so
+the sequence is cut into ``2 * cp`` chunks and rank ``r`` takes chunks ``r`` and ``2 * cp - 1 - r`` (zigzag): all ranks
+then do the same work (Llama 3, arXiv:2407.21783, section 3.3.2). ``ulysses``: an all-to-all trades tokens for heads, so
+that a rank has all tokens of ``N / cp`` heads, and a second one trades back (arXiv:2309.14509).
+
+The rest of the model computes token by token and runs as it is on ``(B, T / cp)``.
+
+B batch, T tokens of the sequence, L = T / cp tokens of a rank, N query heads, K key/value heads, H head dim
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
+
+from crius.errors import LayoutError, PlanError
+from crius.models.layers.attention import CausalAttention, DocumentMask, masked_attention
+from crius.parallel.collectives import all_gather, all_to_all
+
+Method = Literal["all_gather", "ulysses"]
+
+
+def _chunks(degree: int, method: Method) -> list[tuple[int, ...]]:
+    """Which chunks of the sequence each rank holds, in its order."""
+    if method == "all_gather" and degree > 1:
+        return [(rank, 2 * degree - 1 - rank) for rank in range(degree)]
+    return [(rank,) for rank in range(degree)]
+
+
+def token_order(seq_len: int, degree: int, method: Method) -> Tensor:
+    """The tokens of a sequence in the order of the ranks that hold them.
+
+    Args:
+        seq_len: ``T``, a multiple of ``2 * degree`` for ``all_gather``, of ``degree`` for ``ulysses``.
+        degree: ranks that share a sequence.
+        method: how attention sees the whole sequence.
+
+    Returns:
+        int64 ``(T,)``, a permutation: rank ``r`` holds entries ``[r * T / degree, (r + 1) * T / degree)``.
+
+    Raises:
+        LayoutError: the sequence does not split evenly.
+    """
+    order = [chunk for held in _chunks(degree, method) for chunk in held]
+    parts = _split(torch.arange(seq_len), len(order), dim=0)
+    return torch.cat([parts[chunk] for chunk in order])
+
+
+class ContextShard:
+    """This rank's part of every sequence.
+
+    Args:
+        cp_mesh: the ranks that share a sequence, one axis; None where a rank has all of it.
+        method: how attention sees the whole sequence.
+
+    Attributes:
+        degree: number of those ranks.
+        chunks: the chunks of the sequence that this rank holds, ascending; two for ``all_gather``.
+    """
+
+    def __init__(self, cp_mesh: DeviceMesh | None, method: Method) -> None:
+        self._mesh = cp_mesh
+        self.degree = cp_mesh.size() if cp_mesh else 1
+        held = _chunks(self.degree, method)
+        self.chunks = held[cp_mesh.get_local_rank() if cp_mesh else 0]
+        self._order = [chunk for chunks in held for chunk in chunks]
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The ranks that share a sequence; there are several."""
+        assert self._mesh is not None
+        return self._mesh
+
+    def slice(self, tensor_BT: Tensor) -> Tensor:
+        """This rank's tokens of ``(B, T, ...)``: ``(B, L, ...)``. At degree 1 the tensor itself.
+
+        Raises:
+            LayoutError: the sequence does not split evenly.
+        """
+        if self.degree == 1:
+            return tensor_BT
+        parts = _split(tensor_BT, len(self._order), dim=1)
+        return torch.cat([parts[chunk] for chunk in self.chunks], dim=1)
+
+    def gather(self, tensor_BL: Tensor) -> Tensor:
+        """The whole ``(B, T, ...)`` in natural order from the parts ``(B, L, ...)`` of all ranks.
+
+        The gradient of a part is the sum of those of all ranks. At degree 1 the tensor itself.
+        """
+        if self.degree == 1:
+            return tensor_BL
+        # chunk and cat, not an index: their gradients are a cat and slices, without a buffer of zeros for each part
+        ranks = all_gather(tensor_BL, self.mesh).chunk(self.degree)
+        parts = [part for rank in ranks for part in rank.chunk(len(self.chunks), dim=1)]
+        return torch.cat([part for _, part in sorted(zip(self._order, parts, strict=True), key=_first)], dim=1)
+
+
+def _first(pair: tuple[int, Tensor]) -> int:
+    return pair[0]
+
+
+def _split(tensor: Tensor, num_parts: int, dim: int) -> tuple[Tensor, ...]:
+    if tensor.shape[dim] % num_parts:
+        raise LayoutError(
+            f"a sequence of {tensor.shape[dim]} tokens does not split into {num_parts} equal parts.",
+            why="each context-parallel rank holds as many tokens",
+            fix=f"use a multiple of {num_parts}",
+        )
+    return tensor.chunk(num_parts, dim=dim)
+
+
+class GatheredAttention(CausalAttention):
+    """Causal attention of this rank's queries over the gathered keys and values."""
+
+    def __init__(self, shard: ContextShard) -> None:
+        super().__init__()
+        self._shard = shard
+        self._has_flash = _flash_on_gpu()
+
+    def forward(self, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, mask: Tensor | None) -> Tensor:
+        """``(B, L, N, H)``, tokens in this rank's order.
+
+        Each chunk of queries meets the keys up to its own end, no later ones: over a rank's two chunks that is half of
+        the full product. A row of the mask without any key gives zeros.
+
+        Args:
+            q_BLNH: queries of this rank.
+            k_BLKH: keys of this rank.
+            v_BLKH: values of this rank; their head dim may differ.
+            mask: bool ``(B, 1, L, T)``, queries in this rank's order, keys in natural order, all of them no later than
+                the query; None for plain causal attention.
+        """
+        keys_values = self._shard.gather(torch.cat((k_BLKH, v_BLKH), dim=-1))  # together: one collective
+        k_BTKH, v_BTKH = keys_values.split((k_BLKH.shape[-1], v_BLKH.shape[-1]), dim=-1)
+        chunks = self._shard.chunks
+        queries = q_BLNH.chunk(len(chunks), dim=1)
+        masks = [None] * len(chunks) if mask is None else mask.chunk(len(chunks), dim=2)
+        parts = []
+        for chunk, q, rows in zip(chunks, queries, masks, strict=True):
+            stop = (chunk + 1) * q.shape[1]
+            visible = None if rows is None else rows[..., :stop]
+            parts.append(_attend(q, k_BTKH[:, :stop], v_BTKH[:, :stop], visible, self._has_flash))
+        return torch.cat(parts, dim=1)
+
+
+def _attend(q_BCNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, mask: Tensor | None, has_flash: bool) -> Tensor:
+    """Attention of the last ``C`` queries of a sequence over all its keys, ``(B, C, N, H)``; no mask: causal."""
+    num_queries, num_keys = q_BCNH.shape[1], k_BTKH.shape[1]
+    q, k, v = (x.transpose(1, 2) for x in (q_BCNH, k_BTKH, v_BTKH))
+    if mask is None and num_queries == num_keys:
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    elif mask is None and has_flash and _fits_flash(q, v):
+        # causal of this op is aligned to the last query; the public way there, CausalBias, cannot be compiled
+        y = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True)[0]
+    else:
+        if mask is None:
+            mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device).tril(num_keys - num_queries)
+        y = masked_attention(q, k, v, mask)
+    return y.transpose(1, 2)
+
+
+def _fits_flash(q: Tensor, v: Tensor) -> bool:
+    """Whether dtype and head dim are such that the flash kernel takes them without padding."""
+    width = q.shape[-1]
+    return q.is_cuda and q.itemsize == 2 and width == v.shape[-1] and width % 8 == 0 and width <= 256
+
+
+def _flash_on_gpu() -> bool:
+    """Whether this process computes on a GPU with a flash kernel (Ampere and later)."""
+    if not torch.cuda.is_available() or not torch.backends.cuda.is_flash_attention_available():
+        return False
+    return torch.cuda.get_device_capability() >= (8, 0)
+
+
+class HeadsAttention(CausalAttention):
+    """Causal attention of all tokens over this rank's share of the heads."""
+
+    def __init__(self, shard: ContextShard) -> None:
+        super().__init__()
+        self._shard = shard
+        self._has_flash = _flash_on_gpu()
+
+    def forward(self, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, mask: Tensor | None) -> Tensor:
+        """``(B, L, N, H)``, tokens in natural order on every rank.
+
+        Key/value heads fewer than ranks are repeated, ``cp / K`` times each, so that every rank has the one its query
+        heads need; their gradients are summed again.
+
+        Args:
+            q_BLNH: queries of this rank; ``cp`` divides ``N``.
+            k_BLKH: keys of this rank; ``cp`` divides ``K`` or is a multiple of it.
+            v_BLKH: values of this rank; their head dim may differ.
+            mask: bool ``(B, 1, T, T)``, or None for plain causal attention.
+
+        Raises:
+            LayoutError: the heads do not split evenly.
+        """
+        degree = self._shard.degree
+        num_heads, num_kv_heads = q_BLNH.shape[2], k_BLKH.shape[2]
+        if num_heads % degree or (num_kv_heads % degree and degree % num_kv_heads):
+            raise LayoutError(
+                f"{num_heads} query and {num_kv_heads} key/value heads do not split over {degree} ranks.",
+                why="ulysses gives each context-parallel rank all tokens of some heads",
+                fix="--parallelism.context_parallel_method all_gather",
+            )
+        if num_kv_heads < degree:
+            k_BLKH, v_BLKH = (x.repeat_interleave(degree // num_kv_heads, dim=2) for x in (k_BLKH, v_BLKH))
+        q_BTNH, k_BTKH, v_BTKH = self._tokens_for_heads((q_BLNH, k_BLKH, v_BLKH))
+        return self._heads_for_tokens(_attend(q_BTNH, k_BTKH, v_BTKH, mask, self._has_flash))
+
+    def _tokens_for_heads(self, xs_BLNH: tuple[Tensor, ...]) -> list[Tensor]:
+        """Each ``(B, L, N, H)`` as ``(B, T, N / cp, H)``; one collective for all."""
+        degree = self._shard.degree
+        by_rank = [x.unflatten(2, (degree, -1)).flatten(3) for x in xs_BLNH]
+        widths = [x.shape[-1] for x in by_rank]
+        exchanged = all_to_all(torch.cat(by_rank, dim=-1).movedim(2, 0), self._shard.mesh)
+        parts = exchanged.movedim(0, 1).flatten(1, 2).split(widths, dim=-1)
+        return [part.unflatten(-1, (-1, x.shape[-1])) for part, x in zip(parts, xs_BLNH, strict=True)]
+
+    def _heads_for_tokens(self, y_BTNH: Tensor) -> Tensor:
+        """``(B, T, N / cp, H)`` as ``(B, L, N, H)``."""
+        exchanged = all_to_all(y_BTNH.unflatten(1, (self._shard.degree, -1)).movedim(1, 0), self._shard.mesh)
+        return exchanged.movedim(0, 2).flatten(2, 3)
+
+
+class GatheredDocumentMask(DocumentMask):
+    """The mask of this rank's queries over the keys of the whole sequence."""
+
+    def __init__(self, shard: ContextShard) -> None:
+        super().__init__()
+        self._shard = shard
+
+    def forward(self, positions_BL: Tensor) -> Tensor:
+        """Bool ``(B, 1, L, T)``: queries in this rank's order, keys in natural order."""
+        documents_BT = (self._shard.gather(positions_BL) == 0).cumsum(dim=-1)
+        tokens_T = torch.arange(documents_BT.shape[1], device=positions_BL.device)
+        same = self._shard.slice(documents_BT)[:, :, None] == documents_BT[:, None, :]
+        earlier = self._shard.slice(tokens_T[None])[:, :, None] >= tokens_T
+        return (same & earlier)[:, None]
+
+
+class WholeDocumentMask(DocumentMask):
+    """The mask of the whole sequence, the same on all its ranks."""
+
+    def __init__(self, shard: ContextShard) -> None:
+        super().__init__()
+        self._shard = shard
+
+    def forward(self, positions_BL: Tensor) -> Tensor:
+        """Bool ``(B, 1, T, T)``, queries before keys."""
+        return super().forward(self._shard.gather(positions_BL))
+
+
+def apply_context_parallel(model: nn.Module, cp_mesh: DeviceMesh | None, method: Method) -> list[str]:
+    """Replace attention and document mask of ``model`` by those that see the whole sequence; returns what to log.
+
+    Comes after tensor parallelism and before activation checkpointing. The model is then called with this rank's tokens
+    and with their positions in the whole sequence (``ContextShard.slice`` of both): without positions it would count
+    from its own first token.
+
+    Args:
+        model: the whole model, or one pipeline stage of it.
+        cp_mesh: the ranks that share a sequence, one axis; None: nothing is replaced.
+        method: how attention sees the whole sequence.
+
+    Raises:
+        PlanError: the model has no ``CausalAttention``. A pipeline stage that is left without blocks may have none.
+    """
+    if cp_mesh is None:
+        return []
+    shard = ContextShard(cp_mesh, method)
+    attention = GatheredAttention if method == "all_gather" else HeadsAttention
+    document_mask = GatheredDocumentMask if method == "all_gather" else WholeDocumentMask
+    num_attentions = _replace(model, CausalAttention, attention(shard))
+    num_masks = _replace(model, DocumentMask, document_mask(shard))
+    emptied = any(isinstance(module, nn.ModuleDict) and not module for module in model.modules())
+    if not num_attentions and not emptied:
+        raise PlanError(
+            f"context parallelism found no CausalAttention in {type(model).__name__}.",
+            why="it takes the place of crius.models.layers.attention.CausalAttention, by type",
+            fix="build the model's attention on it, or --parallelism.context_parallel_degree 1",
+        )
+    how = {
+        "all_gather": f"keys and values gathered, zigzag: 2 of {2 * shard.degree} chunks of the sequence a rank",
+        "ulysses": f"all-to-all, 1/{shard.degree} of the heads a rank during attention",
+    }[method]
+    masked = ", document mask" if num_masks else ""
+    return [f"context parallel: {shard.degree} ranks, {num_attentions} attention{masked}, {method} ({how})"]
+
+
+def _replace(model: nn.Module, kind: type[nn.Module], replacement: nn.Module) -> int:
+    """Put ``replacement`` in the place of each module that is a ``kind`` itself, no subclass; returns how many."""
+    names = [name for name, module in model.named_modules(remove_duplicate=False) if type(module) is kind]
+    for name in names:
+        owner, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(owner), attribute, replacement)
+    return len(names)

@@ -1,0 +1,210 @@
+"""Pipeline parallelism: the steps of training and validation over the stages, on ``torch.distributed.pipelining``.
+
+B batch, T tokens of this rank's part of a sequence
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleSingle,
+    _Action,
+    _PipelineSchedule,
+    _PipelineScheduleRuntime,
+    get_schedule_class,
+)
+
+from crius.config.parallelism import ParallelismConfig
+from crius.config.pipeline import placement
+from crius.parallel.fsdp import fsdp_modules
+from crius.parallel.stages import TORCH_SCHEDULES, order_of
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""Output of the last stage and labels ``(B, T)`` to the sum of the token losses, a float64 scalar."""
+
+
+class Pipeline:
+    """This rank's stages of a model, and the steps over all of them. All ranks of a pipeline bring the same batch.
+
+    The first step also runs one microbatch forward and backward to learn the shapes between stages; each microbatch
+    has receive buffers of its own from then on.
+
+    Args:
+        parts: the stages of this rank, laid out and materialised; their forward is ``part(x, positions_BT=...)``, where
+            x is token ids ``(B, T)`` on the first stage and the hidden state ``(B, T / tp, D)`` elsewhere.
+        indices: their places in the pipeline, ascending.
+        parallelism: degree and schedule.
+        num_microbatches: of a training step; the schedule takes so many (``config.pipeline.microbatches_allowed``).
+        mesh: the ranks of this pipeline, one axis.
+        device: of the tensors.
+        loss: gets the output of the last stage as it is, a DTensor if its logits are split.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[nn.Module],
+        indices: Sequence[int],
+        parallelism: ParallelismConfig,
+        num_microbatches: int,
+        mesh: DeviceMesh,
+        device: torch.device,
+        loss: Loss,
+    ) -> None:
+        self._parts = dict(zip(indices, parts, strict=True))
+        self._parallelism = parallelism
+        self._num_microbatches = num_microbatches
+        self._group = mesh.get_group()
+        self._device = device
+        self._loss = loss
+        self._ranks = placement(parallelism)
+        self._num_stages = sum(map(len, self._ranks))
+        self._schedule: _PipelineSchedule | None = None
+        self._batch_shape = torch.Size()
+        self._valid_tokens = torch.ones((), dtype=torch.float64, device=device)
+        self._hidden: dict[torch.Size, tuple[torch.Size, torch.dtype]] = {}
+
+    @property
+    def has_last_stage(self) -> bool:
+        """Whether this rank computes the loss."""
+        return self._num_stages - 1 in self._parts
+
+    def forward_backward(
+        self, tokens_BT: Tensor, positions_BT: Tensor, labels_BT: Tensor, valid_tokens: Tensor
+    ) -> Tensor:
+        """Gradients of a batch, summed over its microbatches into the parts, and synchronised once.
+
+        Args:
+            tokens_BT: token ids; rows are dealt to the microbatches in order, evenly.
+            positions_BT: position of each token.
+            labels_BT: label of each token.
+            valid_tokens: the global count of the step, which the loss is divided by; a float64 scalar.
+
+        Returns:
+            The loss sum of each microbatch divided by ``valid_tokens``, float64 ``(num_microbatches,)``; zeros on ranks
+            without the last stage.
+        """
+        if self._schedule is None or tokens_BT.shape != self._batch_shape:  # other shapes than its buffers abort Gloo
+            self._schedule, self._batch_shape = self._build(), tokens_BT.shape
+        self._valid_tokens = valid_tokens
+        losses: list[Tensor] = []
+        inputs = (tokens_BT,) if 0 in self._parts else ()
+        # without the outputs: they would keep the logits of all microbatches
+        self._schedule.step(*inputs, target=labels_BT, losses=losses, return_outputs=False, positions_BT=positions_BT)
+        if not self.has_last_stage:
+            return torch.zeros(self._num_microbatches, dtype=torch.float64, device=self._device)
+        return torch.stack([loss.detach() for loss in losses])
+
+    @torch.no_grad()
+    def evaluate(self, tokens_BT: Tensor, positions_BT: Tensor, labels_BT: Tensor) -> Tensor:
+        """The loss sum of a batch, a float64 scalar; 0 on ranks without the last stage.
+
+        Not ``schedule.eval``: it fails on schedules that have neighbouring stages on one rank, and its stages learn all
+        shapes anew, with a backward, at each change between training and validation.
+
+        Args:
+            tokens_BT: token ids, any number of rows, as many on each rank; split into as many microbatches as rows and
+                training's microbatches have as a common divisor.
+            positions_BT: position of each token.
+            labels_BT: label of each token.
+        """
+        count = math.gcd(len(tokens_BT), self._num_microbatches)
+        batch = [tensor.chunk(count) for tensor in (tokens_BT, positions_BT, labels_BT)]
+        hidden, dtype = self._hidden_like(batch[0][0], batch[1][0])
+        me = dist.get_rank(self._group)
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        inputs = {(0, number): tokens for number, tokens in enumerate(batch[0])}
+        for actions in forward_steps(tuple(map(tuple, self._ranks)), count):
+            exchanges = []
+            for rank, action in enumerate(actions):
+                if action is None:
+                    continue
+                stage, number = action
+                following = (stage + 1, number)
+                if rank == me:
+                    output = self._parts[stage](inputs.pop(action), positions_BT=batch[1][number])
+                    if stage + 1 == self._num_stages:
+                        total += self._loss(output, batch[2][number])
+                    elif stage + 1 in self._parts:
+                        inputs[following] = output
+                    else:
+                        peer = next(other for other, held in enumerate(self._ranks) if stage + 1 in held)
+                        exchanges.append(self._exchange(dist.isend, output.contiguous(), peer))
+                elif stage + 1 in self._parts:
+                    inputs[following] = torch.empty(hidden, dtype=dtype, device=self._device)
+                    exchanges.append(self._exchange(dist.irecv, inputs[following], rank))
+            for work in dist.batch_isend_irecv(exchanges) if exchanges else ():
+                work.wait()
+        for part in self._parts.values():
+            for module in fsdp_modules(part):
+                module.reshard()
+        return total
+
+    def _build(self) -> _PipelineSchedule:
+        """The schedule with fresh stages."""
+        stages = [
+            PipelineStage(part, index, self._num_stages, self._device, group=self._group)
+            for index, part in self._parts.items()
+        ]
+        options = {"n_microbatches": self._num_microbatches, "loss_fn": self._scaled_loss, "scale_grads": False}
+        if self._parallelism.pipeline_parallel_schedule_csv:
+            schedule = _PipelineScheduleRuntime(stages, **options)
+            order = order_of(self._parallelism, self._num_microbatches)
+            cells = [[_Action.from_str(f"{a.stage}{a.kind}{a.microbatch}") for a in row] for row in order]
+            schedule._prepare_schedule_with_comms(dict(enumerate(cells)))
+            return schedule
+        kind = get_schedule_class(TORCH_SCHEDULES[self._parallelism.pipeline_parallel_schedule])
+        return kind(stages[0] if issubclass(kind, PipelineScheduleSingle) else stages, **options)
+
+    def _scaled_loss(self, output: Tensor, labels_BT: Tensor) -> Tensor:
+        return self._loss(output, labels_BT) / self._valid_tokens
+
+    def _hidden_like(self, tokens_BT: Tensor, positions_BT: Tensor) -> tuple[torch.Size, torch.dtype]:
+        """Shape and dtype of the hidden state between stages, found by the first stage, once for each input shape."""
+        if tokens_BT.shape not in self._hidden:
+            found: list[tuple[torch.Size, torch.dtype] | None] = [None]
+            if 0 in self._parts:
+                output = self._parts[0](tokens_BT, positions_BT=positions_BT)
+                found = [(output.shape, output.dtype)]
+            first = next(rank for rank, held in enumerate(self._ranks) if 0 in held)
+            source = dist.get_global_rank(self._group, first)
+            dist.broadcast_object_list(found, src=source, group=self._group, device=self._device)
+            assert found[0] is not None
+            self._hidden[tokens_BT.shape] = found[0]
+        return self._hidden[tokens_BT.shape]
+
+    def _exchange(self, way: Callable[..., Any], tensor: Tensor, peer: int) -> dist.P2POp:
+        return dist.P2POp(way, tensor, dist.get_global_rank(self._group, peer), self._group)
+
+
+@functools.lru_cache(maxsize=8)
+def forward_steps(ranks: tuple[tuple[int, ...], ...], num_microbatches: int) -> list[list[tuple[int, int] | None]]:
+    """The forward pass in lockstep: for each step the ``(stage, microbatch)`` that each rank computes, or None.
+
+    What a step computes is exchanged before the next one, all sends and receives of a rank together, so that no order
+    of them can block. A rank takes the latest stage that is ready.
+
+    Args:
+        ranks: the stages of each rank.
+        num_microbatches: each goes through all stages.
+    """
+    num_stages = sum(map(len, ranks))
+    ready = {(0, number) for number in range(num_microbatches)}
+    steps = []
+    while ready:
+        actions: list[tuple[int, int] | None] = []
+        for held in ranks:
+            own = [action for action in ready if action[0] in held]
+            actions.append(min(own, key=lambda action: (-action[0], action[1])) if own else None)
+        for action in filter(None, actions):
+            ready.remove(action)
+            if action[0] + 1 < num_stages:
+                ready.add((action[0] + 1, action[1]))
+        steps.append(actions)
+    return steps
