@@ -43,11 +43,17 @@ class Batch:
 
     def to(self, device: torch.device | str) -> "Batch":
         """A copy on ``device``; it overlaps with the host where the batch is pinned. This batch if it is there."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+        return self.map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> "Batch":
         """A copy in page-locked host memory. Needs CUDA."""
-        return self._map(Tensor.pin_memory)
+        return self.map(Tensor.pin_memory)
 
-    def _map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
+    def counted(self) -> "Batch":
+        """Positions that count from the start of each sequence, whatever documents it holds."""
+        positions = torch.arange(self.tokens_BT.shape[1], device=self.tokens_BT.device).expand_as(self.tokens_BT)
+        return Batch(self.tokens_BT, self.labels_BT, positions, self.sample_ids)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
+        """``function`` of each tensor, such as a slice of its tokens."""
         return Batch(function(self.tokens_BT), function(self.labels_BT), function(self.positions_BT), self.sample_ids)

@@ -33,9 +33,11 @@ def decay_groups(
     return {name: members for name, members in groups.items() if members}
 
 
-def build_optimizer(model: nn.Module, plan: ShardingPlan, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over the shards of ``model``, in the implementation that was asked for; prints its groups."""
-    groups = decay_groups(model.named_parameters(), plan, config)
+def build_optimizer(
+    parameters: Iterable[tuple[str, nn.Parameter]], plan: ShardingPlan, config: OptimizerConfig
+) -> torch.optim.AdamW:
+    """AdamW over this rank's shards, by name, in the implementation that was asked for; prints its groups."""
+    groups = decay_groups(parameters, plan, config)
     decay = {name: config.weight_decay if name == "decayed" else 0.0 for name in groups}
     log.info(
         "optimizer: adamw %s, %d groups: %s",

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -22,9 +23,17 @@ class UpdateGuard:
     later, before the next update, so that it never waits for the device. Elsewhere it looks at once.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, world: World, run_dir: Path) -> None:
-        self._names = [name for name, _ in model.named_parameters()]
-        self._parameters = [parameter for _, parameter in model.named_parameters()]
+    def __init__(
+        self,
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        all_names: Sequence[str],
+        optimizer: torch.optim.Optimizer,
+        world: World,
+        run_dir: Path,
+    ) -> None:
+        self._names = list(all_names)  # of the whole model: a pipeline stage has some of them
+        self._places = [self._names.index(name) for name, _ in parameters]
+        self._parameters = [parameter for _, parameter in parameters]
         self._optimizer = optimizer
         self._world = world
         self._folder = run_dir / "incidents"
@@ -57,10 +66,10 @@ class UpdateGuard:
         """Write ``incidents/step-N.json`` and stop; every rank gets here, since the totals are the same on all."""
         world = self._world
         bad_losses = _not_finite(world.gather(result.local_losses))  # (ranks, microbatches)
-        bad_grads = _not_finite(world.gather(result.squared_norms))  # (ranks, parameters)
+        bad_grads = _not_finite(world.gather(self._spread(result.squared_norms)))  # (ranks, parameters)
         ids = world.gather(torch.tensor(result.sample_ids, device=world.device))
         sums = torch.stack([local_tensor(p).sum(dtype=torch.float64).to(world.device) for p in self._parameters])
-        bad_weights = _not_finite(world.gather(sums))
+        bad_weights = _not_finite(world.gather(self._spread(sums)))
         guilty = bad_losses.any(dim=1) if bad_losses.any() else bad_grads.any(dim=1)
         rank = int(guilty.nonzero()[0]) if guilty.any() else 0
         # backward runs from the output to the embedding, so the first bad gradient is the last by name
@@ -96,6 +105,12 @@ class UpdateGuard:
             why="the update was not applied: it would have spread to every weight",
             fix="lower --optimizer.lr, lengthen --lr_scheduler.warmup_steps, or look at those samples",
         )
+
+    def _spread(self, values: Tensor) -> Tensor:
+        """Values of this rank's parameters at their places among all parameters of the model, 0 elsewhere."""
+        spread = values.new_zeros(len(self._names))
+        spread[self._places] = values
+        return spread
 
 
 def _not_finite(values: Tensor) -> Tensor:

@@ -6,16 +6,16 @@ import json
 import logging
 import os
 import platform
-import time
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch.distributed.tensor.parallel import loss_parallel
 
 import crius
-from crius.config.batch import BatchSizes, batch_sizes
+from crius.config.batch import BatchSizes
 from crius.config.export import to_toml
 from crius.config.run import RunConfig
+from crius.data.batch import Batch
 from crius.data.corpus import Corpus
 from crius.data.loader import BatchLoader, validation_batches
 from crius.launch.environment import Placement
@@ -28,24 +28,26 @@ from crius.models import registry
 from crius.models.spec import ModelFacts
 from crius.optim.build import build_optimizer
 from crius.optim.lr_scheduler import WarmupStableDecay
-from crius.parallel.apply import materialize, parallelize
+from crius.parallel.compile import prepare_compile
+from crius.parallel.context import ContextShard
 from crius.parallel.dims import ParallelDims
-from crius.parallel.fsdp import GradientSync
 from crius.parallel.gradients import Gradients
+from crius.parallel.local import named_parameters
 from crius.parallel.mesh import Mesh, build_mesh
 from crius.parallel.runtime import World, pick_device, world
+from crius.train.build import build_model, build_runner
 from crius.train.guard import UpdateGuard
-from crius.train.inputs import model_facts, open_run_corpus
+from crius.train.inputs import model_facts, open_run_corpus, run_batch_sizes
 from crius.train.logs import start_logging
 from crius.train.loop import Loop, Meter, Validation
 from crius.train.profiler import profiler
 from crius.train.state import TrainState
-from crius.train.step import accumulate
+from crius.train.watch import EffectWatch
 
 log = logging.getLogger("crius.train")
 
 
-def run(config: RunConfig, run_dir: Path, started: float, placement: Placement) -> None:
+def run(config: RunConfig, run_dir: Path, started: float, placement: Placement, *, strict: bool = False) -> None:
     """Train ``config`` as one of the ranks of ``placement``.
 
     Args:
@@ -53,6 +55,7 @@ def run(config: RunConfig, run_dir: Path, started: float, placement: Placement) 
         run_dir: folder of the run.
         started: ``time.monotonic()`` at the start of the command on this machine.
         placement: this process among the ranks.
+        strict: an optimisation that is on and does nothing ends the run.
 
     Raises:
         CriusError: whatever the user can mend, see ``crius.errors``.
@@ -63,7 +66,7 @@ def run(config: RunConfig, run_dir: Path, started: float, placement: Placement) 
         with ledger.phase("setup"):
             device = _set_up_torch(config, placement)
             dims = ParallelDims.build(config.parallelism, placement.world_size)
-            sizes = batch_sizes(config.training, dims.batch)
+            sizes = run_batch_sizes(config, dims.batch)
             facts = model_facts(config)
             corpus = open_run_corpus(config, dims.batch)  # before the ranks meet, so that none waits in a collective
             ranks = stack.enter_context(
@@ -78,21 +81,9 @@ def run(config: RunConfig, run_dir: Path, started: float, placement: Placement) 
             mesh = build_mesh(dims, device.type)
             _log_run(config, run_dir, facts, sizes, mesh, device, corpus)
             sinks = _sinks(config, run_dir, ranks, stack)
-            loop = assemble(config, facts, sizes, corpus, mesh, ranks, run_dir, ledger, sinks, stack)
+            loop = assemble(config, facts, sizes, corpus, mesh, ranks, run_dir, ledger, sinks, stack, strict)
         validation = loop.run()
         _finish(config, run_dir, ranks, ledger, loop.state, validation)
-
-
-def build_model(config: RunConfig, facts: ModelFacts, mesh: Mesh, ranks: World) -> nn.Module:
-    """The model, laid out on ``mesh``, its shards drawn from ``debug.seed``."""
-    spec = registry.SPECS[config.model.name]
-    with torch.device("meta"):
-        model = registry.build(spec, facts)
-    parallelize(model, spec.plan(facts), mesh, config.parallelism, config.training)
-    begin = time.monotonic()
-    materialize(model, model.init_rules(), ranks, config.training, config.debug.seed)  # type: ignore[operator]
-    log.info("init: weights drawn from seed %d in %.1f s", config.debug.seed, time.monotonic() - begin)
-    return model
 
 
 def assemble(
@@ -106,15 +97,21 @@ def assemble(
     ledger: TimeLedger,
     sinks: list[Sink],
     stack: contextlib.ExitStack,
+    strict: bool = False,
 ) -> Loop:
     """Model, optimizer, data and reports, joined into the loop."""
     training = config.training
-    model = build_model(config, facts, mesh, ranks)
-    plan = registry.SPECS[config.model.name].plan(facts)
-    optimizer = build_optimizer(model, plan, config.optimizer)
-    sync = GradientSync(model, config.parallelism, training)
-    if sizes.accumulation > 1:
-        log.info("gradient_sync %s: %s", training.gradient_sync, sync.describe(mesh.dims, sizes.accumulation))
+    if mesh.tp:
+        stack.enter_context(loss_parallel())
+    if config.compile.enable:
+        prepare_compile(config.compile, local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    watch = EffectWatch(config, mesh, ranks, strict)
+    built = build_model(config, facts, mesh, ranks)
+    parameters = named_parameters(built.parts)
+    optimizer = build_optimizer(parameters, registry.SPECS[config.model.name].plan(facts), config.optimizer)
+    watch.built(built)
+    shard = ContextShard(mesh.cp, config.parallelism.context_parallel_method)
+    runner = build_runner(config, facts, sizes, built, mesh, ranks)
     loader = BatchLoader(
         corpus.train,
         global_batch_size=sizes.total,
@@ -127,18 +124,29 @@ def assemble(
     peak = config.metrics.peak_tflops or peak_tflops(ranks.device)
     return Loop(
         config=config,
-        state=TrainState(model, optimizer, WarmupStableDecay(config.lr_scheduler, training.steps)),
+        dims=mesh.dims,
+        state=TrainState(built.parts, optimizer, WarmupStableDecay(config.lr_scheduler, training.steps)),
         loader=loader,
-        forward_backward=accumulate(model, sync, sizes.local),
-        gradients=Gradients(list(model.parameters()), ranks.size, ranks.device),
-        guard=UpdateGuard(model, optimizer, ranks, run_dir),
-        validation=_validation(config, corpus, sizes, mesh, ranks),
+        place=functools.partial(_place, config, ranks.device, shard),
+        runner=runner,
+        gradients=Gradients([parameter for _, parameter in parameters], ranks.size // mesh.dims.pp, ranks.device),
+        guard=UpdateGuard(parameters, built.names, optimizer, ranks, run_dir),
+        validation=_validation(config, corpus, sizes, mesh),
         world=ranks,
         meter=Meter(facts.flops_per_token((training.seq_len + 1) / 2), peak, ranks),
         ledger=ledger,
+        after_step=watch.step,
         sinks=sinks,
         profiler=functools.partial(profiler, config.profiler, run_dir, ranks.rank),
     )
+
+
+def _place(config: RunConfig, device: torch.device, shard: ContextShard, batch: Batch) -> Batch:
+    """This rank's tokens of a batch of whole sequences, on the device."""
+    placed = batch.to(device)
+    if config.model.attention_mask != "document":
+        placed = placed.counted()
+    return placed.map(shard.slice)
 
 
 def _set_up_torch(config: RunConfig, placement: Placement) -> torch.device:
@@ -152,7 +160,7 @@ def _set_up_torch(config: RunConfig, placement: Placement) -> torch.device:
     return pick_device(config.training.device, placement.local_rank)
 
 
-def _validation(config: RunConfig, corpus: Corpus, sizes: BatchSizes, mesh: Mesh, ranks: World) -> Validation | None:
+def _validation(config: RunConfig, corpus: Corpus, sizes: BatchSizes, mesh: Mesh) -> Validation | None:
     source = corpus.validation
     if source is None:
         return None
@@ -160,11 +168,11 @@ def _validation(config: RunConfig, corpus: Corpus, sizes: BatchSizes, mesh: Mesh
         batches=lambda: validation_batches(
             source,
             num_samples=config.validation.num_samples,
-            batch_size=sizes.local,
+            batch_size=sizes.local * (sizes.accumulation if mesh.pp else 1),  # a pipeline needs all its microbatches
             rank=mesh.batch_rank,
             num_ranks=mesh.dims.batch,
         ),
-        token_bytes=torch.from_numpy(corpus.token_bytes).to(ranks.device),
+        token_bytes=torch.from_numpy(corpus.token_bytes),
     )
 
 

@@ -19,12 +19,13 @@ from crius.metrics.device import peak_memory_gib
 from crius.metrics.ledger import TimeLedger
 from crius.metrics.record import StepMetrics, ValidationMetrics
 from crius.metrics.sinks.base import Sink
+from crius.parallel.dims import ParallelDims
 from crius.parallel.gradients import Gradients
 from crius.parallel.runtime import World
 from crius.train.evaluate import evaluate
 from crius.train.guard import UpdateGuard
 from crius.train.state import TrainState
-from crius.train.step import ForwardBackward, StepResult, train_step
+from crius.train.step import Runner, StepResult, train_step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +34,7 @@ class Validation:
 
     Attributes:
         batches: makes this rank's batches anew for each validation.
-        token_bytes: bytes of text that each token id stands for, int ``(vocabulary,)``.
+        token_bytes: bytes of text that each token id stands for, int ``(vocabulary,)``, on the host.
     """
 
     batches: Callable[[], Iterable[Batch]]
@@ -83,18 +84,26 @@ class Meter:
 
 @dataclass(frozen=True, kw_only=True)
 class Loop:
-    """The parts of a training job, and the loop over its steps."""
+    """The parts of a training job, and the loop over its steps.
+
+    Attributes:
+        place: gives this rank its tokens of a batch, on the device.
+        after_step: called with the number of each step that is done.
+    """
 
     config: RunConfig
+    dims: ParallelDims
     state: TrainState
     loader: BatchLoader
-    forward_backward: ForwardBackward
+    place: Callable[[Batch], Batch]
+    runner: Runner
     gradients: Gradients
     guard: UpdateGuard
     validation: Validation | None
     world: World
     meter: Meter
     ledger: TimeLedger
+    after_step: Callable[[int], None]
     sinks: list[Sink]
     profiler: Callable[[], contextlib.AbstractContextManager[Callable[[], None]]]
 
@@ -111,6 +120,7 @@ class Loop:
         with _scheduled_gc(config.training.gc_interval, self.ledger) as collect, self.profiler() as profile:
             while state.step < config.training.steps:
                 self._step()
+                self.after_step(state.step)
                 with self.ledger.phase("profiler"):
                     profile()
                 is_last = state.step == config.training.steps
@@ -133,9 +143,9 @@ class Loop:
             group["lr"] = lr
         is_reported = step in (1, config.training.steps) or step % config.metrics.log_interval == 0
         with self.ledger.phase("train"):
-            on_device = batch.to(self.world.device)
+            placed = self.place(batch)
             result = train_step(
-                step, on_device, self.forward_backward, self.gradients, self.world, config.training.max_norm
+                step, placed, self.runner, self.gradients, self.world, self.dims, config.training.max_norm
             )
             self.guard.update(result)
             if is_reported:
@@ -156,7 +166,14 @@ class Loop:
         self.guard.check()
         with self.ledger.phase("validation"):
             record = evaluate(
-                self.state.model, validation.batches(), validation.token_bytes, self.world, self.state.step
+                self.state.parts,
+                self.runner,
+                validation.batches(),
+                self.place,
+                validation.token_bytes,
+                self.world,
+                self.dims,
+                self.state.step,
             )
             if not math.isfinite(record.val_loss):
                 raise NonFiniteError(

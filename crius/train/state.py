@@ -13,11 +13,12 @@ class TrainState:
     """Everything that training changes; what a checkpoint has to hold.
 
     Attributes:
+        parts: the stages of the model that this rank holds; one, the whole model, without pipeline parallelism.
         step: optimizer steps done.
         tokens: tokens trained on, over all ranks.
     """
 
-    model: nn.Module
+    parts: list[nn.Module]
     optimizer: torch.optim.Optimizer
     schedule: WarmupStableDecay
     step: int = 0

@@ -1,16 +1,18 @@
 """One optimizer step: accumulate, sum, clip, update."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from crius.data.batch import Batch
+from crius.parallel.dims import ParallelDims
 from crius.parallel.fsdp import GradientSync
 from crius.parallel.gradients import Gradients
+from crius.parallel.pipeline import Pipeline
 from crius.parallel.runtime import World
-from crius.train.loss import count_valid, loss_sum
+from crius.train.loss import LossSum, count_valid
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,45 +40,80 @@ class StepResult:
         return torch.isfinite(self.loss) & torch.isfinite(self.grad_norm)
 
 
-ForwardBackward = Callable[[Batch, Tensor], Tensor]
+class Runner(Protocol):
+    """Runs the parts of the model that this rank holds over its batch: an accumulation loop, or a pipeline."""
+
+    def forward_backward(self, batch: Batch, valid_tokens: Tensor) -> Tensor:
+        """Gradients of ``batch``, summed over its microbatches.
+
+        Returns each microbatch's loss sum divided by ``valid_tokens``, the global count of the step, float64
+        ``(num microbatches,)``: the one place where the loss is normalised. Zeros where another stage has the loss.
+        """
+
+    def score(self, batch: Batch) -> Tensor:
+        """Loss sum of ``batch`` without gradients, float64 scalar; 0 where another stage has the loss."""
 
 
-def accumulate(model: nn.Module, sync: GradientSync, microbatch_size: int) -> ForwardBackward:
-    """``forward_backward(batch, valid_tokens)``: gradients of the batch, summed over its microbatches.
+class Accumulation:
+    """The whole model on each rank: microbatches one after the other.
 
-    The result is each microbatch's loss sum divided by ``valid_tokens``, the global count of the step: the one place
-    where the loss is normalised.
+    Args:
+        model: laid out on the mesh.
+        sync: when gradients meet.
+        microbatch_size: sequences of a microbatch.
+        loss: of logits and labels, summed.
     """
 
-    def forward_backward(batch: Batch, valid_tokens: Tensor) -> Tensor:
-        microbatches = list(batch.microbatches(microbatch_size))
+    def __init__(self, model: nn.Module, sync: GradientSync, microbatch_size: int, loss: LossSum) -> None:
+        self._model, self._sync, self._size, self._loss = model, sync, microbatch_size, loss
+
+    def forward_backward(self, batch: Batch, valid_tokens: Tensor) -> Tensor:
+        """See ``Runner``."""
+        microbatches = list(batch.microbatches(self._size))
         losses = []
         for index, part in enumerate(microbatches, start=1):
-            sync.start_microbatch(is_last=index == len(microbatches))
-            loss = loss_sum(model(part.tokens_BT, part.positions_BT), part.labels_BT) / valid_tokens
+            self._sync.start_microbatch(is_last=index == len(microbatches))
+            loss = self._loss(self._model(part.tokens_BT, part.positions_BT), part.labels_BT) / valid_tokens
             loss.backward()
             losses.append(loss.detach())
         return torch.stack(losses)
 
-    return forward_backward
+    def score(self, batch: Batch) -> Tensor:
+        """See ``Runner``."""
+        return self._loss(self._model(batch.tokens_BT, batch.positions_BT), batch.labels_BT)
+
+
+class Pipelined:
+    """The stages of the model on several ranks, and a schedule over them.
+
+    Args:
+        pipeline: this rank's stages; it has the loss.
+    """
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
+
+    def forward_backward(self, batch: Batch, valid_tokens: Tensor) -> Tensor:
+        """See ``Runner``."""
+        return self._pipeline.forward_backward(batch.tokens_BT, batch.positions_BT, batch.labels_BT, valid_tokens)
+
+    def score(self, batch: Batch) -> Tensor:
+        """See ``Runner``."""
+        return self._pipeline.evaluate(batch.tokens_BT, batch.positions_BT, batch.labels_BT)
 
 
 def train_step(
-    step: int,
-    batch: Batch,
-    forward_backward: ForwardBackward,
-    gradients: Gradients,
-    world: World,
-    max_norm: float,
+    step: int, batch: Batch, runner: Runner, gradients: Gradients, world: World, dims: ParallelDims, max_norm: float
 ) -> StepResult:
     """Forward, backward and clipping of one step; the update is the guard's.
 
-    Two small sums over all ranks: the count of valid tokens before, loss and squared norm together after.
+    Two small sums over all ranks: the count of valid tokens before, loss and squared norm together after. Ranks of one
+    tensor-parallel group and of one pipeline have the same tokens, which count once.
     """
-    valid_tokens = world.sum(count_valid(batch.labels_BT))
-    losses = forward_backward(batch, valid_tokens)
+    valid_tokens = world.sum(count_valid(batch.labels_BT)) / (dims.tp * dims.pp)
+    losses = runner.forward_backward(batch, valid_tokens)
     squared_norms = gradients.squared_norms()
-    totals = world.sum(torch.stack((losses.sum(), squared_norms.sum())))
+    totals = world.sum(torch.stack((losses.sum() / dims.tp, squared_norms.sum())))
     grad_norm = totals[1].sqrt()
     gradients.clip(grad_norm, max_norm)
     return StepResult(

@@ -1,0 +1,35 @@
+"""The ``crius`` command: verbs and what they call. Imports that are slow or need torch happen inside the verbs."""
+
+import os
+import sys
+from collections.abc import Sequence
+
+from cyclopts import CycloptsError
+
+from crius.cli import settings, train, verify  # noqa: F401  # each adds its verbs to the app
+from crius.cli.app import SOURCES, app
+from crius.config.load import explain, normalized_argv
+from crius.errors import CriusError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code: 0 done, 1 failed, 2 usage or config, 130 Ctrl-C."""
+    arguments = normalized_argv(sys.argv[1:] if argv is None else argv)
+    SOURCES.origins.clear()
+    try:
+        command, bound, _ = app.parse_args(arguments, exit_on_error=False, print_error=False)
+        return command(*bound.args, **bound.kwargs) or 0
+    except CycloptsError as error:
+        print(explain(error), file=sys.stderr)
+        return 2
+    except CriusError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of a pipe, such as head, has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+__all__ = ["SOURCES", "app", "main"]

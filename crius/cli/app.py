@@ -1,0 +1,140 @@
+"""The command, the types of flags that verbs share, and what several verbs need. No torch here."""
+
+import importlib.util
+import itertools
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import App, Parameter
+
+from crius import __version__
+from crius.config.facts import Facts
+from crius.config.load import RunSources
+from crius.config.run import RunConfig
+from crius.errors import ConfigError, EnvironmentError
+from crius.help import print_panel
+from crius.install import install_line
+from crius.models.registry import SPECS
+
+Run = Annotated[RunConfig, Parameter(name="*")]
+Recipe = Annotated[str, Parameter(help="A run that comes with Crius; llama3_debug where no --config is given.")]
+ConfigFiles = Annotated[tuple[Path, ...], Parameter(help="TOML file with settings; repeat it, the last one wins.")]
+NumProcesses = Annotated[int, Parameter(help="Processes to start here. 0: what the degrees multiply to.")]
+Strict = Annotated[
+    bool, Parameter(negative=(), help="End the run when an optimisation that is on turns out to do nothing.")
+]
+DryRun = Annotated[
+    bool,
+    Parameter(
+        negative=(), help="Train nothing: show memory, FLOPs and collectives of a rank, for any number of ranks."
+    ),
+]
+DryRunRank = Annotated[int, Parameter(help="Rank that --dry_run shows.")]
+Json = Annotated[bool, Parameter(name="--json", negative=(), help="Print JSON.")]
+
+STARTED = time.monotonic()
+SOURCES = RunSources()
+_SHARED: dict[str, Any] = {
+    "default_parameter": Parameter(name_transform=lambda name: name, negative_bool="no_", negative_iterable=()),
+    "config": [SOURCES],
+    "help_formatter": print_panel,
+    "result_action": "return_value",
+}
+app = App(
+    name="crius", help="Train large language models, from one CPU to hundreds of GPUs.", version=__version__, **_SHARED
+)
+config_app = App(name="config", help="Show and compare the settings of runs.")
+verify_app = App(name="verify", help="Prove on this machine that every layout trains alike.")
+data_app = App(name="data", help="Prepare training data.")
+app.command(config_app)
+app.command(data_app)
+app.command(verify_app)
+
+
+def emit(text: str) -> None:
+    """Print one line."""
+    sys.stdout.write(text + "\n")
+
+
+def facts_of(run: RunConfig, nproc: int, placement: Any, is_dry: bool = False) -> Facts:
+    """What the rules look at, of ``run`` on this machine."""
+    from crius.launch.environment import visible_gpus
+    from crius.train.inputs import model_facts
+
+    spec = SPECS.get(run.model.name)
+    model = model_facts(run) if spec and run.model.flavor in spec.flavors else None
+    num_gpus = 0 if run.training.device == "cpu" else visible_gpus(os.environ)
+    asked = placement.world_size if placement else nproc
+    parallelism = run.parallelism
+    here = asked or parallelism.total_ranks(num_gpus or 1)
+    return Facts(
+        config=run,
+        origin=SOURCES.origin,
+        specs=SPECS,
+        model=model,
+        heads=SPECS[run.model.name].plan(model).heads if model else (),
+        num_ranks=here,
+        asked_ranks=asked,
+        asked_by=placement.launcher if placement else "--nproc (command line)" if nproc else "",
+        num_gpus=num_gpus,
+        num_cores=os.cpu_count() or 1,
+        local_ranks=placement.local_world_size if placement else here,
+        is_dry=is_dry,
+    )
+
+
+def _run_name(placement: Any) -> str:
+    """A name for a run that has none; all ranks of a launcher find the same one."""
+    recipe = SOURCES.recipe or "run"
+    if placement is None:
+        name = f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
+        candidates = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+        return next(candidate for candidate in candidates if not (Path("runs") / candidate).exists())
+    if placement.launcher == "slurm":
+        return f"{recipe}-slurm-{os.environ.get('SLURM_JOB_ID', '0')}.{os.environ.get('SLURM_STEP_ID', '0')}"
+    if os.environ.get("TORCHELASTIC_RUN_ID", "none") != "none":
+        return f"{recipe}-{os.environ['TORCHELASTIC_RUN_ID']}"
+    if placement.world_size == placement.local_world_size:
+        return f"{recipe}-torchrun-{os.getppid()}"  # the agent is the parent of all ranks
+    raise ConfigError(
+        "a run on several hosts needs a name.",
+        where="torchrun without --rdzv_id",
+        why="all ranks write to one run folder and cannot agree on a name by themselves",
+        fix="--job.name NAME, or torchrun --rdzv_id NAME",
+    )
+
+
+def run_dir(run: RunConfig, placement: Any) -> Path:
+    """The folder of a run, made and found writable."""
+    folder = Path(run.job.run_dir or Path("runs") / (run.job.name or _run_name(placement)))
+    probe = folder / "logs" / f".writable-{os.uname().nodename}-{os.getpid()}"
+    try:
+        probe.parent.mkdir(parents=True, exist_ok=True)
+        probe.write_text("")
+        probe.unlink()
+    except OSError as error:
+        raise EnvironmentError(
+            f"the run folder {folder} cannot be written: {error.strerror}.",
+            where="--job.run_dir" if run.job.run_dir else "--job.name",
+            fix="give another folder, e.g. --job.run_dir runs/mine",
+        ) from None
+    return folder
+
+
+def check_save_ops(run: RunConfig) -> None:
+    """Raise ConfigError where activation checkpointing is to keep what this torch does not have."""
+    if run.activation_checkpoint.mode == "selective":
+        from crius.parallel.activation_checkpoint import resolve_save_ops
+
+        resolve_save_ops(run.activation_checkpoint.save_ops)
+
+
+def need_torch() -> None:
+    """Raise EnvironmentError where torch is not installed."""
+    if importlib.util.find_spec("torch") is None:
+        raise EnvironmentError(
+            "torch is not installed.", fix=f"{install_line('torch>=2.11')}; crius doctor says what else"
+        )

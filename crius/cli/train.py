@@ -1,0 +1,126 @@
+"""``crius train``, and its dry run."""
+
+import functools
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from crius.cli.app import (
+    STARTED,
+    ConfigFiles,
+    DryRun,
+    DryRunRank,
+    Json,
+    NumProcesses,
+    Recipe,
+    Run,
+    Strict,
+    app,
+    check_save_ops,
+    emit,
+    facts_of,
+    need_torch,
+    run_dir,
+)
+from crius.config import rules
+from crius.config.run import RunConfig
+from crius.errors import ConfigError
+
+
+@app.command
+def train(
+    run: Run = RunConfig(),  # noqa: B008
+    *,
+    recipe: Recipe = "",
+    config: ConfigFiles = (),
+    nproc: NumProcesses = 0,
+    strict: Strict = False,
+    dry_run: DryRun = False,
+    dry_run_rank: DryRunRank = 0,
+    as_json: Json = False,
+) -> int:
+    """Train a model.
+
+    Without any flag: a small Llama 3 on the source of Python's standard library, on this machine's CPU or GPUs.
+    Settings come from defaults, then the recipe, then --config files, then flags. More processes than one are
+    started here when the parallel degrees ask for them; under torchrun or Slurm this process joins theirs.
+    """
+    from crius.launch.environment import joined_placement, single_placement
+
+    _check_options(nproc, strict, dry_run, dry_run_rank, as_json)
+    if dry_run:
+        return _dry_run(run, nproc, dry_run_rank, as_json)
+    placement = joined_placement(os.environ)
+    if placement and nproc and nproc != placement.world_size:
+        raise ConfigError(
+            f"--nproc {nproc}, but {placement.launcher} started {placement.world_size} ranks.",
+            where="command line",
+            fix="leave out --nproc",
+        )
+    facts = facts_of(run, nproc, placement)
+    rules.check(facts)
+    need_torch()
+    check_save_ops(run)
+    folder = run_dir(run, placement)
+    if placement is None and run.data.source != "huggingface":
+        # bad data is one message here, before there are workers to say it N times; a stream's threads cannot be forked
+        from crius.train.inputs import open_run_corpus
+
+        open_run_corpus(run, facts.data_parallel_ranks)
+
+    from crius.launch.local import run_single, run_workers
+    from crius.launch.worker import leave
+    from crius.train import job
+
+    target = functools.partial(job.run, run, folder, STARTED, strict=strict)
+    if placement is None and facts.num_ranks > 1:
+        code = run_workers(target, facts.num_ranks, folder)
+    else:
+        code = run_single(target, placement or single_placement(), folder)
+        if code and placement:
+            leave(code)  # a normal exit would wait for peers that may be gone
+    if code == 0 and (placement is None or placement.rank == 0):
+        _say_next(run, folder, facts.num_ranks)
+    return code
+
+
+def _check_options(nproc: int, strict: bool, dry_run: bool, dry_run_rank: int, as_json: bool) -> None:
+    if nproc < 0:
+        raise ConfigError(f"--nproc {nproc} is negative.", fix="give the number of processes, e.g. --nproc 4")
+    given = {"--strict": strict and dry_run, "--dry_run_rank": dry_run_rank and not dry_run}
+    for name in (name for name, is_vain in (given | {"--json": as_json and not dry_run}).items() if is_vain):
+        other = "with --dry_run, which trains nothing" if dry_run else "without --dry_run"
+        raise ConfigError(f"{name} has no effect {other}.", where="command line", fix=f"leave out {name}")
+
+
+def _dry_run(run: RunConfig, nproc: int, rank: int, as_json: bool) -> int:
+    """Build, lay out and step the model on tensors without memory, and say what a rank would hold and do."""
+    facts = facts_of(run, nproc, None, is_dry=True)
+    rules.check(facts)
+    need_torch()
+    check_save_ops(run)
+    if not 0 <= rank < facts.num_ranks:
+        raise ConfigError(
+            f"--dry_run_rank {rank} is none of the {facts.num_ranks} ranks.",
+            where="command line",
+            fix=f"give a rank from 0 to {facts.num_ranks - 1}",
+        )
+    from crius.planner.dry_run import dry_run
+
+    report = dry_run(run, facts.num_ranks, rank, STARTED)
+    emit(json.dumps(report.as_dict(), indent=2) if as_json else "\n".join(report.lines()))
+    return 0
+
+
+def _say_next(run: RunConfig, folder: Path, num_ranks: int) -> None:
+    emit(f"run folder: {folder} (metrics.jsonl, summary.json, run.toml, logs/)")
+    if run.model.flavor == "debug":
+        crius = "crius" if shutil.which("crius") else f"{sys.executable} -m crius"
+        again = f"--config {folder / 'run.toml'} --training.steps {2 * run.training.steps}"
+        emit("try next:")
+        if num_ranks == 1:
+            emit(f"  the same curve on four workers   {crius} train --parallelism.data_parallel_shard_degree 4")
+        emit(f"  this run again, twice as long    {crius} train {again}")
+        emit(f"  every setting and its origin     {crius} config show")

@@ -1,0 +1,111 @@
+"""``crius verify``."""
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from crius.cli.app import (
+    SOURCES,
+    ConfigFiles,
+    Json,
+    Recipe,
+    Run,
+    check_save_ops,
+    facts_of,
+    need_torch,
+    run_dir,
+    verify_app,
+)
+from crius.config.export import flatten
+from crius.config.run import RunConfig
+from crius.errors import ConfigError
+
+Layouts = Annotated[
+    str, Parameter(help="Layouts joined by commas, such as fsdp2_tp2,pp4+gpipe. Empty: a table of them.")
+]
+MostRanks = Annotated[int, Parameter(help="Most ranks of a layout, where --layouts is not given.")]
+Timeout = Annotated[int, Parameter(help="Seconds that one layout may take.")]
+
+
+@verify_app.command
+def parity(
+    run: Run = RunConfig(),  # noqa: B008
+    *,
+    recipe: Recipe = "",
+    config: ConfigFiles = (),
+    layouts: Layouts = "",
+    nproc: MostRanks = 8,
+    steps: Annotated[int, Parameter(help="Steps to train; the first three are compared.")] = 3,
+    timeout: Timeout = 300,
+    as_json: Json = False,
+) -> int:
+    """Train layouts and one device on the same batches, and compare loss, gradient norm and weights.
+
+    Takes the flags of train. Exit code 1 where a layout is further away than the tolerance.
+    """
+    from crius.verify.parity import parity
+
+    folder = _verify_folder(run)
+    return parity(
+        facts_of(run, 0, None), folder, layouts=layouts, nproc=nproc, steps=steps, timeout=timeout, as_json=as_json
+    )
+
+
+@verify_app.command
+def init(
+    run: Run = RunConfig(),  # noqa: B008
+    *,
+    recipe: Recipe = "",
+    config: ConfigFiles = (),
+    layouts: Layouts = "",
+    nproc: MostRanks = 8,
+    timeout: Timeout = 300,
+    as_json: Json = False,
+) -> int:
+    """Start the weights on layouts and print a hash of each: the same for all. Takes the flags of train."""
+    from crius.verify.init import init
+
+    return init(
+        facts_of(run, 0, None), _verify_folder(run), layouts=layouts, nproc=nproc, timeout=timeout, as_json=as_json
+    )
+
+
+@verify_app.command(name="compile")
+def compile_(
+    run: Run = RunConfig(),  # noqa: B008
+    *,
+    recipe: Recipe = "",
+    config: ConfigFiles = (),
+    layouts: Layouts = "",
+    nproc: MostRanks = 8,
+    steps: Annotated[int, Parameter(help="Steps to train; the first three are compared.")] = 3,
+    timeout: Timeout = 300,
+    as_json: Json = False,
+) -> int:
+    """Train layouts eager and compiled, and compare loss, gradient norm and weights. Takes the flags of train."""
+    from crius.verify.compile import compile
+
+    folder = _verify_folder(run)
+    return compile(
+        facts_of(run, 0, None), folder, layouts=layouts, nproc=nproc, steps=steps, timeout=timeout, as_json=as_json
+    )
+
+
+def _verify_folder(run: RunConfig) -> Path:
+    """The folder of the logs; refuses flags that a layout sets.
+
+    Raises:
+        ConfigError: names them.
+    """
+    set_by_layout = [*(name for name in flatten(run) if name.endswith("_degree")), "training.local_batch_size"]
+    given = [f"--{name}" for name in set_by_layout if SOURCES.origin(name) == "command line"]
+    if given:
+        raise ConfigError(
+            f"{', '.join(given)} of no effect: a layout sets all degrees and the microbatches.",
+            where="command line",
+            fix=f"leave out {', '.join(given)}, and give --layouts, such as fsdp2_tp2 or pp2_accum2",
+        )
+    need_torch()
+    check_save_ops(run)
+    return run_dir(run, None)

@@ -1,0 +1,99 @@
+"""The model as a rank holds it, and what runs it."""
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from crius.config.batch import BatchSizes
+from crius.config.pipeline import describe_microbatches, num_stages, placement, split_stages
+from crius.config.run import RunConfig
+from crius.models import registry
+from crius.models.spec import ModelFacts
+from crius.parallel.apply import Applied, materialize, parallelize
+from crius.parallel.compile import compile_loss
+from crius.parallel.fsdp import GradientSync
+from crius.parallel.mesh import Mesh
+from crius.parallel.pipeline import Pipeline
+from crius.parallel.runtime import World
+from crius.parallel.stages import order_of, prune, simulate, stage_costs, stage_indices, stage_table
+from crius.train.inputs import run_modules
+from crius.train.loss import loss_sum
+from crius.train.step import Accumulation, Pipelined, Runner
+
+log = logging.getLogger("crius.train")
+
+
+@dataclass(frozen=True)
+class Built:
+    """The model as this rank holds it.
+
+    Attributes:
+        parts: its stages, one without pipeline parallelism, laid out on the mesh.
+        stages: their places in the pipeline, ascending.
+        names: the parameters of the whole model, in order.
+        applied: what the passes did to each part.
+    """
+
+    parts: list[nn.Module]
+    stages: list[int]
+    names: list[str]
+    applied: list[Applied]
+
+
+def build_parts(config: RunConfig, facts: ModelFacts, mesh: Mesh) -> Built:
+    """This rank's stages of the model, laid out on ``mesh``, still on the meta device."""
+    spec = registry.SPECS[config.model.name]
+    all_stages = split_stages(run_modules(config, facts), num_stages(config.parallelism), config.parallelism)
+    indices = stage_indices(config.parallelism, mesh.pp.get_local_rank() if mesh.pp else 0)
+    with torch.device("meta"):
+        model = registry.build(spec, facts)
+    names = [name for name, _ in model.named_parameters()]
+    spec.plan(facts).check_coverage([name for name, _ in model.named_modules() if name], names)
+    parts = [build_part(config, facts, mesh, all_stages[index]) for index in indices]
+    return Built([part for part, _ in parts], indices, names, [applied for _, applied in parts])
+
+
+def build_part(config: RunConfig, facts: ModelFacts, mesh: Mesh, modules: Sequence[str]) -> tuple[nn.Module, Applied]:
+    """The stage that has only ``modules``, laid out on ``mesh``, still on the meta device."""
+    spec = registry.SPECS[config.model.name]
+    with torch.device("meta"):
+        part = registry.build(spec, facts)
+    prune(part, modules)
+    return part, parallelize(part, spec.plan(facts), facts, mesh, config)
+
+
+def build_model(config: RunConfig, facts: ModelFacts, mesh: Mesh, ranks: World) -> Built:
+    """This rank's stages of the model, their shards drawn from ``debug.seed``."""
+    built = build_parts(config, facts, mesh)
+    begin = time.monotonic()
+    for part in built.parts:
+        materialize(part, part.init_rules(), ranks, config)  # type: ignore[operator]
+    log.info("init: weights drawn from seed %d in %.1f s", config.debug.seed, time.monotonic() - begin)
+    return built
+
+
+def build_runner(
+    config: RunConfig, facts: ModelFacts, sizes: BatchSizes, built: Built, mesh: Mesh, ranks: World
+) -> Runner:
+    """What runs the parts over a batch: an accumulation loop, or a pipeline."""
+    parallelism, training = config.parallelism, config.training
+    loss = compile_loss(loss_sum, config.compile) if config.compile.loss else loss_sum
+    if mesh.pp is None:
+        sync = GradientSync(built.parts[0], parallelism, training)
+        if sizes.accumulation > 1:
+            log.info("gradient_sync %s: %s", training.gradient_sync, sync.describe(mesh.dims, sizes.accumulation))
+        return Accumulation(built.parts[0], sync, sizes.local, loss)
+    modules = run_modules(config, facts)
+    stages = split_stages(modules, num_stages(parallelism), parallelism)
+    timeline = simulate(order_of(parallelism, sizes.accumulation), stage_costs(modules, stages))
+    asked = training.local_batch_size != -1
+    log.info("pipeline: %s", describe_microbatches(parallelism, sizes.accumulation, sizes.local, asked))
+    for line in stage_table(modules, stages, placement(parallelism), timeline):
+        log.info("pipeline: %s", line)
+    log.info("gradient_sync deferred: the schedule synchronises once a step, after the last microbatch")
+    pipeline = Pipeline(built.parts, built.stages, parallelism, sizes.accumulation, mesh.pp, ranks.device, loss)
+    return Pipelined(pipeline)

@@ -1,0 +1,164 @@
+"""What each optimisation that was asked for really did: a line a piece, and ``--strict`` for those that did nothing."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from crius.errors import EffectError
+from crius.parallel.activation_checkpoint import CheckpointedBlocks
+from crius.parallel.async_tensor import AsyncTensorParallel
+from crius.parallel.compile import CompileReport
+from crius.parallel.runtime import World
+
+log = logging.getLogger("crius.train")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effect:
+    """One optimisation that is on, and how often it took hold.
+
+    Attributes:
+        name: as in the log, such as ``async_tp``.
+        flag: what turned it on, as typed, such as ``--compile.enable``.
+        count: how often it took hold.
+        total: how often it could have; None where there is no such number. At 0 there was nothing to do here.
+        what: what is counted, and what else there is to say, such as ``blocks, 1 graph``.
+        reason: why it is so few, or how it was chosen; may be empty.
+    """
+
+    name: str
+    flag: str
+    count: int
+    total: int | None = None
+    what: str
+    reason: str = ""
+
+    @property
+    def is_inactive(self) -> bool:
+        """Whether it was asked for and did nothing."""
+        return self.count == 0 and self.total != 0
+
+    @property
+    def body(self) -> str:
+        """The line without the name."""
+        of_total = "" if self.total is None else f" of {self.total}"
+        return f"{self.count}{of_total} {self.what}" + (f" ({self.reason})" if self.reason else "")
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.body}"
+
+
+def check(effects: Sequence[Effect], strict: bool, *, rank: int = 0) -> None:
+    """Log a line for each effect, a warning where there is none.
+
+    Call it twice: with what is known once the model is built, before any step is paid for, and with what only the first
+    step shows.
+
+    Args:
+        effects: the optimisations that are on.
+        strict: those without effect end the run.
+        rank: 0 speaks.
+
+    Raises:
+        EffectError: ``strict``, and an effect is zero; it names all of them.
+    """
+    inactive = [effect for effect in effects if effect.is_inactive]
+    for effect in effects if rank == 0 else ():
+        if effect not in inactive:
+            log.info("%s", effect)
+        elif not strict:
+            log.warning("%s", effect)
+    if not (strict and inactive):
+        return
+    names = ", ".join(effect.name for effect in inactive)
+    flags = ", ".join(effect.flag for effect in inactive)
+    raise EffectError(
+        f"asked for, but without effect: {names}.",
+        where="--strict",
+        why="; ".join(str(effect) for effect in inactive),
+        fix=f"leave out {flags}; or leave out --strict, and the run goes on without",
+    )
+
+
+def over_stages(effects: Sequence[Effect], ranks: World, pipeline_ranks: int) -> list[Effect]:
+    """The effects of the whole model, the same on every rank, from those of each rank's part of it.
+
+    All ranks must bring the same effects in the same order: which ones are on is the config's choice.
+
+    Args:
+        effects: this rank's.
+        ranks: all ranks; those that hold the same part bring the same counts.
+        pipeline_ranks: ranks that hold the parts of one copy of the model.
+    """
+    counts = torch.tensor([[effect.count, effect.total or 0] for effect in effects], dtype=torch.int64)
+    sums = ranks.sum(counts.to(ranks.device)) // (ranks.size // pipeline_ranks)
+    return [
+        replace(effect, count=count, total=None if effect.total is None else total)
+        for effect, (count, total) in zip(effects, sums.tolist(), strict=True)
+    ]
+
+
+def of_activation_checkpoint(parts: Sequence[CheckpointedBlocks]) -> Effect:
+    """``activation_checkpoint: 8 of 8 blocks (every block keeps its input only)``."""
+    return Effect(
+        name="activation_checkpoint",
+        flag="--activation_checkpoint.mode",
+        count=sum(part.count for part in parts),
+        total=sum(part.total for part in parts),
+        what="blocks",
+        reason=parts[0].description,
+    )
+
+
+def of_save_ops(parts: Sequence[CheckpointedBlocks]) -> list[Effect]:
+    """For each entry of ``save_ops``, how many results of it a block keeps. Call after the first step."""
+    found = [part.matches() for part in parts]
+    return [
+        Effect(
+            name=f"save_ops {entry}",
+            flag=f"{entry} of --activation_checkpoint.save_ops",
+            count=max(matches[entry] for matches in found),
+            what="results stay in a block",
+        )
+        for entry in found[0]
+    ]
+
+
+def over_ranks(effects: Sequence[Effect], ranks: World) -> list[Effect]:
+    """Effects that count within one block: the largest count of any rank, the same on every rank."""
+    counts = torch.tensor([effect.count for effect in effects], dtype=torch.int64, device=ranks.device)
+    largest = ranks.gather(counts).amax(dim=0).tolist()
+    return [replace(effect, count=count) for effect, count in zip(effects, largest, strict=True)]
+
+
+def of_compile(num_blocks: int, report: CompileReport) -> Effect:
+    """``compile: 8 of 8 blocks, 1 graph``. Call after ``report.lines()`` or ``report.step``.
+
+    Args:
+        num_blocks: what ``compile_blocks`` returned.
+        report: counts from before the first step.
+    """
+    graphs = f"{report.graphs} graph{'' if report.graphs == 1 else 's'}"
+    return Effect(
+        name="compile",
+        flag="--compile.enable",
+        count=num_blocks if report.graphs else 0,
+        total=num_blocks,
+        what=f"blocks, {graphs}",
+        reason=report.reason if num_blocks else "",
+    )
+
+
+def of_async_tensor_parallel(async_tp: AsyncTensorParallel) -> Effect:
+    """``async_tp: 8 of 8 fused``, or ``async_tp: 0 fused (needs CUDA)``."""
+    fused, candidates = async_tp.count()
+    return Effect(
+        name="async_tp",
+        flag="--parallelism.enable_async_tensor_parallel",
+        count=fused,
+        total=candidates or None,
+        what="fused",
+        reason=async_tp.reason(),
+    )
