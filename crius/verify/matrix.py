@@ -1,0 +1,138 @@
+"""Which layouts a verb runs, and the config of each."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from crius.config.facts import Facts
+from crius.config.layout import OTHER_LOSS, Layout, apply_layout, batch_unit, parse_layout, replace_fields
+from crius.config.rules import RULES
+from crius.config.run import RunConfig
+from crius.errors import ConfigError, CriusError
+from crius.train.inputs import model_facts
+
+LEAST_GLOBAL_BATCH = 16
+
+SCHEDULES = ("gpipe", "1f1b", "interleave_1f1b", "interleave_zero_bubble", "zbv_zero_bubble", "dualpipev")
+
+PARITY = (
+    *("accum4", "ddp4", "fsdp2", "fsdp8", "hsdp2x4", "fsdp2_accum4+immediate", "hsdp2x2_accum4+deferred"),
+    *("fsdp2_accum2+never", "fsdp4+reshard2", "fsdp2+offload", "fsdp2+document"),
+    *("tp2", "tp4", "tp8", "tp2_accum4", "fsdp2_tp2", "hsdp2x2_tp2", "tp2+document"),
+    *(f"pp{degree}+{schedule}" for degree in (2, 4) for schedule in SCHEDULES),
+    *("pp2_accum4", "pp2_fsdp2", "pp2_tp2", "pp2_fsdp2_tp2", "pp2_fsdp2_tp2+interleave_zero_bubble", "pp2+document"),
+    *("cp2", "cp4", "cp2+ulysses", "cp4+ulysses", "cp2_accum4", "fsdp2_cp2", "cp2_tp2", "pp2_cp2", "cp2+document"),
+    *("1+full", "1+selective", "1+selective2", "fsdp2+full", "tp2+selective", "cp2+full", "pp2+full"),
+    *("1+compile", "fsdp2+compile", "tp2+compile", "pp2+compile", "fsdp2+compile+full", "1+memory_budget+compile"),
+)
+INIT = (
+    *("1", "ddp2", "fsdp2", "fsdp3", "fsdp8", "hsdp2x2", "hsdp2x4", "tp2", "tp4", "tp8", "fsdp2_tp2", "hsdp2x2_tp2"),
+    *("pp2", "pp4", "pp4+interleave_1f1b", "pp4+zbv_zero_bubble", "pp2_fsdp2_tp2", "cp2", "fsdp2_cp2", "cp2_tp2"),
+    *("pp2_cp2",),
+)
+COMPILE = ("1", "fsdp2", "tp2", "fsdp2+full")
+
+_MEANINGLESS_ALONE = {
+    "parallelism.reshard_after_forward_mode": "default",
+    "parallelism.enable_async_tensor_parallel": False,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of a verb.
+
+    Attributes:
+        layout: what is run.
+        config: the run on it; None where the rules refuse it.
+        problems: why they do.
+    """
+
+    layout: Layout
+    config: RunConfig | None
+    problems: tuple[CriusError, ...] = ()
+
+    @property
+    def refusal(self) -> str:
+        """The problems in one line."""
+        return " ".join(problem.what for problem in self.problems)
+
+
+def check_timeout(seconds: int) -> None:
+    """Raise ConfigError where a layout would have no time at all."""
+    if seconds < 1:
+        raise ConfigError(f"--timeout {seconds} is not positive.", where="command line", fix="--timeout 300")
+
+
+def chosen(layouts: str, default: Sequence[str], most_ranks: int) -> list[Layout]:
+    """The layouts of ``--layouts a,b,c``, each once; without it those of ``default`` that fit ``most_ranks``.
+
+    Raises:
+        ConfigError: one is no layout, or none is left.
+    """
+    if layouts:
+        return list(dict.fromkeys(parse_layout(text) for text in layouts.split(",")))
+    found = [layout for layout in map(parse_layout, default) if layout.num_ranks <= most_ranks]
+    if not found:
+        raise ConfigError(f"--nproc {most_ranks} leaves no layout.", where="command line", fix="--nproc 1 or more")
+    return found
+
+
+def reference_of(layout: Layout) -> Layout:
+    """One device with those options of ``layout`` that change what is computed."""
+    return Layout(options=tuple(option for option in layout.options if option in OTHER_LOSS))
+
+
+def fixed(config: RunConfig, layouts: Sequence[Layout], steps: int) -> RunConfig:
+    """``config`` for a few steps at a fixed learning rate, with one global batch that all ``layouts`` split.
+
+    Raises:
+        LayoutError: the schedule file cannot be read.
+    """
+    total = config.training.global_batch_size
+    if total == -1:
+        unit = math.lcm(*(batch_unit(config, layout) for layout in layouts))
+        total = -(-LEAST_GLOBAL_BATCH // unit) * unit
+    changes = {
+        "training.steps": steps,
+        "training.global_batch_size": total,
+        "lr_scheduler.warmup_steps": 0,
+        "lr_scheduler.decay_ratio": 0.0,
+        "validation.interval": 0,
+        "metrics.log_interval": 1,
+        "metrics.enable_tensorboard": False,
+        "profiler.enable": False,
+        "checkpoint.enable": False,
+        "checkpoint.interval": 0,
+    }
+    return replace_fields(config, changes)
+
+
+def case(facts: Facts, config: RunConfig, layout: Layout) -> Case:
+    """``config`` on ``layout``, or why not.
+
+    Args:
+        facts: of this machine, and of any run.
+        config: from ``fixed``.
+        layout: what is asked for.
+    """
+    if layout.num_ranks == 1:  # what means nothing on one device is no reason to refuse the reference
+        config = replace_fields(config, _MEANINGLESS_ALONE)
+    try:
+        placed = apply_layout(config, layout)
+    except ConfigError as error:
+        return Case(layout, None, (error,))
+    known = config.model.name in facts.specs and config.model.flavor in facts.specs[config.model.name].flavors
+    looked_at = dataclasses.replace(
+        facts,
+        config=placed,
+        origin=lambda name: f"layout {layout}",
+        model=model_facts(placed) if known else None,
+        num_ranks=layout.num_ranks,
+        asked_ranks=0,
+        asked_by="",
+        local_ranks=layout.num_ranks,
+    )
+    problems = tuple(problem for rule in RULES for problem in rule(looked_at))
+    return Case(layout, None if problems else placed, problems)

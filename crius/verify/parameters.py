@@ -1,0 +1,175 @@
+"""The parameters of one layout beside those of another, shard by shard, and a checksum that no layout changes."""
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from crius.parallel.init import local_shard
+from crius.parallel.local import num_shards
+from crius.parallel.runtime import World
+
+Named = Sequence[tuple[str, nn.Parameter]]
+
+BLOCK_NUMEL = 1 << 22  # numbers compared at a time
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Where a run left its parameters.
+
+    Attributes:
+        folder: one file a rank and moment.
+        is_whole: one rank wrote whole parameters, for any layout to read; otherwise each rank wrote its own shards,
+            for the same layout to read.
+    """
+
+    folder: Path
+    is_whole: bool
+
+    def save(self, moment: str, parameters: Named, rank: int) -> None:
+        """Write what this rank holds, as it is at ``moment``: ``start`` or ``end``."""
+        shards = {name: local_shard(parameter)[0].cpu().clone() for name, parameter in parameters}
+        torch.save(shards, self._path(moment, rank))
+
+    def load(self, moment: str, rank: int) -> dict[str, Tensor]:
+        """What ``rank`` compares itself with; read from disk as far as it is looked at."""
+        return torch.load(self._path(moment, 0 if self.is_whole else rank), mmap=True, weights_only=True)
+
+    def _path(self, moment: str, rank: int) -> Path:
+        return self.folder / f"{moment}-{rank}.pt"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far the parameters of a run ended from those of the reference.
+
+    Attributes:
+        whole: L2 norm of the difference of all parameters, relative to the norm of the reference's.
+        update: L2 norm of the difference of one parameter, relative to what training changed in it; the largest.
+        worst: the parameter where that is.
+        moved: L2 norm of what training changed in the whole reference, relative to the norm of its end.
+        missing: parameters of which the ranks together do not hold exactly one.
+    """
+
+    whole: float
+    update: float
+    worst: str
+    moved: float
+    missing: tuple[str, ...]
+
+
+def compare(
+    parameters: Named, all_names: Sequence[str], reference: Shards, num_holders: int, ranks: World
+) -> Difference:
+    """Compare this rank's parameters with those of the reference; the same result on every rank.
+
+    Args:
+        parameters: of this rank, by their names in the whole model.
+        all_names: names of the whole model, in order.
+        reference: its start and end.
+        num_holders: ranks that hold a part of each parameter: all of the run, or of one pipeline stage.
+        ranks: all ranks.
+    """
+    start, end = reference.load("start", ranks.rank), reference.load("end", ranks.rank)
+    sums = torch.zeros((len(all_names), 4), dtype=torch.float64)
+    for name, parameter in parameters:
+        local, offset = local_shard(parameter)
+        share = num_shards(parameter) / num_holders
+        row = sums[all_names.index(name)]
+        for block, place in _blocks(local, offset if reference.is_whole else (0,) * local.dim()):
+            first, last = (_part(saved[name], block.shape, place) for saved in (start, end))
+            apart, moved = block.to(torch.float64) - last, last - first
+            values = [*(part.square().sum().item() for part in (apart, last, moved)), block.numel() / parameter.numel()]
+            row += torch.tensor(values, dtype=torch.float64) * share
+    sums = ranks.sum(sums.to(ranks.device)).cpu()
+    differences, ends, moves, held_shares = sums.unbind(dim=1)
+    missing = [name for name, held in zip(all_names, held_shares.tolist(), strict=True) if abs(held - 1) > 1e-6]
+    each = torch.where(differences > 0, differences / moves, 0.0).sqrt()  # infinite where only one of the two moved
+    worst = int(each.argmax())
+    return Difference(
+        whole=(differences.sum() / ends.sum()).sqrt().item(),
+        update=each[worst].item(),
+        worst=all_names[worst],
+        moved=(moves.sum() / ends.sum()).sqrt().item(),
+        missing=tuple(missing),
+    )
+
+
+def _blocks(local: Tensor, offset: Sequence[int]) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
+    """Rows of a shard, on the host, and where they start in the whole: few at a time, as they are copied."""
+    rows = max(1, BLOCK_NUMEL // max(1, math.prod(local.shape[1:])))
+    for start in range(0, local.shape[0] if local.numel() else 0, rows):
+        yield local[start : start + rows].cpu(), (offset[0] + start, *offset[1:])
+
+
+def _part(saved: Tensor, shape: torch.Size, offset: Sequence[int]) -> Tensor:
+    """The part of a saved parameter that starts at ``offset``, float64."""
+    for dim, size in enumerate(shape):
+        saved = saved.narrow(dim, offset[dim], size)
+    return saved.to(torch.float64)
+
+
+def checksums(parameters: Named, all_names: Sequence[str], ranks: World) -> dict[str, str]:
+    """For each parameter of the whole model a checksum of its bits, on every rank; empty where something is wrong.
+
+    The checksum of a shard is a sum, in 64 bits that wrap, over a mix of each number's bits and its place in the whole
+    parameter. So shards add up to the same number however the parameter is cut. Wrong is: two ranks that hold the same
+    shard with other bits, or shards that do not make up the whole.
+
+    Args:
+        parameters: of this rank, by their names in the whole model.
+        all_names: names of the whole model, in order.
+        ranks: all ranks.
+    """
+    # place of the shard plus one, its size, its checksum, size of the whole; zeros where this rank holds nothing
+    rows = torch.zeros((len(all_names), 4), dtype=torch.int64)
+    for name, parameter in parameters:
+        local, offset = local_shard(parameter)
+        if local.numel():
+            first = sum(at * math.prod(parameter.shape[dim + 1 :]) for dim, at in enumerate(offset))
+            total = torch.zeros((), dtype=torch.int64)
+            for block, place in _blocks(local, offset):
+                total += _mixed(block, _places(block.shape, place, parameter.shape))
+            values = [first + 1, local.numel(), int(total), parameter.numel()]
+            rows[all_names.index(name)] = torch.tensor(values, dtype=torch.int64)
+    gathered = ranks.gather(rows.to(ranks.device)).cpu()  # (ranks, names, 4)
+    found = {}
+    for index, name in enumerate(all_names):
+        shards = {tuple(row) for row in gathered[:, index].tolist() if row[0]}
+        is_one = len({row[:2] for row in shards}) == len(shards) and sum(row[1] for row in shards) == max(
+            (row[3] for row in shards), default=-1
+        )
+        total = sum(row[2] for row in shards) % 2**64
+        found[name] = f"{total:016x}" if is_one else ""
+    return found
+
+
+def one_hash(sums: dict[str, str]) -> str:
+    """A hash of the checksums of all parameters and their names, 16 hexadecimal digits."""
+    text = "\n".join(f"{name} {value}" for name, value in sums.items())
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _places(shape: torch.Size, offset: Sequence[int], whole: torch.Size) -> Tensor:
+    """Index of each number of a shard in the flattened whole, int64 of ``shape``."""
+    places = torch.zeros(shape, dtype=torch.int64)
+    for dim, size in enumerate(shape):
+        stride = math.prod(whole[dim + 1 :])
+        along = (torch.arange(size) + offset[dim]) * stride
+        places += along.view(-1, *[1] * (len(shape) - dim - 1))
+    return places
+
+
+def _mixed(values: Tensor, places: Tensor) -> Tensor:
+    """Sum of a mix of bits and places, an int64 scalar, wrapped to 64 bits (multipliers of splitmix64, odd)."""
+    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = values.contiguous().view(kinds[values.element_size()]).to(torch.int64)
+    mixed = (bits + 0x1E3779B97F4A7C15) * (2 * places + 1)
+    mixed = (mixed ^ (mixed >> 31)) * -0x40A7B892E31B1A47
+    mixed = (mixed ^ (mixed >> 27)) * -0x6B2FB644ECCEEE15
+    return (mixed ^ (mixed >> 30)).sum()

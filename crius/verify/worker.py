@@ -1,0 +1,169 @@
+"""What the ranks of one layout do: train on uneven batches as ``crius train`` would, and compare where they end."""
+
+import contextlib
+import dataclasses
+import faulthandler
+import functools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from crius.config.run import RunConfig
+from crius.data.batch import Batch
+from crius.launch.environment import Placement
+from crius.launch.report import log_path
+from crius.metrics.ledger import TimeLedger
+from crius.metrics.record import Record, StepMetrics
+from crius.models import registry
+from crius.models.spec import ModelFacts
+from crius.parallel.dims import ParallelDims
+from crius.parallel.local import named_parameters
+from crius.parallel.mesh import Mesh, build_mesh
+from crius.parallel.runtime import World, pick_device, world
+from crius.train.build import build_model
+from crius.train.inputs import model_facts, open_run_corpus, run_batch_sizes
+from crius.train.job import assemble
+from crius.train.logs import start_logging
+from crius.train.loop import Loop
+from crius.verify.parameters import Named, Shards, checksums, compare
+from crius.verify.uneven import uneven_documents, uneven_labels
+
+RESULT = "result.json"
+
+
+@dataclass(frozen=True)
+class Task:
+    """One layout to be run.
+
+    Attributes:
+        config: the run on this layout.
+        run_dir: folder of its logs and of its result.
+        seconds: after which it counts as hung.
+        shards: of the reference, to be written by the reference itself and compared with by the others.
+        is_reference: this run is the reference.
+        strict: an optimisation that is on and does nothing fails the run.
+    """
+
+    config: RunConfig
+    run_dir: Path
+    seconds: int
+    shards: Shards
+    is_reference: bool = False
+    strict: bool = False
+
+
+class Recorder:
+    """A sink that keeps the records."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepMetrics] = []
+
+    def write(self, record: Record) -> None:
+        """Keep the record of a step."""
+        if isinstance(record, StepMetrics):
+            self.steps.append(record)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def train(task: Task, placement: Placement) -> None:
+    """Train as one rank of ``task``; rank 0 writes losses, gradient norms and differences to the result.
+
+    Raises:
+        CriusError: whatever training raises.
+    """
+    recorder = Recorder()
+    with _session(task, placement) as (facts, mesh, ranks, stack):
+        config = task.config
+        sizes = run_batch_sizes(config, mesh.dims.batch)
+        corpus = open_run_corpus(config, mesh.dims.batch)
+        ledger = TimeLedger(time.monotonic())
+        loop = assemble(
+            config, facts, sizes, corpus, mesh, ranks, task.run_dir, ledger, [recorder], stack, strict=task.strict
+        )
+        place = functools.partial(_place, config, sizes.total, loop.place)
+        parameters = _parameters(loop)
+        if task.is_reference and _writes(task, ranks):
+            task.shards.save("start", parameters, ranks.rank)
+        dataclasses.replace(loop, place=place).run()
+        result: dict[str, Any] = {
+            "loss": [record.loss for record in recorder.steps],
+            "grad_norm": [record.grad_norm for record in recorder.steps],
+        }
+        if task.is_reference and _writes(task, ranks):
+            task.shards.save("end", parameters, ranks.rank)
+        difference = compare(parameters, _all_names(config, facts), task.shards, ranks.size // mesh.dims.pp, ranks)
+        _write(task, ranks, result | dataclasses.asdict(difference))
+
+
+def start(task: Task, placement: Placement) -> None:
+    """Draw the weights as one rank of ``task``; rank 0 writes the checksum of each parameter to the result.
+
+    Raises:
+        CriusError: whatever building a model raises.
+    """
+    with _session(task, placement) as (facts, mesh, ranks, _):
+        built = build_model(task.config, facts, mesh, ranks)
+        _write(task, ranks, {"checksums": checksums(named_parameters(built.parts), built.names, ranks)})
+
+
+@contextlib.contextmanager
+def _session(task: Task, placement: Placement) -> Iterator[tuple[ModelFacts, Mesh, World, contextlib.ExitStack]]:
+    """The ranks of a task, met; everything they say goes to their logs, also that of rank 0."""
+    _speak_to_log(placement)
+    faulthandler.dump_traceback_later(task.seconds, exit=True, file=2)
+    start_logging(placement.rank, task.run_dir, is_own_file=True)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    config = task.config
+    if config.debug.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    device = pick_device(config.training.device, placement.local_rank)
+    dims = ParallelDims.build(config.parallelism, placement.world_size)
+    with contextlib.ExitStack() as stack:
+        ranks = stack.enter_context(
+            world(placement.rank, placement.world_size, device, placement.rendezvous, task.seconds)
+        )
+        yield model_facts(config), build_mesh(dims, device.type), ranks, stack
+
+
+def _speak_to_log(placement: Placement) -> None:
+    """Rank 0 is on the console until now, where the table is."""
+    if placement.rank == 0:
+        assert placement.log_dir is not None
+        log = log_path(placement.log_dir, 0).open("a", buffering=1, encoding="utf-8", errors="backslashreplace")
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+        sys.stdout = sys.stderr = log
+
+
+def _place(config: RunConfig, total: int, place: Callable[[Batch], Batch], batch: Batch) -> Batch:
+    uneven = uneven_labels(batch, total)
+    return place(uneven_documents(uneven) if config.model.attention_mask == "document" else uneven)
+
+
+def _parameters(loop: Loop) -> Named:
+    return named_parameters(loop.state.parts)
+
+
+def _all_names(config: RunConfig, facts: ModelFacts) -> list[str]:
+    """Names of the parameters of the whole model, whatever stages this rank has."""
+    with torch.device("meta"):
+        return [name for name, _ in registry.build(registry.SPECS[config.model.name], facts).named_parameters()]
+
+
+def _writes(task: Task, ranks: World) -> bool:
+    return ranks.rank == 0 or not task.shards.is_whole
+
+
+def _write(task: Task, ranks: World, result: dict[str, Any]) -> None:
+    if ranks.rank == 0:
+        (task.run_dir / RESULT).write_text(json.dumps(result), encoding="utf-8")
