@@ -1,0 +1,101 @@
+"""Parts that behave differently on a GPU, each in a process of its own."""
+
+import sys
+from pathlib import Path
+
+import gpu_runs
+import pytest
+import torch
+import torch.distributed as dist
+from harness import SMALL, parse
+from torch import nn
+
+from crius.data.loader import BatchLoader
+from crius.errors import NonFiniteError
+from crius.parallel.runtime import pick_device, world
+from crius.train.guard import UpdateGuard
+from crius.train.inputs import open_run_corpus
+from crius.train.step import StepResult
+
+BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
+
+
+def one_process_is_a_world(folder: Path) -> None:
+    device = pick_device(gpu_runs.DEVICE, 0)
+    with world(0, 1, device, "", 60) as ranks:
+        values = torch.arange(4.0, device=device)
+        assert ranks.sum(values.clone()).tolist() == values.tolist()
+        assert ranks.gather(values).shape == (1, 4)
+        # host tensors too: offloaded gradients are reduced there
+        assert ranks.sum(torch.ones(3)).tolist() == [1, 1, 1]
+        for kind in {device.type, "cpu"}:
+            assert dist.group.WORLD._get_backend(torch.device(kind)).name() == BACKENDS[kind]
+    assert not dist.is_initialized()
+
+
+def batches_come_in_pinned_memory(folder: Path) -> None:
+    corpus = open_run_corpus(parse(SMALL), 1)
+
+    def loader(pin_memory: bool) -> BatchLoader:
+        return BatchLoader(corpus.train, global_batch_size=16, rank=0, num_ranks=1, prefetch=2, pin_memory=pin_memory)
+
+    pinned, plain = loader(True), loader(False)
+    for _ in range(4):  # more than are prefetched, so that buffers are used again
+        got, want = next(pinned), next(plain)
+        assert got.tokens_BT.is_pinned() and got.labels_BT.is_pinned() and got.positions_BT.is_pinned()
+        placed = got.to(gpu_runs.DEVICE)
+        torch.cuda.synchronize()
+        assert torch.equal(placed.tokens_BT.cpu(), want.tokens_BT)
+        assert torch.equal(placed.labels_BT.cpu(), want.labels_BT)
+    pinned.close(), plain.close()
+
+
+def a_bad_update_is_skipped_by_the_device(folder: Path) -> None:
+    device = pick_device(gpu_runs.DEVICE, 0)
+    with world(0, 1, device, "", 60) as ranks:
+        model = nn.Linear(8, 8, bias=False, device=device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+        guard = UpdateGuard([("weight", model.weight)], ["weight"], optimizer, ranks, folder)
+
+        def result(step: int, value: float) -> StepResult:
+            model.weight.grad = torch.full_like(model.weight, value)
+            total = torch.full((), value, dtype=torch.float64, device=device)  # torch.tensor would wait for a copy
+            return StepResult(
+                step=step,
+                loss=total,
+                grad_norm=total,
+                local_losses=total[None],
+                squared_norms=total[None],
+                sample_ids=(step,),
+            )
+
+        guard.update(result(1, 1.0))
+        guard.check()
+        good = model.weight.detach().clone()
+        bad = result(2, torch.nan)
+        torch.cuda.set_sync_debug_mode("error")  # the host must not wait to learn whether the step was finite
+        guard.update(bad)
+        torch.cuda.set_sync_debug_mode("default")
+        assert torch.equal(model.weight, good)
+        state = optimizer.state[model.weight]
+        assert state["step"].item() == 1 and torch.isfinite(state["exp_avg"]).all()
+        with pytest.raises(NonFiniteError, match="step 2"):
+            guard.update(result(3, 1.0))  # the host looks before the next update
+        assert torch.equal(model.weight, good)
+        assert (folder / "incidents" / "step-2.json").exists()
+
+
+PROGRAMS = {
+    program.__name__: program
+    for program in (one_process_is_a_world, batches_come_in_pinned_memory, a_bad_update_is_skipped_by_the_device)
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_on_a_gpu(name, tmp_path):
+    gpu_runs.run_program(__file__, name, str(tmp_path))
+
+
+if __name__ == "__main__":
+    PROGRAMS[sys.argv[1]](Path(sys.argv[2]))
