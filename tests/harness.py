@@ -3,15 +3,17 @@
 import functools
 import json
 import os
-import re
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 from crius import cli
+from crius.config.export import differences
+from crius.config.layout import apply_layout, parse_layout
 from crius.config.load import normalized_argv
 from crius.config.run import RunConfig
+from crius.config.training import TrainingConfig
 from crius.launch.local import run_workers
 from crius.train import job
 
@@ -35,25 +37,11 @@ def parse(flags: list[str]) -> RunConfig:
     return bound.arguments.get("run", RunConfig())
 
 
-def layout_flags(layout: str) -> list[str]:
-    """Flags of a layout such as ``hsdp2x2_accum4`` (terms as in the architecture's section 8), batch 16."""
-    flags: list[str] = []
-    replicate = shard = 1
-    accum = 1
-    for term in layout.split("_"):
-        if match := re.fullmatch(r"hsdp(\d+)x(\d+)", term):
-            replicate, shard = int(match[1]), int(match[2])
-        elif match := re.fullmatch(r"(ddp|fsdp|accum)(\d+)", term):
-            value = int(match[2])
-            replicate = value if match[1] == "ddp" else replicate
-            shard = value if match[1] == "fsdp" else shard
-            accum = value if match[1] == "accum" else accum
-        else:
-            assert term == "1", f"unknown layout term {term}"
-    flags += ["--parallelism.data_parallel_replicate_degree", str(replicate)]
-    flags += ["--parallelism.data_parallel_shard_degree", str(shard)]
-    flags += ["--training.local_batch_size", str(16 // (replicate * shard * accum))]
-    return flags
+def layout_flags(layout: str, batch: int = 16) -> list[str]:
+    """Flags of a layout such as ``hsdp2x2_accum4+full`` for a global batch of ``batch`` sequences."""
+    base = RunConfig(training=TrainingConfig(global_batch_size=batch))
+    changed = differences(base, apply_layout(base, parse_layout(layout)))
+    return [part for name, (_, value) in changed.items() for part in (f"--{name}", str(value))]
 
 
 def num_ranks(config: RunConfig) -> int:

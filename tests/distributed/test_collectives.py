@@ -3,6 +3,7 @@
 import functools
 import gc
 import json
+import time
 from collections import Counter
 from dataclasses import replace
 
@@ -19,12 +20,14 @@ from crius.optim.build import build_optimizer
 from crius.parallel.dims import ParallelDims
 from crius.parallel.fsdp import GradientSync
 from crius.parallel.gradients import Gradients
+from crius.parallel.local import named_parameters
 from crius.parallel.mesh import build_mesh
 from crius.parallel.runtime import world
 from crius.train import job
 from crius.train.guard import UpdateGuard
 from crius.train.inputs import model_facts
-from crius.train.step import accumulate, train_step
+from crius.train.loss import loss_sum
+from crius.train.step import Accumulation, train_step
 
 UNITS = 4  # embedding, two layers, norm with output
 ACCUMULATION = 4
@@ -73,7 +76,11 @@ class WatchMemory(GradientSync):
 
 
 def live_bytes():
-    """Bytes of all tensors of this process, each storage once."""
+    """Bytes of all tensors of this process, each storage once.
+
+    Gloo's threads hold what they communicated for a moment longer than the call that waits for them.
+    """
+    time.sleep(0.1)
     gc.collect()
     tensors = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
     # a DTensor's own storage is a fiction; its local tensor is found by itself
@@ -97,19 +104,20 @@ def write_costs(configs, folder, placement):
 def costs(config, ranks, folder):
     facts = model_facts(config)
     mesh = build_mesh(ParallelDims.build(config.parallelism, ranks.size), "cpu")
-    model = job.build_model(config, facts, mesh, ranks)
-    optimizer = build_optimizer(model, registry.SPECS["llama3"].plan(facts), config.optimizer)
-    guard = UpdateGuard(model, optimizer, ranks, folder)
+    built = job.build_model(config, facts, mesh, ranks)
+    [model], parameters = built.parts, named_parameters(built.parts)
+    optimizer = build_optimizer(parameters, registry.SPECS["llama3"].plan(facts), config.optimizer)
+    guard = UpdateGuard(parameters, built.names, optimizer, ranks, folder)
     gradients = Gradients(list(model.parameters()), ranks.size, ranks.device)
     sync = WatchMemory(model, config.parallelism, config.training)
-    forward_backward = accumulate(model, sync, 1)
+    runner = Accumulation(model, sync, 1, loss_sum)
     tokens = torch.randint(facts.vocab_size, (ACCUMULATION, 17), generator=torch.Generator().manual_seed(ranks.rank))
     positions = torch.arange(16).expand(ACCUMULATION, -1)
     batch = Batch(tokens[:, :-1], tokens[:, 1:], positions, tuple(range(ACCUMULATION)))
     counts = []
     for step in (1, 2):
         with CountCollectives() as counter:
-            guard.update(train_step(step, batch, forward_backward, gradients, ranks, max_norm=1.0))
+            guard.update(train_step(step, batch, runner, gradients, ranks, mesh.dims, max_norm=1.0))
         counts.append(dict(counter.counts))
     shards = sum(parameter.to_local().numel() for parameter in model.parameters())
     return {

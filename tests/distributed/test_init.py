@@ -37,7 +37,7 @@ def write_digests(config, seeds, folder, placement):
         mesh = build_mesh(ParallelDims.build(config.parallelism, ranks.size), "cpu")
         for seed in seeds:
             seeded = replace(config, debug=replace(config.debug, seed=seed))
-            model = job.build_model(seeded, model_facts(config), mesh, ranks)
+            [model] = job.build_model(seeded, model_facts(config), mesh, ranks).parts
             found[seed] = {name: digest(parameter) for name, parameter in model.named_parameters()}
     (folder / f"{placement.rank}.json").write_text(json.dumps(found))
 

@@ -16,7 +16,7 @@ from crius.launch.environment import single_placement
 from crius.launch.local import run_single, run_workers
 from crius.launch.status import status
 from crius.parallel.local import local_tensor
-from crius.train import job, step
+from crius.train import build, job
 from crius.train.guard import UpdateGuard
 
 STEPS, BAD_STEP, BAD_RANK, BATCH = 5, 3, 1, 16
@@ -31,10 +31,11 @@ def run_with_nan(kind, config, run_dir, started, bad_rank, check_late, placement
     build, update = job.build_model, UpdateGuard.update
 
     def build_and_poison(*args):
-        seen["model"] = model = build(*args)
+        built = build(*args)
+        [seen["model"]] = built.parts
         if placement.rank == bad_rank:
-            POISONS[kind](model)
-        return model
+            POISONS[kind](seen["model"])
+        return built
 
     def update_and_remember(guard, result):
         if check_late:  # the path of a GPU: the fused optimizer skips, the host looks one step later
@@ -63,13 +64,13 @@ def bad_now():
 
 def poison_loss(model):
     """The loss of the second microbatch."""
-    score, calls = step.loss_sum, []
+    score, calls = build.loss_sum, []
 
     def loss_sum(logits, labels):
         calls.append(bad_now())
         return score(logits, labels) * (torch.nan if sum(calls) == 2 and bad_now() else 1.0)
 
-    step.loss_sum = loss_sum
+    build.loss_sum = loss_sum
 
 
 def poison_gradient(model):

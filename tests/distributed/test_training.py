@@ -85,7 +85,7 @@ def write_implementations(config, run_dir, placement):
                 ledger = TimeLedger(time.monotonic())
                 loop = job.assemble(run, model_facts(run), sizes, corpus, mesh, ranks, run_dir, ledger, sinks, stack)
                 loop.run()
-            weights = [local_tensor(parameter).clone() for parameter in loop.state.model.parameters()]
+            weights = [local_tensor(parameter).clone() for parameter in loop.state.parts[0].parameters()]
             losses = [record.loss for record in sinks[0]]
             base = found.setdefault("for-loop", (losses, weights))
             differences = [(a - b).abs().max().item() for a, b in zip(weights, base[1], strict=True)]

@@ -24,28 +24,34 @@ RUNS = [
     ("fsdp4_accum2", ["--parallelism.reshard_after_forward_mode", "always"]),
     ("fsdp4", ["--parallelism.reshard_after_forward_mode", "2"]),
     ("fsdp2", ["--training.enable_cpu_offload"]),
-    ("fsdp3", ["--training.global_batch_size", "48", "--training.local_batch_size", "16"]),
+    ("fsdp3", ["--training.global_batch_size", "48"]),
+    ("fsdp2_tp2", []),
+    ("tp4", ["--model.num_kv_heads", "2"]),
+    ("pp2+interleave_zero_bubble", []),
+    ("fsdp2_cp2", []),
+    ("pp2_tp2_accum2", []),
 ]
 
 
 @pytest.fixture(scope="module")
 def one_device(tmp_path_factory):
-    """Records of the one-process run with the same global batch, made once for each batch size."""
-    made: dict[str, list[dict]] = {}
+    """Records of the one-process run of the same model and global batch, made once for each."""
+    made: dict[tuple[str, ...], list[dict]] = {}
 
-    def get(global_batch: str) -> list[dict]:
-        if global_batch not in made:
-            flags = [*SMALL, *layout_flags("1"), "--training.global_batch_size", global_batch]
-            made[global_batch] = train(flags, tmp_path_factory.mktemp("one"))
-        return made[global_batch]
+    def get(*flags: str) -> list[dict]:
+        if flags not in made:
+            made[flags] = train([*SMALL, *layout_flags("1"), *flags], tmp_path_factory.mktemp("one"))
+        return made[flags]
 
     return get
 
 
 @pytest.mark.parametrize(("layout", "flags"), RUNS, ids=[f"{layout} {' '.join(flags[1:2])}" for layout, flags in RUNS])
 def test_every_layout_matches_one_device(layout, flags, one_device, tmp_path):
-    want = one_device("48" if layout == "fsdp3" else "16")
-    got = train([*SMALL, *layout_flags(layout), *flags], tmp_path)
+    is_other_run = bool(flags) and flags[0] in ("--training.global_batch_size", "--model.num_kv_heads")
+    want = one_device(*flags) if is_other_run else one_device()
+    batch = 48 if layout == "fsdp3" else 16
+    got = train([*SMALL, *layout_flags(layout, batch), *flags], tmp_path)
     for step in (1, 20):
         a, b = (next(record for record in steps_of(records) if record["step"] == step) for records in (got, want))
         assert a["loss"] == pytest.approx(b["loss"], rel=LOSS[step], abs=0)

@@ -22,7 +22,17 @@ from crius.config.run import RunConfig
 from crius.config.training import TrainingConfig
 
 DEFAULTS = flatten(RunConfig())
-RECIPE = tomllib.loads((Path(cli.__file__).parent / "recipes" / "llama3_debug.toml").read_text())
+RECIPE = tomllib.loads((Path(cli.__file__).parent.parent / "recipes" / "llama3_debug.toml").read_text())
+VERBS = (
+    "train",
+    "verify parity",
+    "verify init",
+    "verify compile",
+    "config show",
+    "config diff",
+    "data prepare",
+    "doctor",
+)
 SCHEDULE = "parallelism.pipeline_parallel_schedule"
 
 
@@ -314,8 +324,9 @@ def test_no_released_flag_disappears(crius, monkeypatch):
     released = (GOLDEN / "flags.txt").read_text().splitlines()
     now = sorted(
         f"{verb} {flag}"
-        for verb in ("train", "config show", "config diff", "data prepare", "doctor")
+        for verb in VERBS
         for flag in flags_of(crius, monkeypatch, *verb.split())
+        if not (verb.startswith("verify") and "." in flag)  # those of train
     )
     assert released == sorted(set(released))
     assert set(released) - set(now) == set(), "released flags are gone; see the docstring of this test"

@@ -283,7 +283,7 @@ def test_rates_and_mfu_are_over_the_steps_since_the_last_report():
     """3 steps of 2048 tokens in 0.5 s on 4 ranks, at 2 GFLOP a token against a peak of 4 TFLOP/s."""
     world = World(rank=0, size=4, device=torch.device("cpu"))
     meter = Meter(flops_per_token=2e9, peak_tflops=4.0, world=world)
-    state = TrainState(model=None, optimizer=None, schedule=None, step=7, tokens=14_336)
+    state = TrainState(parts=[], optimizer=None, schedule=None, step=7, tokens=14_336)
     for _ in range(3):
         meter.count(2048, 0.5, 0.125)
     record = meter.report(state, result_of(3.5, 0.25), lr=1e-3)

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from crius.config.parallelism import ParallelismConfig
 from crius.errors import PlanError
 from crius.models import registry
-from crius.models.layers.attention import document_mask
+from crius.models.layers.attention import DocumentMask
 from crius.models.plan import match
 from crius.parallel.fsdp import plan_units
 from crius.parallel.init import init_parameters
@@ -96,6 +96,7 @@ def test_a_later_token_never_changes_earlier_logits(mask):
 @pytest.mark.parametrize("mask", ["causal", "document"])
 @torch.no_grad()
 def test_only_the_document_mask_hides_other_documents(mask):
+    """Positions turn the rotary angles under either mask; a 0 starts a document only under ``document``."""
     model = started(replace(SMALL, attention_mask=mask))
     positions = torch.cat((torch.arange(9), torch.arange(15))).expand(2, -1)
     tokens, other = random_tokens(24, 0), random_tokens(24, 1)
@@ -116,7 +117,7 @@ def test_a_packed_document_is_computed_as_if_it_were_alone():
 
 
 def test_document_mask_is_the_table_of_who_sees_whom():
-    mask = document_mask(torch.tensor([[0, 1, 0, 0, 1]]))
+    mask = DocumentMask()(torch.tensor([[0, 1, 0, 0, 1]]))
     assert mask.shape == (1, 1, 5, 5)
     assert mask[0, 0].int().tolist() == [
         [1, 0, 0, 0, 0],
@@ -144,6 +145,8 @@ def test_plan_covers_each_parameter_once(tied):
         ({"fsdp_units": ("tok_embeddings", "layers.*", "norm+head")}, "'head' matches no module"),
         ({"block": "blocks.*"}, "'blocks.*' matches no module"),
         ({"embeddings": ("tok_embeddings", "pos_embeddings")}, "'pos_embeddings' matches no module"),
+        ({"tensor_parallel": {"head": "logits"}}, "'head' matches no module"),
+        ({"tensor_parallel": {"output": "logits"}}, "no tensor-parallel row of the sharding plan covers tok_embed"),
         ({"fsdp_units": ("tok_embeddings", "layers.*", "output")}, "norm.weight is in no FSDP unit"),
         (
             {"fsdp_units": ("tok_embeddings", "layers.*.attention", "norm+output")},
@@ -156,9 +159,9 @@ def test_plan_covers_each_parameter_once(tied):
     ],
 )
 def test_a_plan_that_does_not_fit_is_refused_by_name(change, named):
-    plan = replace(SPEC.plan(SMALL), **change)
+    plan, model = replace(SPEC.plan(SMALL), **change), meta_model(SMALL)
     with pytest.raises(PlanError) as caught:
-        plan_units(plan, meta_model(SMALL), ParallelismConfig())
+        plan.check_coverage([name for name, _ in model.named_modules()], [name for name, _ in model.named_parameters()])
     assert named in caught.value.what
     assert caught.value.fix
 

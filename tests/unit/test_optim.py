@@ -134,7 +134,9 @@ def test_norms_and_embeddings_decay_only_when_asked(tied, decay_1d, decay_embedd
 def test_optimizer_gets_each_parameter_once_with_its_groups_decay(caplog):
     model = model_of()
     with caplog.at_level(logging.INFO, logger="crius.optim"):
-        optimizer = build_optimizer(model, SPEC.plan(SMALL), OptimizerConfig(weight_decay=0.3, beta2=0.9, eps=1e-6))
+        optimizer = build_optimizer(
+            model.named_parameters(), SPEC.plan(SMALL), OptimizerConfig(weight_decay=0.3, beta2=0.9, eps=1e-6)
+        )
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     assert len(held) == len(set(held)) == len(list(model.parameters()))
     assert {group["name"]: group["weight_decay"] for group in optimizer.param_groups} == {
@@ -151,7 +153,9 @@ def test_optimizer_gets_each_parameter_once_with_its_groups_decay(caplog):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_implementation_is_the_one_asked_for(implementation):
-    optimizer = build_optimizer(model_of(), SPEC.plan(SMALL), OptimizerConfig(implementation=implementation))
+    optimizer = build_optimizer(
+        model_of().named_parameters(), SPEC.plan(SMALL), OptimizerConfig(implementation=implementation)
+    )
     asked = {"fused": implementation == "fused", "foreach": implementation == "foreach"}
     assert {name: optimizer.defaults[name] for name in asked} == asked
 
@@ -163,7 +167,7 @@ def test_decay_shrinks_the_decayed_group_only(implementation):
     plan = replace(SPEC.plan(SMALL), embeddings=("tok_embeddings",))
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     config = OptimizerConfig(implementation=implementation, lr=0.5, weight_decay=0.25)
-    optimizer = build_optimizer(model, plan, config)
+    optimizer = build_optimizer(model.named_parameters(), plan, config)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()

@@ -1,0 +1,113 @@
+"""Async tensor parallelism computes what plain tensor parallelism does, and its fused collectives are counted."""
+
+import functools
+import json
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch._inductor.codecache import PyCodeCache
+from torch.distributed import _symmetric_memory as symmetric_memory
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.nn import functional as F
+
+from crius.config.compile import CompileConfig
+from crius.launch.local import run_workers
+from crius.models.plan import ShardingPlan
+from crius.parallel.async_tensor import enable_async_tensor_parallel
+from crius.parallel.compile import compile_blocks, prepare_compile
+from crius.parallel.runtime import world
+
+# float32: the compiler fuses and reorders sums, and a fused matmul is cut in pieces, which moves last bits
+SUMS_REORDERED = 1e-6
+
+
+class Layer(nn.Module):
+    """Norm, two matmuls side by side and one after them: as a feed-forward block has them."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.RMSNorm(64)
+        self.w1, self.w3, self.w2 = (nn.Linear(*dims, bias=False) for dims in ((64, 128), (64, 128), (128, 64)))
+
+    def forward(self, x):
+        h = self.norm(x)
+        return x + self.w2(F.silu(self.w1(h)) * self.w3(h))
+
+
+class Layers(nn.Module):
+    def __init__(self, num_layers):
+        super().__init__()
+        self.layers = nn.ModuleDict({str(index): Layer() for index in range(num_layers)})
+
+    def forward(self, x):
+        for layer in self.layers.values():
+            x = layer(x)
+        return x
+
+
+LAYERS = ShardingPlan(block="layers.*", fsdp_units=(), embeddings=())
+
+
+def fused(folder, placement):
+    """Plain against async tensor parallelism; torch's reference of the fused ops stands in for its CUDA kernels."""
+    torch.set_num_threads(1)
+    config = CompileConfig(enable=True, cache_dir=str(folder / "cache"))
+    prepare_compile(config, local_ranks=2)
+    library = torch.library.Library("symm_mem", "IMPL")
+    for op in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"):
+        library.impl(op, getattr(symmetric_memory, f"_{op}_fallback"), "CPU")
+    found = {}
+    place = (placement.rank, placement.world_size, torch.device("cpu"), placement.rendezvous, 60)
+    with world(*place) as ranks, patch("torch.distributed.is_nccl_available", return_value=True):
+        mesh = init_device_mesh("cpu", (ranks.size,), mesh_dim_names=("tp",))
+        found["plain"] = tensor_parallel(mesh, ranks.rank, None)
+        for run in ("cold", "warm"):
+            torch._dynamo.reset()
+            PyCodeCache.cache_clear()
+            async_tp = enable_async_tensor_parallel(mesh, "cuda")  # the gloo group passes for a CUDA one up to here
+            found[run] = tensor_parallel(mesh, ranks.rank, config)
+            found[f"{run} count"], found[f"{run} reason"] = async_tp.count(), async_tp.reason()
+            dist.barrier()
+    (folder / f"{placement.rank}.json").write_text(json.dumps(found))
+
+
+def tensor_parallel(mesh, rank, config):
+    """Local output, input gradient and weight gradients of two layers with sequence parallel norms, by norm."""
+    torch.manual_seed(0)
+    model = Layers(2)
+    for layer in model.layers.values():
+        split = ColwiseParallel(input_layouts=Shard(1))
+        styles = {"norm": SequenceParallel(), "w1": split, "w3": split, "w2": RowwiseParallel(output_layouts=Shard(1))}
+        parallelize_module(layer, mesh, styles)
+    if config is not None:
+        compile_blocks(model, LAYERS, config)
+    x = torch.randn(2, 8, 64).chunk(2, dim=1)[rank].clone().requires_grad_()
+    y = model(x)
+    y.square().sum().backward()
+    return [t.norm().item() for t in (y, x.grad, *(p.grad.to_local() for p in model.parameters()))]
+
+
+@pytest.fixture(scope="module")
+def fused_runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fused")
+    assert run_workers(functools.partial(fused, folder), 2, folder, threads=1) == 0
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_async_tensor_parallel_equals_plain(fused_runs):
+    for found in fused_runs:
+        for run in ("cold", "warm"):
+            assert found[run] == pytest.approx(found["plain"], rel=SUMS_REORDERED)
+
+
+def test_fused_collectives_of_a_cached_graph_count_too(fused_runs):
+    """All-gather and reduce-scatter in the forward; in the backward the reverse, and a second reduce-scatter, because
+    w1 and w3 each bring a gradient."""
+    for found in fused_runs:
+        assert found["cold count"] == found["warm count"] == [5, 5]
+        assert found["cold reason"] == found["warm reason"] == ""

@@ -1,0 +1,245 @@
+"""A pipeline of any schedule computes what one process computes: losses, gradients, validation."""
+
+import functools
+import json
+import math
+
+import pytest
+import torch
+from harness import parse
+from test_collectives import CountCollectives
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.utils.checkpoint import checkpoint
+
+from crius.config.pipeline import microbatch_unit, num_stages, split_stages
+from crius.launch.local import run_workers
+from crius.models import registry
+from crius.parallel.apply import materialize, parallelize
+from crius.parallel.dims import ParallelDims
+from crius.parallel.init import init_parameters
+from crius.parallel.local import local_tensor, named_parameters
+from crius.parallel.mesh import build_mesh
+from crius.parallel.pipeline import Pipeline
+from crius.parallel.runtime import world
+from crius.parallel.stages import order_of, prune, stage_indices
+from crius.train.inputs import model_facts
+from crius.train.loss import loss_sum
+
+SCHEDULES = ["gpipe", "1f1b", "interleave_1f1b", "interleave_zero_bubble", "zbv_zero_bubble", "dualpipev"]
+SEED, TOKENS = 3, 16
+
+
+def config_of(folder, layout, schedule, *flags):
+    degrees = {"pp": 1, "dp_shard": 1, "dp_replicate": 1, "tp": 1, **layout}
+    names = {
+        "pp": "pipeline_parallel",
+        "dp_shard": "data_parallel_shard",
+        "dp_replicate": "data_parallel_replicate",
+        "tp": "tensor_parallel",
+    }
+    given = [part for key, name in names.items() for part in (f"--parallelism.{name}_degree", str(degrees[key]))]
+    if schedule == "csv":  # a file of our own: the down half of the V is on the last rank
+        base = parse([*given, "--parallelism.pipeline_parallel_schedule", "zbv_zero_bubble"]).parallelism
+        order = order_of(base, microbatch_unit(base))
+        path = folder / f"schedule{degrees['pp']}.csv"
+        rows = [",".join(f"{a.stage}{a.kind}{a.microbatch}" for a in row) for row in order]
+        path.write_text("\n".join(rows) + "\n")
+        given += ["--parallelism.pipeline_parallel_schedule_csv", str(path)]
+    else:
+        given += ["--parallelism.pipeline_parallel_schedule", schedule]
+    return parse(
+        [
+            *given,
+            *("--model.num_layers", str(2 * degrees["pp"]), "--training.mixed_precision_param", "float32"),
+            *("--debug.seed", str(SEED)),
+            *flags,
+        ]
+    )
+
+
+def make_batch(rows, seed, vocab_size):
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(vocab_size, (rows, TOKENS + 1), generator=generator)
+    labels = tokens[:, 1:].clone()
+    labels[torch.rand(labels.shape, generator=generator) < 0.3] = -100  # uneven counts in the microbatches
+    return tokens[:, :-1], torch.arange(TOKENS).expand(rows, -1), labels
+
+
+class OneProcess:
+    """The whole model, without any process group."""
+
+    def __init__(self, facts):
+        with torch.device("meta"):
+            self.model = registry.build(registry.SPECS["llama3"], facts)
+        self.model.to_empty(device="cpu")
+        init_parameters(self.model, self.model.init_rules(), SEED)
+
+    def losses(self, batch, num_microbatches, valid):
+        return [
+            loss_sum(self.model(tokens, positions), labels) / valid
+            for tokens, positions, labels in zip(*(t.chunk(num_microbatches) for t in batch), strict=True)
+        ]
+
+    def gradients(self, batch, valid):
+        self.model.zero_grad()
+        (loss_sum(self.model(batch[0], batch[1]), batch[2]) / valid).backward()
+        return {name: parameter.grad for name, parameter in self.model.named_parameters()}
+
+
+def build_parts(config, facts, mesh, ranks, change):
+    spec, parallelism = registry.SPECS["llama3"], config.parallelism
+    stages = split_stages(facts.modules(TOKENS / 2), num_stages(parallelism), parallelism)
+    indices = stage_indices(parallelism, mesh.pp.get_local_rank())
+    parts = []
+    for index in indices:
+        with torch.device("meta"):
+            part = registry.build(spec, facts)
+        prune(part, stages[index])
+        change(part)
+        parallelize(part, spec.plan(facts), facts, mesh, config)
+        materialize(part, part.init_rules(), ranks, config)
+        parts.append(part)
+    return parts, indices
+
+
+def difference(parameter, want):
+    """Of this rank's part of a gradient from the wanted one, relative to the norm of that part."""
+    share = distribute_tensor(want, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    got, want = local_tensor(parameter.grad), local_tensor(share)
+    return ((got - want).norm() / want.norm()).item() if want.numel() else 0.0
+
+
+def compare(config, ranks, change=lambda part: None):
+    """Two steps with a validation after each, of different sizes; what they differ by from one process."""
+    facts = model_facts(config)
+    mesh = build_mesh(ParallelDims.build(config.parallelism, ranks.size), "cpu")
+    parts, indices = build_parts(config, facts, mesh, ranks, change)
+    count = microbatch_unit(config.parallelism) * 2
+    pipeline = Pipeline(parts, indices, config.parallelism, count, mesh.pp, ranks.device, loss_sum)
+    plain = OneProcess(facts)
+    found = {"loss": 0.0, "gradient": 0.0, "validation": 0.0, "units": num_units(parts)}
+    for step, rows in ((1, 2 * count), (2, 2 * count), (3, count)):
+        whole = make_batch(rows * mesh.dims.batch, step, facts.vocab_size)
+        share = [tensor.chunk(mesh.dims.batch)[mesh.batch_rank] for tensor in whole]
+        valid = (whole[2] != -100).sum().double()
+        for part in parts:
+            part.zero_grad()
+        with loss_parallel(), CountCollectives() as counter:
+            losses = pipeline.forward_backward(*share, valid)
+        if step == 2:  # the others learn shapes first
+            found["scatters"] = counter.counts["reduce_scatter"]
+            found["gathers"] = counter.counts["all_gather"]
+        assert losses.shape == (count,) and losses.dtype == torch.float64
+        if pipeline.has_last_stage:
+            want = torch.stack(plain.losses(share, count, valid)).detach()
+            found["loss"] = max(found["loss"], ((losses - want).abs() / want).max().item())
+        else:
+            assert not losses.any()
+        want = plain.gradients(whole, valid)
+        for name, parameter in named_parameters(parts):
+            found["gradient"] = max(found["gradient"], difference(parameter, want[name]))
+        # more rows than in training, then fewer, then a number that its microbatches do not divide
+        batch = make_batch((4 * count, 2, 3)[step - 1], 10 + step, facts.vocab_size)
+        with loss_parallel():
+            score = pipeline.evaluate(*batch)
+        with torch.no_grad():
+            want = loss_sum(plain.model(batch[0], batch[1]), batch[2]) if pipeline.has_last_stage else score
+        found["validation"] = max(found["validation"], ((score - want).abs() / want.clamp(min=1)).item())
+        if not pipeline.has_last_stage:
+            assert score == 0
+        assert all(isinstance(parameter, DTensor) for _, parameter in named_parameters(parts))  # nothing stays gathered
+    return found
+
+
+def num_units(parts):
+    """FSDP units: the embedding, each layer, norm with output."""
+    ends = [end for part in parts for end in (part.tok_embeddings, part.output)]
+    return sum(len(part.layers) for part in parts) + sum(not isinstance(end, nn.Identity) for end in ends)
+
+
+def checkpointed(part):
+    """Recompute every layer in the backward."""
+    for layer in part.layers.values():
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+def worker(cases, folder, change, placement):
+    torch.set_num_threads(1)
+    with world(placement.rank, placement.world_size, torch.device("cpu"), placement.rendezvous, 60) as ranks:
+        found = {name: compare(config, ranks, change) for name, config in cases.items()}
+    (folder / f"{ranks.rank}.json").write_text(json.dumps(found))
+
+
+def run(cases, num_ranks, folder, change=lambda part: None):
+    """Case to what each rank found."""
+    assert run_workers(functools.partial(worker, cases, folder, change), num_ranks, folder) == 0
+    ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_ranks)]
+    return {name: [found[name] for found in ranks] for name in cases}
+
+
+LAYOUTS = {
+    "pp2": {"pp": 2},
+    "pp4": {"pp": 4},
+    "pp2_fsdp2": {"pp": 2, "dp_shard": 2},
+    "pp2_ddp2": {"pp": 2, "dp_replicate": 2},
+    "pp2_tp2": {"pp": 2, "tp": 2},
+}
+
+
+EVERY = [*SCHEDULES, "csv"]
+FEW = ["1f1b", "zbv_zero_bubble"]  # one stage a rank, and two with a split backward
+CASES = [(layout, schedule) for layout in LAYOUTS for schedule in (FEW if "ddp" in layout or "tp" in layout else EVERY)]
+
+
+def size(layout):
+    return math.prod(LAYOUTS[layout].values())
+
+
+@pytest.fixture(scope="module")
+def found_in(tmp_path_factory):
+    """Layout to what each rank found under each schedule, all in one start of the ranks."""
+    made = {}
+
+    def get(layout):
+        if layout not in made:
+            folder = tmp_path_factory.mktemp(layout)
+            cases = {schedule: config_of(folder, LAYOUTS[layout], schedule) for at, schedule in CASES if at == layout}
+            made[layout] = run(cases, size(layout), folder)
+        return made[layout]
+
+    return get
+
+
+def assert_same(ranks):
+    for found in ranks:
+        assert found["loss"] <= 1e-6  # float32: tensor parallelism sums in another order, all else is the same
+        assert found["validation"] <= 1e-6
+        assert found["gradient"] <= 1e-5  # and so do microbatches and ranks in the gradients
+
+
+@pytest.mark.parametrize(("layout", "schedule"), CASES)
+def test_a_pipeline_equals_one_process(layout, schedule, found_in):
+    """Three steps, the last with microbatches of another size, and validations of other sizes between them."""
+    assert_same(found_in(layout)[schedule])
+
+
+@pytest.mark.parametrize("schedule", EVERY)
+def test_weights_are_gathered_and_gradients_scattered_once_a_step(schedule, found_in):
+    """Of every part of a rank, however many microbatches there are."""
+    for found in found_in("pp2_fsdp2")[schedule]:
+        assert found["scatters"] == found["gathers"] == found["units"]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleave_1f1b"])
+def test_a_pipeline_equals_one_process_when_weights_are_freed_after_the_forward(schedule, tmp_path):
+    """The schedules with a split backward lose gradients so; the rules refuse that."""
+    config = config_of(tmp_path, LAYOUTS["pp2_fsdp2"], schedule, "--parallelism.reshard_after_forward_mode", "always")
+    assert_same(run({schedule: config}, 4, tmp_path)[schedule])
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleave_1f1b"])
+def test_a_pipeline_of_checkpointed_layers_equals_one_process(schedule, tmp_path):
+    config = config_of(tmp_path, LAYOUTS["pp2"], schedule)
+    assert_same(run({schedule: config}, 2, tmp_path, checkpointed)[schedule])

@@ -1,0 +1,206 @@
+"""``crius verify`` passes what is right, and finds each way in which trainers get a sum wrong."""
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import TEXT, parse
+from mutations import MUTATIONS, NAMES, draw_other_bits_on_one_rank, drop_a_layer, one_key_value_head
+
+from crius.cli.app import facts_of
+from crius.data.batch import Batch
+from crius.parallel import tensor
+from crius.train import job
+from crius.train.loss import count_valid
+from crius.verify import parameters
+from crius.verify.compile import compile as verify_compile
+from crius.verify.init import init as verify_init
+from crius.verify.parity import parity
+from crius.verify.uneven import uneven_documents, uneven_labels
+
+TINY = [
+    *("--recipe", "verify", "--model.num_layers", "2", "--training.seq_len", "16", "--training.global_batch_size", "8"),
+    *("--data.source", "text", "--data.path", str(TEXT)),
+]
+
+
+def verify(verb, folder, capsys, layouts, flags=(), **options):
+    """Exit code, and rows by layout."""
+    capsys.readouterr()
+    facts = facts_of(parse([*TINY, *flags]), 0, None)
+    code = verb(facts, folder, layouts=layouts, timeout=60, as_json=True, **options)
+    return code, {row["layout"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+
+
+@pytest.mark.parametrize(("mutate", "layout", "flags"), MUTATIONS, ids=NAMES)
+def test_parity_finds_a_wrong_sum(mutate, layout, flags, monkeypatch, tmp_path, capsys):
+    mutate(monkeypatch)
+    code, rows = verify(parity, tmp_path, capsys, layout, flags, steps=2)
+    assert rows["1"]["status"] == "reference"
+    assert rows[layout]["status"] == "FAIL"
+    assert rows[layout]["values"], rows[layout]["note"]  # it ran to its end and was measured
+    assert code == 1
+
+
+def test_parity_passes_every_kind_of_layout(tmp_path, capsys):
+    layouts = "hsdp2x2_accum2,tp2,fsdp2_cp2+document,pp2+1f1b,cp2+ulysses,1+full"
+    code, rows = verify(parity, tmp_path, capsys, layouts)
+    assert {row["status"] for row in rows.values()} == {"ok", "reference"}, rows
+    assert {name for name, row in rows.items() if row["status"] == "reference"} == {"1", "1+document"}
+    assert code == 0
+
+
+def test_parity_passes_fewer_key_value_heads_than_ranks(monkeypatch, tmp_path, capsys):
+    one_key_value_head(monkeypatch)
+    assert verify(parity, tmp_path, capsys, "tp2")[0] == 0
+
+
+def test_a_setting_that_one_device_cannot_have_holds_for_the_others(tmp_path, capsys):
+    code, rows = verify(parity, tmp_path, capsys, "fsdp4", ("--parallelism.reshard_after_forward_mode", "2"))
+    assert [row["status"] for row in rows.values()] == ["reference", "ok"], rows
+    assert "groups of 2 ranks" in (tmp_path / "fsdp4" / "logs" / "rank-0.log").read_text()
+    assert code == 0
+
+
+def test_parity_leaves_no_parameters_behind(tmp_path, capsys):
+    assert verify(parity, tmp_path, capsys, "ddp2")[0] == 0
+    assert not list(tmp_path.rglob("*.pt"))
+
+
+def test_a_refused_layout_is_a_row_and_an_error_only_where_it_was_asked_for(tmp_path, capsys, monkeypatch):
+    code, rows = verify(parity, tmp_path, capsys, "tp3,fsdp2")
+    assert (rows["tp3"]["status"], rows["fsdp2"]["status"]) == ("refused", "ok")
+    assert "legal: 1, 2, 4, 8" in rows["tp3"]["note"]
+    assert code == 2
+    monkeypatch.setattr("crius.verify.matrix.PARITY", ("tp3", "accum2", "fsdp8"))
+    code, rows = verify(parity, tmp_path, capsys, "", nproc=4)
+    assert list(rows) == ["1", "tp3", "accum2"]
+    assert code == 0
+
+
+def test_a_crash_is_a_row_with_its_log_and_the_others_go_on(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(tensor, "apply_tensor_parallel", None)
+    monkeypatch.setattr("crius.parallel.apply.apply_tensor_parallel", None)
+    code, rows = verify(parity, tmp_path, capsys, "tp2,fsdp2")
+    assert (rows["tp2"]["status"], rows["fsdp2"]["status"]) == ("FAIL", "ok")
+    assert "NoneType" in rows["tp2"]["note"]
+    assert "Traceback" in (tmp_path / "tp2" / "logs" / "rank-0.log").read_text()
+    assert code == 1
+
+
+def test_a_hang_is_a_row(tmp_path, capsys, monkeypatch):
+    original = job._place
+
+    def place(*args):
+        while dist.get_world_size() > 1:
+            pass
+        return original(*args)
+
+    monkeypatch.setattr(job, "_place", place)
+    facts = facts_of(parse(TINY), 0, None)
+    assert parity(facts, tmp_path, layouts="fsdp2", timeout=6, as_json=True) == 1
+    row = json.loads(capsys.readouterr().out)["rows"][-1]
+    assert "nothing after 6 s" in row["note"]
+    assert "in place" in (tmp_path / "fsdp2" / "logs" / "rank-0.log").read_text()  # where it hung
+
+
+def test_the_table_names_tolerances_with_their_reasons(tmp_path, capfd):
+    code = parity(facts_of(parse(TINY), 0, None), tmp_path, layouts="fsdp2", timeout=60)
+    lines = capfd.readouterr().out.splitlines()
+    assert code == 0
+    assert lines[0].split() == ["layout", "ranks", "loss", "grad_norm", "parameters", "update", "seconds"]
+    assert [line.split()[0] for line in lines[1:3]] == ["1", "fsdp2"]  # and nothing of what the workers say
+    assert lines[3] == ""
+    for column in ("loss", "grad_norm", "parameters", "update"):
+        assert any(line.startswith(f"  {column}") and "at most 1e-" in line and ": " in line for line in lines[4:])
+
+
+INIT = "1,fsdp2,fsdp3,ddp2,tp2,pp2,fsdp2_tp2,hsdp2x2,cp2"
+
+
+def test_init_prints_one_hash(tmp_path, capsys):
+    code, rows = verify(verify_init, tmp_path, capsys, INIT, ("--training.global_batch_size", "-1"))
+    assert len({row["values"]["hash"] for row in rows.values()}) == 1
+    assert {row["status"] for row in rows.values()} == {"ok"}
+    assert code == 0
+
+
+def test_the_hash_does_not_depend_on_how_many_numbers_are_read_at_a_time(monkeypatch, tmp_path, capsys):
+    _, rows = verify(verify_init, tmp_path, capsys, "1")
+    monkeypatch.setattr(parameters, "BLOCK_NUMEL", 1000)
+    _, small = verify(verify_init, tmp_path, capsys, "1,fsdp2_tp2")
+    assert {row["values"]["hash"] for row in small.values()} == {rows["1"]["values"]["hash"]}
+
+
+@pytest.mark.parametrize(("layout", "says"), [("fsdp2", "1 of 21 parameters differ"), ("ddp2", "between ranks")])
+def test_init_finds_one_wrong_number_on_one_rank(layout, says, monkeypatch, tmp_path, capsys):
+    draw_other_bits_on_one_rank(monkeypatch)
+    code, rows = verify(verify_init, tmp_path, capsys, f"1,{layout}")
+    assert rows[layout]["status"] == "FAIL"
+    assert says in rows[layout]["note"]
+    assert "layers.1.attention.wq.weight" in rows[layout]["note"]
+    assert code == 1
+
+
+def test_init_finds_a_dropped_layer(monkeypatch, tmp_path, capsys):
+    drop_a_layer(monkeypatch)
+    code, rows = verify(verify_init, tmp_path, capsys, "1,pp2", ("--model.num_layers", "4"))
+    assert rows["pp2"]["status"] == "FAIL"
+    assert code == 1
+
+
+AOT = ("--compile.backend", "aot_eager")
+
+
+def test_compile_passes_what_computes_the_same(tmp_path, capsys):
+    code, rows = verify(verify_compile, tmp_path, capsys, "fsdp2", AOT)
+    assert [row["status"] for row in rows.values()] == ["reference", "ok"], rows
+    assert list(rows) == ["fsdp2", "fsdp2+compile"]
+    assert code == 0
+
+
+def test_compile_finds_another_result(monkeypatch, tmp_path, capsys):
+    original = torch.compile
+
+    def compile_wrongly(forward, **options):
+        return original(lambda *args: forward(*args) * 1.001, **options)
+
+    monkeypatch.setattr(torch, "compile", compile_wrongly)
+    code, rows = verify(verify_compile, tmp_path, capsys, "1", AOT)
+    assert (rows["1+compile"]["status"], code) == ("FAIL", 1)
+    assert rows["1+compile"]["values"]
+
+
+def test_compile_finds_a_model_that_runs_eager(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    code, rows = verify(verify_compile, tmp_path, capsys, "1", AOT)
+    assert (rows["1+compile"]["status"], code) == ("FAIL", 1)
+    assert "without effect: compile" in rows["1+compile"]["note"]
+
+
+def rows_of(samples, size=16, length=32):
+    tokens = torch.zeros(len(samples), length, dtype=torch.int64)
+    return uneven_labels(Batch(tokens, tokens, tokens, tuple(samples)), size)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_a_whole_rank_has_no_label_in_the_second_step(ranks):
+    counts = [count_valid(rows_of(range(16 + rank, 32, ranks)).labels_BT) for rank in range(ranks)]
+    assert sorted(bool(count) for count in counts) == [False] * (ranks // 2) + [True] * (ranks // 2)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_whole_microbatch_has_no_label_in_the_first_step(ranks):
+    batch = rows_of(range(0, 16, ranks))
+    counts = [int(count_valid(part.labels_BT)) for part in batch.microbatches(4 // ranks)]
+    assert counts[1] == 0
+    assert len({*counts}) >= 3
+
+
+def test_documents_start_elsewhere_in_each_row():
+    tokens = torch.zeros(5, 16, dtype=torch.int64)
+    positions = uneven_documents(Batch(tokens, tokens, tokens, tuple(range(5)))).positions_BT
+    starts = [tuple((row == 0).nonzero().flatten().tolist()) for row in positions]
+    assert len(set(starts)) == 5
+    assert all(2 <= len(found) <= 3 and found[0] == 0 for found in starts)

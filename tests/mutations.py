@@ -1,0 +1,273 @@
+"""Ways in which trainers get a sum wrong, planted for a test: each is a function of pytest's ``monkeypatch``.
+
+Workers are forked, so that they have what was patched in the test's process.
+"""
+
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import SequenceParallel
+from torch.nn import functional as F
+
+from crius.data.batch import Batch
+from crius.models.llama3.config import FLAVORS
+from crius.parallel import context, gradients, init, pipeline, tensor
+from crius.parallel.fsdp import GradientSync
+from crius.parallel.gradients import Gradients
+from crius.train import build, job
+from crius.train.guard import UpdateGuard
+from crius.train.loss import count_valid
+from crius.train.step import Accumulation
+from crius.verify import worker
+from crius.verify.uneven import uneven_labels
+
+
+def unscaled(original, factor):
+    """Losses as they are, gradients multiplied by ``factor(self, batch)``."""
+
+    def forward_backward(self, batch, valid_tokens):
+        by = factor(self, batch)
+        return original(self, batch, valid_tokens / by) / by
+
+    return forward_backward
+
+
+def scale_gradients_by_microbatches(patch):
+    count = lambda self, batch: len(batch) // self._size  # noqa: E731
+    patch.setattr(Accumulation, "forward_backward", unscaled(Accumulation.forward_backward, count))
+
+
+def let_the_pipeline_scale_gradients(patch):
+    original = pipeline.get_schedule_class
+
+    def scaling(name):
+        class Scaling(original(name)):
+            def __init__(self, *args, scale_grads, **kwargs):
+                super().__init__(*args, scale_grads=True, **kwargs)
+
+        return Scaling
+
+    patch.setattr(pipeline, "get_schedule_class", scaling)
+
+
+def divide_by_local_tokens(patch):
+    original = Accumulation.forward_backward
+
+    def forward_backward(self, batch, valid_tokens):
+        local = count_valid(batch.labels_BT).clamp(min=1) * dist.get_world_size()
+        return original(self, batch, local)
+
+    patch.setattr(Accumulation, "forward_backward", forward_backward)
+
+
+def average_microbatches(patch):
+    """Each microbatch counts alike, however many labels it has."""
+
+    def forward_backward(self, batch, valid_tokens):
+        parts = list(batch.microbatches(self._size))
+        losses = []
+        for index, part in enumerate(parts, start=1):
+            self._sync.start_microbatch(is_last=index == len(parts))
+            mean = self._loss(self._model(part.tokens_BT, part.positions_BT), part.labels_BT)
+            loss = mean / count_valid(part.labels_BT).clamp(min=1) / len(parts)
+            loss.backward()
+            losses.append(loss.detach())
+        return torch.stack(losses)
+
+    patch.setattr(Accumulation, "forward_backward", forward_backward)
+
+
+def scatter_without_summing(patch):
+    def keep_own(output, input, op=None, group=None, async_op=False):
+        output.copy_(input.chunk(dist.get_world_size(group))[dist.get_rank(group)])
+
+    for name in ("reduce_scatter_tensor", "reduce_scatter_single"):  # torch below 2.13, and from there on
+        if hasattr(dist, name):
+            patch.setattr(dist, name, keep_own)
+
+
+def skip_all_reduce_of_gradients(patch):
+    original = dist.all_reduce
+
+    def all_reduce(tensor, *args, **kwargs):
+        if tensor.dtype != torch.float32:  # the sums of the step are float64
+            return original(tensor, *args, **kwargs)
+
+    patch.setattr(dist, "all_reduce", all_reduce)
+
+
+def synchronise_only_the_last_microbatch(patch):
+    """And forget the gradients of the others."""
+    original = GradientSync.start_microbatch
+
+    def start_microbatch(self, is_last):
+        if is_last:
+            self._model.zero_grad()
+            for module in self._model.modules():
+                for group in getattr(getattr(module, "_get_fsdp_state", lambda: None)(), "_fsdp_param_groups", []):
+                    group._partial_reduce_output = None
+        original(self, is_last)
+
+    patch.setattr(GradientSync, "start_microbatch", start_microbatch)
+
+
+def count_replicas_twice(patch):
+    patch.setattr(gradients, "num_shards", lambda parameter: dist.get_world_size())
+
+
+def leave_norms_unsummed(patch):
+    class UnsummedNorm(SequenceParallel):
+        def _apply(self, module, device_mesh):
+            module = super()._apply(module, device_mesh)
+
+            def forward(x):
+                y = F.rms_norm(x.to_local(), module.normalized_shape, module.weight.to_local(), module.eps)
+                return DTensor.from_local(y, device_mesh, [Shard(1)], run_check=False)
+
+            module.forward = forward
+            return module
+
+    patch.setitem(tensor.STYLES, "sequence", lambda heads, ranks: UnsummedNorm())
+
+
+def one_key_value_head(patch):
+    patch.setitem(FLAVORS, "debug", replace(FLAVORS["debug"], num_kv_heads=1))
+
+
+def leave_replicated_heads_unsummed(patch):
+    one_key_value_head(patch)
+
+    def one_head(linear, head, num_heads, x_BTD):
+        x = x_BTD.to_local(grad_placements=[tensor.Partial()])
+        return F.linear(x, linear.weight.to_local().chunk(num_heads)[head])
+
+    patch.setattr(tensor, "_one_head", one_head)
+
+
+def keep_key_gradients_to_oneself(patch):
+    original = context.all_gather
+
+    def all_gather(x, mesh):
+        parts = list(original(x.detach(), mesh).chunk(mesh.size()))
+        parts[mesh.get_local_rank()] = x
+        return torch.cat(parts)
+
+    patch.setattr(context, "all_gather", all_gather)
+
+
+def on_last_rank(change):
+    """``change`` of the batch that the last of several ranks trains on."""
+
+    def mutate(patch):
+        original = job._place
+
+        def place(*args):
+            batch = original(*args)
+            is_last = dist.get_rank() == dist.get_world_size() - 1 > 0
+            return change(batch) if is_last else batch
+
+        patch.setattr(job, "_place", place)
+
+    return mutate
+
+
+def shift_positions(batch):
+    return Batch(batch.tokens_BT, batch.labels_BT, batch.positions_BT + 1, batch.sample_ids)
+
+
+def shift_labels(batch):
+    return Batch(batch.tokens_BT, batch.labels_BT.roll(1, dims=1), batch.positions_BT, batch.sample_ids)
+
+
+def unmask_one_rank(patch):
+    patch.setattr(worker, "uneven_labels", lambda batch, size: batch if dist.get_rank() else uneven_labels(batch, size))
+
+
+def drop_a_layer(patch):
+    original = build.prune
+
+    def prune(part, modules):
+        original(part, modules if "tok_embeddings" in modules else [name for name in modules if name != "layers.3"])
+
+    patch.setattr(build, "prune", prune)
+
+
+def bypass_a_stage(patch):
+    original = job.build_runner
+
+    def build_runner(config, facts, sizes, built, *args):
+        for index, part in zip(built.stages, built.parts, strict=True):
+            if index == 1:
+                part.forward = lambda x, positions_BT=None: x * 1.0
+        return original(config, facts, sizes, built, *args)
+
+    patch.setattr(job, "build_runner", build_runner)
+
+
+def forget_a_stage_in_the_norm(patch):
+    original = Gradients.squared_norms
+
+    def squared_norms(self):
+        return original(self) * (dist.get_rank() == 0)
+
+    patch.setattr(Gradients, "squared_norms", squared_norms)
+
+
+def skip_the_update_of_one_rank(patch):
+    original = UpdateGuard.update
+
+    def update(self, result):
+        if dist.get_rank():
+            self._optimizer.zero_grad()
+        original(self, result)
+
+    patch.setattr(UpdateGuard, "update", update)
+
+
+def clip_nowhere_but_on_rank_0(patch):
+    original = Gradients.clip
+
+    def clip(self, norm, max_norm):
+        original(self, norm, 0.0 if dist.get_rank() else max_norm)
+
+    patch.setattr(Gradients, "clip", clip)
+
+
+def draw_other_bits_on_one_rank(patch):
+    original = init.draw_rows
+
+    def draw_rows(name, shape, first, *args):
+        rows = original(name, shape, first, *args)
+        if dist.get_rank() == dist.get_world_size() - 1 > 0 and name == "layers.1.attention.wq.weight":
+            rows[0, 0] += 1e-3
+        return rows
+
+    patch.setattr(init, "draw_rows", draw_rows)
+
+
+# what is broken, a layout where it matters, further flags
+MUTATIONS = [
+    (scale_gradients_by_microbatches, "accum2", ()),
+    (average_microbatches, "accum4", ()),
+    (synchronise_only_the_last_microbatch, "fsdp2_accum2", ()),
+    (divide_by_local_tokens, "fsdp2", ()),
+    (scatter_without_summing, "fsdp2", ()),
+    (skip_all_reduce_of_gradients, "ddp2", ()),
+    (count_replicas_twice, "ddp2", ()),
+    (unmask_one_rank, "fsdp2", ()),
+    (on_last_rank(shift_labels), "fsdp2", ()),
+    (skip_the_update_of_one_rank, "fsdp2", ()),
+    (clip_nowhere_but_on_rank_0, "fsdp2", ("--training.max_norm", "0.01")),
+    (leave_norms_unsummed, "tp2", ()),
+    (leave_replicated_heads_unsummed, "tp2", ()),
+    (on_last_rank(shift_positions), "cp2", ()),
+    (on_last_rank(shift_labels), "cp2", ()),
+    (keep_key_gradients_to_oneself, "cp2", ()),
+    (let_the_pipeline_scale_gradients, "pp2", ()),
+    (drop_a_layer, "pp2", ("--model.num_layers", "4")),
+    (bypass_a_stage, "pp2+interleave_1f1b", ("--model.num_layers", "4")),
+    (forget_a_stage_in_the_norm, "pp2", ()),
+]
+NAMES = [f"{mutate.__qualname__.split('.')[0]}-{layout}" for mutate, layout, _ in MUTATIONS]

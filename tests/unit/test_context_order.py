@@ -1,0 +1,95 @@
+"""Which tokens a context-parallel rank holds, without a process group."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from crius.errors import LayoutError
+from crius.models.layers.attention import CausalAttention
+from crius.parallel.context import ContextShard, GatheredAttention, _attend, apply_context_parallel, token_order
+
+METHODS = ("all_gather", "ulysses")
+
+
+class CountScores(TorchDispatchMode):
+    """Sums queries times keys over calls of the attention kernel."""
+
+    scores = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "_scaled_dot_product" in str(func):
+            self.scores += args[0].shape[2] * args[1].shape[2]
+        return func(*args, **(kwargs or {}))
+
+
+class OneOfThree(ContextShard):
+    """The shard of one of three ranks, in a process that has the parts of all."""
+
+    def __init__(self, rank):
+        super().__init__(None, "all_gather")
+        self.chunks = ((0, 5), (1, 4), (2, 3))[rank]
+
+    def gather(self, tensor):
+        return torch.cat([tensor] * 3, dim=1)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("degree", [1, 2, 3, 4])
+def test_every_token_is_held_once(method, degree):
+    assert torch.equal(token_order(24, degree, method).sort().values, torch.arange(24))
+
+
+def test_zigzag_gives_a_rank_an_early_and_a_late_chunk():
+    order = token_order(16, 4, "all_gather")
+    assert order.view(4, 4).tolist() == [[0, 1, 14, 15], [2, 3, 12, 13], [4, 5, 10, 11], [6, 7, 8, 9]]
+
+
+def test_zigzag_gives_every_rank_the_same_causal_work():
+    work = (token_order(48, 4, "all_gather") + 1).view(4, -1).sum(dim=1)  # keys that each query sees
+    assert work.unique().numel() == 1
+
+
+@pytest.mark.parametrize("degree, method", [(1, "all_gather"), (1, "ulysses"), (3, "ulysses")])
+def test_ulysses_and_a_single_rank_keep_the_order(degree, method):
+    assert torch.equal(token_order(12, degree, method), torch.arange(12))
+
+
+@pytest.mark.parametrize("seq_len, degree, method", [(12, 4, "all_gather"), (10, 4, "ulysses"), (2, 2, "all_gather")])
+def test_a_sequence_that_does_not_split_evenly_is_refused(seq_len, degree, method):
+    with pytest.raises(LayoutError, match="equal parts"):
+        token_order(seq_len, degree, method)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_single_rank_takes_the_tensor_as_it_is(method):
+    shard, tokens = ContextShard(None, method), torch.arange(6)[None]
+    assert shard.slice(tokens) is tokens
+    assert shard.gather(tokens) is tokens
+
+
+def test_nothing_is_replaced_at_degree_1():
+    model = nn.Sequential(CausalAttention())
+    assert apply_context_parallel(model, None, "all_gather") == []
+    assert type(model[0]) is CausalAttention
+
+
+@pytest.mark.parametrize("num_queries", [4, 12])
+def test_the_last_queries_get_what_they_get_among_all(num_queries):
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 12, 4, 8, generator=generator)
+    k, v = (torch.randn(2, 12, 2, 8, generator=generator) for _ in range(2))
+    want = CausalAttention()(q, k, v, None)[:, -num_queries:]
+    got = _attend(q[:, -num_queries:], k, v, None, has_flash=True)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-6)  # another kernel path, values of about 1 in float32
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("rank", range(3))
+def test_every_rank_computes_as_many_scores(rank, masked):
+    """Of 24 tokens on 3 ranks: 4 queries meet the keys up to their end, twice: 7 / 12 of 8 queries times 24 keys."""
+    q, k = torch.ones(1, 8, 4, 8), torch.ones(1, 8, 2, 8)
+    mask = torch.ones(1, 1, 8, 24, dtype=torch.bool) if masked else None
+    with CountScores() as counter:
+        assert GatheredAttention(OneOfThree(rank))(q, k, k, mask).shape == q.shape
+    assert counter.scores == 8 * 24 * 7 // 12

@@ -1,0 +1,114 @@
+"""What was asked for is done, or said: a line for each optimisation, and a strict run ends where one did nothing."""
+
+import logging
+
+import pytest
+import torch
+
+from crius.config.compile import CompileConfig
+from crius.errors import EffectError
+from crius.parallel.async_tensor import AsyncTensorParallel
+from crius.parallel.compile import CompileReport
+from crius.parallel.runtime import World
+from crius.train.effects import Effect, check, of_async_tensor_parallel, of_compile, over_stages
+
+CHECKPOINT = Effect(
+    name="activation_checkpoint",
+    flag="--activation_checkpoint.mode full",
+    count=8,
+    total=8,
+    what="blocks",
+    reason="full",
+)
+ASYNC_TP = of_async_tensor_parallel(AsyncTensorParallel("needs CUDA"))
+PLANTED = Effect(name="planted", flag="--planted.enable", count=0, total=4, what="modules", reason="no pattern fits")
+
+
+def compiled(num_blocks, graphs):
+    report = CompileReport(CompileConfig(enable=True))
+    report.graphs = graphs
+    return of_compile(num_blocks, report)
+
+
+@pytest.mark.parametrize(
+    ("effect", "line"),
+    [
+        (CHECKPOINT, "activation_checkpoint: 8 of 8 blocks (full)"),
+        (ASYNC_TP, "async_tp: 0 fused (needs CUDA)"),
+        (PLANTED, "planted: 0 of 4 modules (no pattern fits)"),
+        (compiled(8, 1), "compile: 8 of 8 blocks, 1 graph"),
+        (compiled(8, 2), "compile: 8 of 8 blocks, 2 graphs"),
+        (Effect(name="fsdp", flag="-", count=3, what="units"), "fsdp: 3 units"),
+    ],
+)
+def test_an_effect_is_one_line(effect, line):
+    assert str(effect) == line
+
+
+def test_no_graph_means_that_no_block_is_compiled():
+    effect = compiled(8, 0)
+    assert effect.is_inactive
+    assert str(effect).startswith("compile: 0 of 8 blocks, 0 graphs (torch.compile was called and did nothing")
+
+
+@pytest.mark.parametrize(
+    ("count", "total", "is_inactive"), [(0, None, True), (0, 4, True), (0, 0, False), (1, 4, False), (1, None, False)]
+)
+def test_zero_of_something_is_no_effect_and_zero_of_zero_is_nothing_to_do(count, total, is_inactive):
+    effect = Effect(name="x", flag="--x", count=count, total=total, what="things")
+    assert effect.is_inactive == is_inactive
+
+
+def test_a_strict_run_names_every_inactive_optimisation_with_reason_and_fix():
+    with pytest.raises(EffectError) as caught:
+        check([CHECKPOINT, ASYNC_TP, PLANTED], strict=True)
+    assert caught.value.exit_code == 1
+    assert str(caught.value) == (
+        "EffectError: asked for, but without effect: async_tp, planted.\n"
+        "  from   --strict\n"
+        "  why    async_tp: 0 fused (needs CUDA); planted: 0 of 4 modules (no pattern fits)\n"
+        "  fix    leave out --parallelism.enable_async_tensor_parallel, --planted.enable; or leave out --strict, "
+        "and the run goes on without"
+    )
+
+
+@pytest.fixture
+def lines(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("crius"), "propagate", True)
+    caplog.set_level(logging.INFO, logger="crius.train")
+    return lambda: [(record.levelname, record.message) for record in caplog.records]
+
+
+def test_without_strict_the_inactive_one_is_a_warning(lines):
+    check([CHECKPOINT, PLANTED], strict=False)
+    assert lines() == [("INFO", str(CHECKPOINT)), ("WARNING", str(PLANTED))]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_run_whose_optimisations_all_took_hold_goes_on(strict, lines):
+    check([CHECKPOINT], strict=strict)
+    assert lines() == [("INFO", str(CHECKPOINT))]
+
+
+def test_only_rank_0_speaks(lines):
+    check([CHECKPOINT, PLANTED], strict=False, rank=3)
+    assert lines() == []
+
+
+class FourRanks(World):
+    """The second of two pipeline ranks with two replicas each, as the four of them would sum."""
+
+    def sum(self, values):
+        other = torch.tensor([[3, 3], [0, 4], [0, 0]])
+        return values.add_(other).mul_(2)
+
+
+def test_the_stages_of_a_pipeline_sum_to_the_model_and_replicas_count_once():
+    """A stage without a block is no reason to end the run, an optimisation that no stage has is."""
+    mine = [Effect(name=name, flag="-", count=count, total=total, what="x") for name, count, total in STAGE]
+    whole = over_stages(mine, FourRanks(2, 4, torch.device("cpu")), pipeline_ranks=2)
+    assert [(effect.count, effect.total) for effect in whole] == [(3, 3), (0, 4), (0, None)]
+    assert [effect.is_inactive for effect in whole] == [False, True, True]
+
+
+STAGE = [("compile", 0, 0), ("planted", 0, 0), ("async_tp", 0, None)]

@@ -1,0 +1,110 @@
+"""What is refused about a pipeline before anything starts, with a fix that works."""
+
+import pytest
+from rule_cases import PIPELINE, RESHARD, SCHEDULE, SHARD
+from test_rules import facts_of, repairs
+
+from crius.config import rules_pipeline
+from crius.errors import ConfigError
+
+PREFIX = "--parallelism.pipeline_parallel_"
+CSV = f"{PREFIX}schedule_csv"
+BATCH = ("--training.global_batch_size", "8", "--training.local_batch_size")
+
+# rule, flags, in the sentence, in "from", in "fix"
+CASES = [
+    (
+        rules_pipeline.pipeline_flags_have_effect,
+        [SCHEDULE, "gpipe"],
+        "schedule has no effect with pipeline_parallel_degree 1",
+        SCHEDULE,
+        f"leave out {SCHEDULE}",
+    ),
+    (
+        rules_pipeline.schedule_file_runs,
+        [PIPELINE, "2", CSV, "nowhere.csv"],
+        "schedule file nowhere.csv cannot be read",
+        CSV,
+        f"{SCHEDULE} 1f1b",
+    ),
+    (
+        rules_pipeline.stages_per_rank_suit,
+        [PIPELINE, "2", f"{PREFIX}stages_per_rank", "2"],
+        "1f1b has exactly 1 on each rank",
+        f"{PREFIX}stages_per_rank",
+        f"{PREFIX}stages_per_rank -1",
+    ),
+    (
+        rules_pipeline.modules_split,
+        [PIPELINE, "16"],
+        "16 pipeline ranks of 1 stages are 16 stages, more than the 8 layers of llama3/debug",
+        PIPELINE,
+        f"{PIPELINE} 8",
+    ),
+    (
+        rules_pipeline.modules_split,
+        [PIPELINE, "2", f"{PREFIX}first_stage_less_layers", "20"],
+        "leave a stage with",
+        "less_layers",
+        f"{PREFIX}first_stage_less_layers 0",
+    ),
+    (
+        rules_pipeline.microbatches_suit,
+        [PIPELINE, "4", *BATCH, "4"],
+        "2 microbatches a step do not suit 1f1b on 4 pipeline ranks; legal for the 8 sequences of a data-parallel rank",
+        "--training.local_batch_size",
+        "--training.local_batch_size 2",
+    ),
+    (
+        rules_pipeline.pipeline_has_no_tied_embeddings,
+        [PIPELINE, "2", "--model.flavor", "1b"],
+        "ties its output layer to the embedding",
+        PIPELINE,
+        f"{PIPELINE} 1",
+    ),
+    (
+        rules_pipeline.split_backward_goes_with,
+        [PIPELINE, "2", SCHEDULE, "zbv_zero_bubble", "--compile.enable"],
+        "compile.enable does not go with",
+        "--compile.enable",
+        f"{SCHEDULE} interleave_1f1b",
+    ),
+    (
+        rules_pipeline.split_backward_goes_with,
+        [PIPELINE, "2", SHARD, "2", SCHEDULE, "zbv_zero_bubble", RESHARD, "always"],
+        "always loses gradients",
+        RESHARD,
+        f"{RESHARD} never",
+    ),
+    (
+        rules_pipeline.split_backward_goes_with,
+        [PIPELINE, "2", SCHEDULE, "dualpipev", "--activation_checkpoint.mode", "full"],
+        "activation_checkpoint.mode full does not go with",
+        "--activation_checkpoint.mode",
+        "--activation_checkpoint.mode none",
+    ),
+]
+
+
+@pytest.mark.parametrize(("rule", "flags", "what", "where", "fix"), CASES)
+def test_a_pipeline_rule_names_the_value_where_it_came_from_and_a_fix_that_works(rule, flags, what, where, fix):
+    [error] = rule(facts_of(flags))
+    assert isinstance(error, ConfigError)
+    assert what in error.what
+    assert where in error.where
+    assert fix in error.fix
+    for mended in repairs(flags, error.fix.partition(", or ")[0]):
+        assert list(rule(facts_of(mended))) == [], f"{mended} is what the fix says"
+
+
+@pytest.mark.parametrize("rows", ["0F0,0F1,0B1,0B0\n1F1,1B1,1F0,1B0\n", "0F0,0F1,0B0,0B1\n1F1,1F0,1B1,1B0\n"])
+def test_a_schedule_file_whose_last_stage_runs_out_of_order_is_refused(rows, tmp_path):
+    """torch takes the losses of the last stage in the order of its forwards, whichever microbatches they are of."""
+    path = tmp_path / "mine.csv"
+    path.write_text(rows)
+    [error] = rules_pipeline.schedule_file_runs(facts_of([PIPELINE, "2", CSV, str(path)]))
+    assert "runs the last stage's microbatches out of order" in error.what
+
+
+def test_every_pipeline_rule_has_a_case():
+    assert {case[0] for case in CASES} == set(rules_pipeline.PIPELINE_RULES)
