@@ -62,10 +62,9 @@ def emit(text: str) -> None:
 def facts_of(run: RunConfig, nproc: int, placement: Any, is_dry: bool = False) -> Facts:
     """What the rules look at, of ``run`` on this machine."""
     from crius.launch.environment import visible_gpus
-    from crius.train.inputs import model_facts
+    from crius.train.inputs import known_model_facts
 
-    spec = SPECS.get(run.model.name)
-    model = model_facts(run) if spec and run.model.flavor in spec.flavors else None
+    model = known_model_facts(run)
     num_gpus = 0 if run.training.device == "cpu" else visible_gpus(os.environ)
     asked = placement.world_size if placement else nproc
     parallelism = run.parallelism

@@ -49,12 +49,6 @@ class Job:
         return self.config.training.seq_len // self.mesh.dims.cp
 
 
-def build(job: Job, names: Sequence[str]) -> nn.Module:
-    """The modules ``names`` of the model, laid out on the mesh, on the meta device."""
-    part, _ = build_part(job.config, job.facts, job.mesh, names)
-    return part
-
-
 def blocks_of(job: Job, model: nn.Module) -> list[nn.Module]:
     """The repeated blocks of a model or of a stage."""
     pattern = registry.SPECS[job.config.model.name].plan(job.facts).block
@@ -95,7 +89,7 @@ class _Bench:
 @contextlib.contextmanager
 def _bench(job: Job, names: Sequence[str], groups: dict[str, str], *, fake: bool = True) -> Iterator[_Bench]:
     """Build, then enter the fake mode: the mesh and ``fully_shard`` do not work inside it."""
-    model = build(job, names)
+    model, _ = build_part(job.config, job.facts, job.mesh, names)
     recorder = Recorder(groups)
     recorder.watch(blocks_of(job, model))
     with contextlib.ExitStack() as stack:

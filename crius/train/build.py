@@ -34,12 +34,14 @@ class Built:
     Attributes:
         parts: its stages, one without pipeline parallelism, laid out on the mesh.
         stages: their places in the pipeline, ascending.
+        modules: of every stage of the pipeline, in order.
         names: the parameters of the whole model, in order.
         applied: what the passes did to each part.
     """
 
     parts: list[nn.Module]
     stages: list[int]
+    modules: list[tuple[str, ...]]
     names: list[str]
     applied: list[Applied]
 
@@ -49,21 +51,28 @@ def build_parts(config: RunConfig, facts: ModelFacts, mesh: Mesh) -> Built:
     spec = registry.SPECS[config.model.name]
     all_stages = split_stages(run_modules(config, facts), num_stages(config.parallelism), config.parallelism)
     indices = stage_indices(config.parallelism, mesh.pp.get_local_rank() if mesh.pp else 0)
-    with torch.device("meta"):
-        model = registry.build(spec, facts)
+    model = _on_meta(config, facts)
     names = [name for name, _ in model.named_parameters()]
     spec.plan(facts).check_coverage([name for name, _ in model.named_modules() if name], names)
     parts = [build_part(config, facts, mesh, all_stages[index]) for index in indices]
-    return Built([part for part, _ in parts], indices, names, [applied for _, applied in parts])
+    return Built([part for part, _ in parts], indices, all_stages, names, [applied for _, applied in parts])
+
+
+def parameter_names(config: RunConfig, facts: ModelFacts) -> list[str]:
+    """Names of the parameters of the whole model, whatever stages this rank has."""
+    return [name for name, _ in _on_meta(config, facts).named_parameters()]
+
+
+def _on_meta(config: RunConfig, facts: ModelFacts) -> nn.Module:
+    with torch.device("meta"):
+        return registry.build(registry.SPECS[config.model.name], facts)
 
 
 def build_part(config: RunConfig, facts: ModelFacts, mesh: Mesh, modules: Sequence[str]) -> tuple[nn.Module, Applied]:
     """The stage that has only ``modules``, laid out on ``mesh``, still on the meta device."""
-    spec = registry.SPECS[config.model.name]
-    with torch.device("meta"):
-        part = registry.build(spec, facts)
+    part = _on_meta(config, facts)
     prune(part, modules)
-    return part, parallelize(part, spec.plan(facts), facts, mesh, config)
+    return part, parallelize(part, registry.SPECS[config.model.name].plan(facts), facts, mesh, config)
 
 
 def build_model(config: RunConfig, facts: ModelFacts, mesh: Mesh, ranks: World) -> Built:
@@ -88,11 +97,10 @@ def build_runner(
             log.info("gradient_sync %s: %s", training.gradient_sync, sync.describe(mesh.dims, sizes.accumulation))
         return Accumulation(built.parts[0], sync, sizes.local, loss)
     modules = run_modules(config, facts)
-    stages = split_stages(modules, num_stages(parallelism), parallelism)
-    timeline = simulate(order_of(parallelism, sizes.accumulation), stage_costs(modules, stages))
+    timeline = simulate(order_of(parallelism, sizes.accumulation), stage_costs(modules, built.modules))
     asked = training.local_batch_size != -1
     log.info("pipeline: %s", describe_microbatches(parallelism, sizes.accumulation, sizes.local, asked))
-    for line in stage_table(modules, stages, placement(parallelism), timeline):
+    for line in stage_table(modules, built.modules, placement(parallelism), timeline):
         log.info("pipeline: %s", line)
     log.info("gradient_sync deferred: the schedule synchronises once a step, after the last microbatch")
     pipeline = Pipeline(built.parts, built.stages, parallelism, sizes.accumulation, mesh.pp, ranks.device, loss)

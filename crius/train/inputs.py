@@ -16,6 +16,12 @@ def model_facts(config: RunConfig) -> ModelFacts:
     return spec.customize(spec.flavors[config.model.flavor], attention_mask=config.model.attention_mask, **sizes)
 
 
+def known_model_facts(config: RunConfig) -> ModelFacts | None:
+    """``model_facts``, or None where there is no such model or flavor."""
+    spec = SPECS.get(config.model.name)
+    return model_facts(config) if spec and config.model.flavor in spec.flavors else None
+
+
 def run_batch_sizes(config: RunConfig, data_parallel_ranks: int) -> BatchSizes:
     """Sizes of the batch of ``config``, whose microbatches suit its pipeline."""
     return batch_sizes(config.training, data_parallel_ranks, microbatch_unit(config.parallelism))

@@ -64,7 +64,7 @@ def run(config: RunConfig, run_dir: Path, started: float, placement: Placement, 
     ledger = TimeLedger(started)
     with contextlib.ExitStack() as stack:
         with ledger.phase("setup"):
-            device = _set_up_torch(config, placement)
+            device = set_up_torch(config, placement)
             dims = ParallelDims.build(config.parallelism, placement.world_size)
             sizes = run_batch_sizes(config, dims.batch)
             facts = model_facts(config)
@@ -103,8 +103,6 @@ def assemble(
     training = config.training
     if mesh.tp:
         stack.enter_context(loss_parallel())
-    if config.compile.enable:
-        prepare_compile(config.compile, local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     watch = EffectWatch(config, mesh, ranks, strict)
     built = build_model(config, facts, mesh, ranks)
     parameters = named_parameters(built.parts)
@@ -149,14 +147,16 @@ def _place(config: RunConfig, device: torch.device, shard: ContextShard, batch: 
     return placed.map(shard.slice)
 
 
-def _set_up_torch(config: RunConfig, placement: Placement) -> torch.device:
-    """Threads, determinism and the device of this process."""
+def set_up_torch(config: RunConfig, placement: Placement) -> torch.device:
+    """Threads, determinism, compiler and the device of this process."""
     if "OMP_NUM_THREADS" in os.environ or placement.local_world_size > 1:
         cores = max(1, (os.cpu_count() or 1) // placement.local_world_size)
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", cores)))
     if config.debug.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+    if config.compile.enable:
+        prepare_compile(config.compile, local_ranks=placement.local_world_size)
     return pick_device(config.training.device, placement.local_rank)
 
 

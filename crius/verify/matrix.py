@@ -10,7 +10,7 @@ from crius.config.layout import OTHER_LOSS, Layout, apply_layout, batch_unit, pa
 from crius.config.rules import RULES
 from crius.config.run import RunConfig
 from crius.errors import ConfigError, CriusError
-from crius.train.inputs import model_facts
+from crius.train.inputs import known_model_facts
 
 LEAST_GLOBAL_BATCH = 16
 
@@ -123,12 +123,11 @@ def case(facts: Facts, config: RunConfig, layout: Layout) -> Case:
         placed = apply_layout(config, layout)
     except ConfigError as error:
         return Case(layout, None, (error,))
-    known = config.model.name in facts.specs and config.model.flavor in facts.specs[config.model.name].flavors
     looked_at = dataclasses.replace(
         facts,
         config=placed,
         origin=lambda name: f"layout {layout}",
-        model=model_facts(placed) if known else None,
+        model=known_model_facts(placed),
         num_ranks=layout.num_ranks,
         asked_ranks=0,
         asked_by="",

@@ -13,26 +13,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from crius.config.run import RunConfig
 from crius.data.batch import Batch
 from crius.launch.environment import Placement
 from crius.launch.report import log_path
 from crius.metrics.ledger import TimeLedger
 from crius.metrics.record import Record, StepMetrics
-from crius.models import registry
 from crius.models.spec import ModelFacts
 from crius.parallel.dims import ParallelDims
 from crius.parallel.local import named_parameters
 from crius.parallel.mesh import Mesh, build_mesh
-from crius.parallel.runtime import World, pick_device, world
-from crius.train.build import build_model
+from crius.parallel.runtime import World, world
+from crius.train.build import build_model, parameter_names
 from crius.train.inputs import model_facts, open_run_corpus, run_batch_sizes
-from crius.train.job import assemble
+from crius.train.job import assemble, set_up_torch
 from crius.train.logs import start_logging
-from crius.train.loop import Loop
-from crius.verify.parameters import Named, Shards, checksums, compare
+from crius.verify.parameters import Shards, checksums, compare
 from crius.verify.uneven import uneven_documents, uneven_labels
 
 RESULT = "result.json"
@@ -90,7 +86,7 @@ def train(task: Task, placement: Placement) -> None:
             config, facts, sizes, corpus, mesh, ranks, task.run_dir, ledger, [recorder], stack, strict=task.strict
         )
         place = functools.partial(_place, config, sizes.total, loop.place)
-        parameters = _parameters(loop)
+        parameters = named_parameters(loop.state.parts)
         if task.is_reference and _writes(task, ranks):
             task.shards.save("start", parameters, ranks.rank)
         dataclasses.replace(loop, place=place).run()
@@ -100,7 +96,7 @@ def train(task: Task, placement: Placement) -> None:
         }
         if task.is_reference and _writes(task, ranks):
             task.shards.save("end", parameters, ranks.rank)
-        difference = compare(parameters, _all_names(config, facts), task.shards, ranks.size // mesh.dims.pp, ranks)
+        difference = compare(parameters, parameter_names(config, facts), task.shards, ranks.size // mesh.dims.pp, ranks)
         _write(task, ranks, result | dataclasses.asdict(difference))
 
 
@@ -121,12 +117,8 @@ def _session(task: Task, placement: Placement) -> Iterator[tuple[ModelFacts, Mes
     _speak_to_log(placement)
     faulthandler.dump_traceback_later(task.seconds, exit=True, file=2)
     start_logging(placement.rank, task.run_dir, is_own_file=True)
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     config = task.config
-    if config.debug.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-    device = pick_device(config.training.device, placement.local_rank)
+    device = set_up_torch(config, placement)
     dims = ParallelDims.build(config.parallelism, placement.world_size)
     with contextlib.ExitStack() as stack:
         ranks = stack.enter_context(
@@ -148,16 +140,6 @@ def _speak_to_log(placement: Placement) -> None:
 def _place(config: RunConfig, total: int, place: Callable[[Batch], Batch], batch: Batch) -> Batch:
     uneven = uneven_labels(batch, total)
     return place(uneven_documents(uneven) if config.model.attention_mask == "document" else uneven)
-
-
-def _parameters(loop: Loop) -> Named:
-    return named_parameters(loop.state.parts)
-
-
-def _all_names(config: RunConfig, facts: ModelFacts) -> list[str]:
-    """Names of the parameters of the whole model, whatever stages this rank has."""
-    with torch.device("meta"):
-        return [name for name, _ in registry.build(registry.SPECS[config.model.name], facts).named_parameters()]
 
 
 def _writes(task: Task, ranks: World) -> bool:

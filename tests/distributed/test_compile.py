@@ -14,10 +14,8 @@ import pytest
 import torch
 import torch._dynamo.config as dynamo_config
 from torch import distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from crius.config.compile import CompileConfig
@@ -314,16 +312,3 @@ def test_a_second_run_finds_its_graphs_in_the_cache(sharded_runs):
         assert found["cold"]["line"].startswith("compile: 1 graph, ")
         assert found["warm"]["line"].endswith(" s, cache hit")
     assert any(found["cold"]["line"].endswith("miss") for found in sharded_runs)
-
-
-class Layer(nn.Module):
-    """Norm, two matmuls side by side and one after them: as a feed-forward block has them."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.RMSNorm(64)
-        self.w1, self.w3, self.w2 = (nn.Linear(*dims, bias=False) for dims in ((64, 128), (64, 128), (128, 64)))
-
-    def forward(self, x):
-        h = self.norm(x)
-        return x + self.w2(F.silu(self.w1(h)) * self.w3(h))

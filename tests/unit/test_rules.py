@@ -15,7 +15,7 @@ from crius.config.rules_pipeline import PIPELINE_RULES
 from crius.errors import ConfigError
 from crius.launch import environment
 from crius.models.registry import SPECS
-from crius.train.inputs import model_facts
+from crius.train.inputs import known_model_facts
 
 # Lines leave this table as the features arrive.
 NOT_BUILT = [
@@ -38,8 +38,7 @@ def facts_of(flags, *, ranks=0, num_gpus=0, is_dry=False):
     """What the rules see of ``crius train FLAGS``; ``ranks`` is what torchrun started, if it did."""
     cli.SOURCES.origins.clear()
     config = parse(flags)
-    known = config.model.name in SPECS and config.model.flavor in SPECS[config.model.name].flavors
-    model = model_facts(config) if known else None
+    model = known_model_facts(config)
     num_ranks = ranks or config.parallelism.total_ranks(num_gpus or 1)
     return Facts(
         config=config,
