@@ -69,5 +69,9 @@ class NonFiniteError(CriusError):
     """The loss or a gradient is NaN or infinite; the update was not applied."""
 
 
+class SpikeError(CriusError):
+    """The loss or the gradient norm jumped; the update was not applied."""
+
+
 class EffectError(CriusError):
     """An optimisation that was asked for did nothing, and the run is strict."""

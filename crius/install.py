@@ -4,6 +4,15 @@ import importlib.util
 import shlex
 import sys
 
+# optional package to what to install; pyproject.toml's extras say the same
+REQUIREMENTS = {
+    "datasets": "datasets>=3.1",
+    "tokenizers": "tokenizers>=0.20",
+    "tensorboard": "tensorboard>=2.15",
+    "torchao": "torchao>=0.18",
+    "matplotlib": "matplotlib>=3.8",
+}
+
 
 def install_line(*requirements: str) -> str:
     """A shell command that installs ``requirements`` for the Python that runs this."""

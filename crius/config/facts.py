@@ -22,7 +22,7 @@ class Facts:
         origin: where the value of a dotted field came from, as a phrase.
         specs: the models by name.
         model: sizes of the model of this run (``crius.models.spec.ModelFacts``); None where there is no such model.
-        heads: names of its fields that tensor parallelism splits, query heads first, then key/value heads.
+        plan: its sharding plan (``crius.models.plan.ShardingPlan``); None where there is no such model.
         num_ranks: processes the run will have.
         asked_ranks: processes that ``--nproc``, torchrun or Slurm fixed; 0 when the degrees decide.
         asked_by: who fixed them, as a phrase.
@@ -36,7 +36,7 @@ class Facts:
     origin: Callable[[str], str]
     specs: Mapping[str, _Spec]
     model: Any
-    heads: tuple[str, ...]
+    plan: Any
     num_ranks: int
     asked_ranks: int
     asked_by: str
@@ -44,6 +44,11 @@ class Facts:
     num_cores: int
     local_ranks: int
     is_dry: bool = False
+
+    @property
+    def heads(self) -> tuple[str, ...]:
+        """Fields of the model's config that tensor parallelism splits, query heads first, then key/value heads."""
+        return self.plan.heads if self.plan else ()
 
     @property
     def data_parallel_ranks(self) -> int:

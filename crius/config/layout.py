@@ -27,6 +27,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "always": {"parallelism.reshard_after_forward_mode": "always"},
     **{mode: {"training.gradient_sync": mode} for mode in ("immediate", "deferred", "auto")},
     "offload": {"training.enable_cpu_offload": True},
+    "float8": {"quantize.dense.float8.enable": True},
+    "float8_rowwise": {"quantize.dense.float8.enable": True, "quantize.dense.float8.recipe": "rowwise"},
+    "float8_all_gather": {
+        "quantize.dense.float8.enable_fsdp_float8_all_gather": True,
+        "quantize.dense.float8.precompute_scale": True,
+    },
+    "mxfp8": {"quantize.dense.mxfp8.enable": True},
 }
 """What each option behind a ``+`` sets."""
 
@@ -36,7 +43,7 @@ NUMBERED: dict[str, tuple[dict[str, Any], str]] = {
 }
 """Options that end in a number: what they set beside it, and the field that the number is for."""
 
-OTHER_LOSS = ("document",)
+OTHER_LOSS = ("document", "float8", "float8_rowwise", "mxfp8")
 """Options that change what is computed, not only where and when."""
 
 # term to the degrees that its numbers are, in canonical order

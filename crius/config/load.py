@@ -22,6 +22,8 @@ from crius.errors import ConfigError
 DEFAULT_RECIPE = "llama3_debug"
 VERIFY_RECIPE = "verify"
 """What ``crius verify`` trains unless told otherwise."""
+PRECISION_RECIPE = "precision"
+"""What ``crius verify precision`` does: a run long enough to learn something."""
 
 # torchtitan's names of flags that Crius spells otherwise; accepted wherever a flag or a TOML key is.
 ALIASES = {
@@ -29,6 +31,11 @@ ALIASES = {
     "metrics.log_freq": "metrics.log_interval",
     "parallelism.fsdp_reshard_after_forward": "parallelism.reshard_after_forward_mode",
     "profiling.enable_profiling": "profiler.enable",
+    "quantize.dense.float8.exclude": "quantize.dense.exclude",
+    "quantize.dense.float8.pad_inner_dim": "quantize.dense.pad_inner_dim",
+    "quantize.dense.float8.recipe_name": "quantize.dense.float8.recipe",
+    "quantize.dense.mxfp8.exclude": "quantize.dense.exclude",
+    "quantize.dense.float8.precompute_float8_dynamic_scale_for_fsdp": "quantize.dense.float8.precompute_scale",
     "training.dataset_path": "data.path",
     "training.seed": "debug.seed",
     "training.deterministic": "debug.deterministic",
@@ -87,8 +94,8 @@ class RunSources:
             return
         files = [token.value for token in named["--config"].tokens]
         recipes = [token.value for token in named["--recipe"].tokens]
-        if not recipes and "verify" in commands:
-            recipes = [VERIFY_RECIPE]  # below a --config too: what that leaves open stays small
+        if not recipes and "verify" in commands:  # below a --config too: what that leaves open stays small
+            recipes = [PRECISION_RECIPE if "precision" in commands else VERIFY_RECIPE]
         elif not recipes and not files:
             recipes = [DEFAULT_RECIPE]
         self.recipe = recipes[0] if recipes else ""

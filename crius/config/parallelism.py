@@ -50,7 +50,8 @@ class ParallelismConfig:
     torch.distributed.pipelining dumps it (compute only)."""
 
     pipeline_parallel_stages_per_rank: int = -1
-    """Stages that each pipeline rank holds. -1: 1, or 2 where the schedule needs several."""
+    """Stages that each pipeline rank holds. -1: 1, or 2 where the schedule needs several; interleave_1f1b has 1,
+    and nothing to interleave, where the model has too few layers for 2."""
 
     pipeline_parallel_first_stage_less_layers: int = -1
     """Layers that the first stage has less than the middle ones, for the embedding. -1: layers are balanced by cost."""

@@ -3,6 +3,7 @@
 import difflib
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from crius.config.parallelism import ParallelismConfig
@@ -47,6 +48,26 @@ def stages_per_rank(parallelism: ParallelismConfig) -> int:
     if parallelism.pipeline_parallel_stages_per_rank != -1:
         return parallelism.pipeline_parallel_stages_per_rank
     return 1 if parallelism.pipeline_parallel_schedule in ("gpipe", "1f1b") else 2
+
+
+def settle_stages(parallelism: ParallelismConfig, num_layers: int) -> ParallelismConfig:
+    """``parallelism`` with one stage a rank where interleave_1f1b chooses and the model has no layers for two."""
+    degree = parallelism.pipeline_parallel_degree
+    is_chosen = parallelism.pipeline_parallel_stages_per_rank == -1 and not parallelism.pipeline_parallel_schedule_csv
+    is_interleaved = parallelism.pipeline_parallel_schedule == "interleave_1f1b"
+    if is_chosen and is_interleaved and 1 < degree <= num_layers < 2 * degree:
+        return replace(parallelism, pipeline_parallel_stages_per_rank=1)
+    return parallelism
+
+
+def describe_stages(parallelism: ParallelismConfig) -> str:
+    """What there is to say about the stages of a rank, or an empty string."""
+    if parallelism.pipeline_parallel_schedule_csv or stages_per_rank(parallelism) > 1:
+        return ""
+    if parallelism.pipeline_parallel_schedule != "interleave_1f1b":
+        return ""
+    degree = parallelism.pipeline_parallel_degree
+    return f"interleave_1f1b has nothing to interleave: one stage on each of {degree} ranks, the bubble is that of 1f1b"
 
 
 def num_stages(parallelism: ParallelismConfig) -> int:

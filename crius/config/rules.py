@@ -12,9 +12,12 @@ from crius.config.export import flatten
 from crius.config.facts import Facts, Rule, Violations
 from crius.config.load import did_you_mean
 from crius.config.rules_layout import LAYOUT_RULES
+from crius.config.rules_optimizer import OPTIMIZER_RULES
 from crius.config.rules_pipeline import PIPELINE_RULES
+from crius.config.rules_quantize import QUANTIZE_RULES
+from crius.config.rules_stability import STABILITY_RULES
 from crius.errors import ConfigError
-from crius.install import install_line
+from crius.install import REQUIREMENTS, install_line
 
 
 def known_model(facts: Facts) -> Violations:
@@ -59,6 +62,9 @@ _RANGES: list[tuple[str, Callable[[Any], bool], str, str]] = [
             ("comm.timeout_seconds", "300"),
             ("profiler.start_step", "5"),
             ("profiler.num_steps", "2"),
+            ("stability.max_consecutive", "5"),
+            ("stability.snapshot_interval", "50"),
+            ("optimizer.muon_ns_steps", "5"),
             ("parallelism.data_parallel_replicate_degree", "1"),
             ("parallelism.tensor_parallel_degree", "1"),
             ("parallelism.context_parallel_degree", "1"),
@@ -91,6 +97,9 @@ _RANGES: list[tuple[str, Callable[[Any], bool], str, str]] = [
     ],
     ("optimizer.lr", lambda value: value > 0, "above 0", "3e-4"),
     ("optimizer.eps", lambda value: value > 0, "above 0", "1e-8"),
+    ("stability.window", lambda value: value >= 10, "at least 10", "100"),
+    ("stability.spike_zscore", lambda value: value > 0, "above 0", "6"),
+    ("optimizer.muon_momentum", lambda value: 0 <= value < 1, "in [0, 1)", "0.95"),
     ("optimizer.beta1", lambda value: 0 <= value < 1, "in [0, 1)", "0.9"),
     ("optimizer.beta2", lambda value: 0 <= value < 1, "in [0, 1)", "0.95"),
     ("lr_scheduler.decay_ratio", lambda value: value is None or 0 <= value <= 1, "in [0, 1]", "0.1"),
@@ -186,19 +195,22 @@ def profiler_window(facts: Facts) -> Violations:
 
 def extras_installed(facts: Facts) -> Violations:
     """Optional packages that the run asks for are there."""
-    config = facts.config
+    config, dense = facts.config, facts.config.quantize.dense
     needs_datasets = config.data.source == "huggingface"
     wanted = [
         (config.metrics.enable_tensorboard, "metrics.enable_tensorboard", "tensorboard"),
         (needs_datasets, "data.source", "datasets"),
         (config.tokenizer.path != "byte", "tokenizer.path", "tokenizers"),
+        (dense.float8.enable, "quantize.dense.float8.enable", "torchao"),
+        (dense.mxfp8.enable, "quantize.dense.mxfp8.enable", "torchao"),
+        (config.optimizer.state_dtype == "8bit", "optimizer.state_dtype", "torchao"),
     ]
     for asked, name, package in wanted:
         if asked and importlib.util.find_spec(package) is None:
             yield ConfigError(
                 f"--{name} needs the package {package}, which is not installed.",
                 where=facts.flag(name),
-                fix=install_line(package),
+                fix=install_line(REQUIREMENTS[package]),
             )
 
 
@@ -208,8 +220,6 @@ def built_already(facts: Facts) -> Violations:
     p = config.parallelism
     refused = [
         (p.expert_parallel_degree > 1, "parallelism.expert_parallel_degree", "expert parallelism"),
-        (config.quantize.dense.float8.enable, "quantize.dense.float8.enable", "float8"),
-        (config.quantize.dense.mxfp8.enable, "quantize.dense.mxfp8.enable", "MXFP8"),
         (config.checkpoint.enable, "checkpoint.enable", "checkpointing"),
         (config.checkpoint.interval > 0, "checkpoint.interval", "checkpointing"),
         (config.checkpoint.load_step >= 0, "checkpoint.load_step", "checkpointing"),
@@ -227,6 +237,9 @@ RULES: tuple[Rule, ...] = (
     ranges,
     *LAYOUT_RULES,
     *PIPELINE_RULES,
+    *QUANTIZE_RULES,
+    *OPTIMIZER_RULES,
+    *STABILITY_RULES,
     data_path_given,
     data_flags_have_effect,
     virtual_shards_split,

@@ -66,7 +66,8 @@ def stages_per_rank_suit(facts: Facts) -> Violations:
     given, schedule = parallelism.pipeline_parallel_stages_per_rank, parallelism.pipeline_parallel_schedule
     if parallelism.pipeline_parallel_degree <= 1 or parallelism.pipeline_parallel_schedule_csv or given == -1:
         return
-    least, most = {"gpipe": (1, 1), "1f1b": (1, 1), **dict.fromkeys(V_SCHEDULES, (2, 2))}.get(schedule, (2, given))
+    ranges = {"gpipe": (1, 1), "1f1b": (1, 1), "interleave_1f1b": (1, given), **dict.fromkeys(V_SCHEDULES, (2, 2))}
+    least, most = ranges.get(schedule, (2, given))
     if not least <= given <= most:
         name = f"{PREFIX}stages_per_rank"
         right = f"exactly {least}" if least == most else f"at least {least}"

@@ -16,6 +16,7 @@ from crius.config.optimizer import OptimizerConfig
 from crius.config.parallelism import ParallelismConfig
 from crius.config.profiler import ProfilerConfig
 from crius.config.quantize import QuantizeConfig
+from crius.config.stability import StabilityConfig
 from crius.config.tokenizer import TokenizerConfig
 from crius.config.training import TrainingConfig
 from crius.config.validation import ValidationConfig
@@ -33,6 +34,7 @@ class RunConfig:
     activation_checkpoint: ActivationCheckpointConfig = field(default_factory=ActivationCheckpointConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
     quantize: QuantizeConfig = field(default_factory=QuantizeConfig)
+    stability: StabilityConfig = field(default_factory=StabilityConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     data: DataConfig = field(default_factory=DataConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)

@@ -31,8 +31,11 @@ class TrainingConfig:
     unsharded gradients. auto: reduce-scatter in every microbatch, all-reduce over replicas once. default: auto, but
     deferred under pipeline parallelism, whose schedules know only that."""
 
+    dtype: Dtype = "float32"
+    """dtype in which weights are kept and updated. bfloat16 halves their memory; see optimizer.stochastic_rounding."""
+
     mixed_precision_param: Dtype = "bfloat16"
-    """dtype of the gathered weights and of the activations. The master weights stay float32."""
+    """dtype of the gathered weights and of the activations. The weights that are updated stay in training.dtype."""
 
     mixed_precision_reduce: Dtype = "float32"
     """dtype in which gradients are reduced over ranks and accumulated."""

@@ -15,6 +15,7 @@ class ShardingPlan:
         block: the repeated module, the unit of FSDP, activation checkpointing, compile and pipeline cuts.
         fsdp_units: modules that are gathered together, in forward order; ``a+b`` is one unit of several modules.
         embeddings: modules whose weights are looked up, not multiplied; weight decay leaves them alone by default.
+        sensitive: linear layers that stay in high precision unless a config says otherwise, such as the output layer.
         tensor_parallel: module pattern to the name of a style in ``crius.parallel.tensor``.
         heads: fields of the model's config that tensor parallelism splits: query heads first, then key/value heads.
     """
@@ -22,6 +23,7 @@ class ShardingPlan:
     block: str
     fsdp_units: tuple[str, ...]
     embeddings: tuple[str, ...]
+    sensitive: tuple[str, ...] = ()
     tensor_parallel: Mapping[str, str] = field(default_factory=dict)
     heads: tuple[str, ...] = ()
 
@@ -48,7 +50,7 @@ class ShardingPlan:
             PlanError: names the pattern or the parameter.
         """
         names = list(module_names)
-        for pattern in (self.block, *self.embeddings, *self.tensor_parallel):
+        for pattern in (self.block, *self.embeddings, *self.sensitive, *self.tensor_parallel):
             _matches(pattern, names)
         units = self.expand_units(names)
         for parameter in parameter_names:

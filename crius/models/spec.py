@@ -62,6 +62,12 @@ class ModelFacts(Protocol):
     def flops_per_token(self, mean_visible_context: float) -> float:
         """Model FLOPs of one token's forward and backward, recompute not counted."""
 
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every trained parameter by name, in the model's order; a tied weight once, under its first name."""
+
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """``(out_features, in_features)`` of every linear layer by name, in the model's order."""
+
     def modules(self, mean_visible_context: float) -> list[ModuleFacts]:
         """The modules between which a pipeline can be cut, in forward order; they sum to the two above."""
 

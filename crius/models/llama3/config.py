@@ -69,6 +69,33 @@ class Llama3Config:
         """
         return sum(module.flops_per_token for module in self.modules(mean_visible_context))
 
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every trained parameter by name, in the model's order; a tied weight once, under its first name."""
+        shapes: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (self.vocab_size, self.dim)}
+        for i in range(self.num_layers):
+            block = f"layers.{i}"
+            shapes[f"{block}.attention_norm.weight"] = (self.dim,)
+            shapes |= {f"{block}.attention.{name}.weight": shape for name, shape in self._attention_linears().items()}
+            shapes[f"{block}.ffn_norm.weight"] = (self.dim,)
+            shapes |= {f"{block}.feed_forward.{name}.weight": shape for name, shape in self._ffn_linears().items()}
+        shapes["norm.weight"] = (self.dim,)
+        return shapes if self.tied_embeddings else shapes | {"output.weight": (self.vocab_size, self.dim)}
+
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """``(out_features, in_features)`` of every linear layer by name, in the model's order."""
+        shapes: dict[str, tuple[int, int]] = {}
+        for i in range(self.num_layers):
+            shapes |= {f"layers.{i}.attention.{name}": shape for name, shape in self._attention_linears().items()}
+            shapes |= {f"layers.{i}.feed_forward.{name}": shape for name, shape in self._ffn_linears().items()}
+        return shapes | {"output": (self.vocab_size, self.dim)}
+
+    def _attention_linears(self) -> dict[str, tuple[int, int]]:
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return {"wq": (queries, self.dim), "wk": (keys, self.dim), "wv": (keys, self.dim), "wo": (self.dim, queries)}
+
+    def _ffn_linears(self) -> dict[str, tuple[int, int]]:
+        return {"w1": (self.ffn_dim, self.dim), "w2": (self.dim, self.ffn_dim), "w3": (self.ffn_dim, self.dim)}
+
     def modules(self, mean_visible_context: float) -> list[ModuleFacts]:
         """Embedding, layers, norm and output layer in forward order, with parameters and FLOPs."""
         attention = 12 * self.num_heads * self.head_dim * mean_visible_context

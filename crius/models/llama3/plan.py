@@ -11,6 +11,7 @@ def plan(config: Llama3Config) -> ShardingPlan:
         block="layers.*",
         fsdp_units=ends or ("tok_embeddings", "layers.*", "norm+output"),  # norm is too small to gather alone
         embeddings=("tok_embeddings",),
+        sensitive=("output",),
         tensor_parallel={
             "tok_embeddings": "vocab",
             "layers.*.attention_norm": "sequence",

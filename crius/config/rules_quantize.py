@@ -1,0 +1,257 @@
+"""Rules about low precision: which linear layers there are, whether their dims suit, and what has an effect."""
+
+import math
+import re
+import shlex
+from collections.abc import Iterable
+
+from crius.config.batch import batch_sizes
+from crius.config.facts import Facts, Rule, Violations
+from crius.config.low_precision import (
+    LAYER_NUMBER,
+    LinearChoice,
+    block,
+    indivisible,
+    is_enabled,
+    kind,
+    linear_choices,
+    numberless,
+    split,
+    summary,
+)
+from crius.config.patterns import fits, fits_any, nearest
+from crius.config.pipeline import microbatch_unit
+from crius.config.quantize import DenseQuantizeConfig, Float8Config, MXFP8Config
+from crius.config.rules_layout import sequence_divides, tensor_parallel_divides
+from crius.errors import ConfigError, LayoutError
+
+_DENSE = "quantize.dense."
+_GATHER = f"{_DENSE}float8.enable_fsdp_float8_all_gather"
+
+
+def _is_sound(facts: Facts) -> bool:
+    """Whether some layers of a sound model and layout are to be converted; if not, another rule says why."""
+    if not is_enabled(facts.config.quantize.dense) or facts.model is None or facts.plan is None:
+        return False
+    sizes = (facts.model.vocab_size, facts.model.num_layers, facts.model.num_kv_heads)
+    degrees = (facts.config.parallelism.tensor_parallel_degree, facts.config.parallelism.context_parallel_degree)
+    return min(*sizes, *degrees) >= 1 and not list(tensor_parallel_divides(facts))
+
+
+def _choices(facts: Facts) -> list[LinearChoice]:
+    """Of a sound run, on a device without such matmuls: ranks and rules may be on another machine than the GPUs."""
+    return linear_choices(facts.config, facts.model, facts.plan, accelerated=False)
+
+
+def one_low_precision(facts: Facts) -> Violations:
+    """A layer runs in one precision."""
+    dense = facts.config.quantize.dense
+    if dense.float8.enable and dense.mxfp8.enable:
+        names = [f"{_DENSE}float8.enable", f"{_DENSE}mxfp8.enable"]
+        yield ConfigError(
+            "float8 and mxfp8 are both enabled.",
+            where=", ".join(map(facts.flag, names)),
+            why="a linear layer runs in one precision",
+            fix=f"leave out --{names[1]}, or --{_DENSE}float8.no_enable",
+        )
+
+
+def _given(name: str, patterns: tuple[str, ...]) -> str:
+    """What to type to give ``patterns``."""
+    single = [part for pattern in patterns for part in pattern.split(",") if part]
+    return " ".join(f"--{name} {shlex.quote(pattern)}" for pattern in single)
+
+
+def patterns_fit_layers(facts: Facts) -> Violations:
+    """Every pattern fits a linear layer, and none is to be both kept and converted."""
+    if facts.model is None:
+        return
+    dense, linears = facts.config.quantize.dense, list(facts.model.linears())
+    for field, patterns in (("exclude", dense.exclude), ("include", dense.include)):
+        name = f"{_DENSE}{field}"
+        for pattern in patterns:
+            if any(fits(pattern, linear) for linear in linears):
+                continue
+            if any(fits(numberless(pattern), linear) for linear in linears):
+                near = re.sub(LAYER_NUMBER, str(facts.model.num_layers - 1), pattern)
+                hint = f", whose layers are 0 to {facts.model.num_layers - 1}."
+            else:
+                near = nearest(pattern, linears)
+                hint = f", did you mean {near}?" if near else "."
+            names = ", ".join(dict.fromkeys(map(numberless, linears)))
+            if "," in pattern:  # fits nothing as it is
+                near, hint = pattern, ": repeat the flag for each pattern."
+            mended = tuple(near if other == pattern else other for other in patterns)
+            yield ConfigError(
+                f"--{name} {pattern} matches no linear layer of {facts.model_name}{hint}",
+                where=facts.flag(name),
+                fix=_given(name, mended) if near else f"the linear layers are {names}",
+            )
+    both = [linear for linear in linears if fits_any(dense.exclude, linear) and fits_any(dense.include, linear)]
+    if both:
+        excluded, included = fits_any(dense.exclude, both[0]), fits_any(dense.include, both[0])
+        yield ConfigError(
+            f"--{_DENSE}exclude {excluded} and --{_DENSE}include {included} both fit {both[0]}.",
+            where=f"{facts.flag(f'{_DENSE}exclude')}, {facts.flag(f'{_DENSE}include')}",
+            why="a layer is either kept or converted",
+            fix=_include_without(facts, both),
+        )
+
+
+def _include_without(facts: Facts, linears: Iterable[str]) -> str:
+    """What to type to include none of ``linears``."""
+    name, names = f"{_DENSE}include", list(linears)
+    patterns = facts.config.quantize.dense.include
+    left = tuple(pattern for pattern in patterns if not any(fits(pattern, linear) for linear in names))
+    return _given(name, left) if left else f"leave out --{name}"
+
+
+def included_layers_divide(facts: Facts) -> Violations:
+    """What is asked to be converted has dims that low-precision matmuls take."""
+    dense = facts.config.quantize.dense
+    if not _is_sound(facts) or dense.pad_inner_dim:
+        return
+    degree = facts.config.parallelism.tensor_parallel_degree
+    vocabulary = -(-facts.model.vocab_size // (block(dense) * degree)) * block(dense) * degree
+    wrong: dict[str, str] = {}
+    vocabulary_helps = True
+    for linear, shape in facts.model.linears().items():
+        if not fits_any(dense.include, linear) or fits_any(dense.exclude, linear):
+            continue
+        parts = split(linear, facts.plan, facts.model.num_kv_heads, degree)
+        if problem := indivisible(shape, parts, block(dense)):
+            wrong[linear] = problem
+            mended = (vocabulary if shape[0] == facts.model.vocab_size else shape[0], shape[1])
+            vocabulary_helps &= not indivisible(mended, parts, block(dense))
+    if wrong:
+        problems = {numberless(linear): problem for linear, problem in wrong.items()}
+        fixes = [f"--model.vocab_size {vocabulary}"] * vocabulary_helps
+        fixes += [f"--{_DENSE}pad_inner_dim", _include_without(facts, wrong)]
+        yield LayoutError(
+            "; ".join(f"{linear}: {problem}" for linear, problem in problems.items()) + ".",
+            where=facts.flag(f"{_DENSE}include"),
+            why=f"{kind(dense)} matmuls need both dims divisible by {block(dense)}, after tensor-parallel sharding: on "
+            "a GPU the kernel refuses others",
+            fix=", or ".join(fixes),
+        )
+
+
+def tokens_divide(facts: Facts) -> Violations:
+    """The gradient of a weight contracts over the tokens of a microbatch, which must be whole blocks."""
+    config, dense = facts.config, facts.config.quantize.dense
+    needs_none = kind(dense) == "float8" and dense.float8.recipe == "rowwise_with_gw_hp"  # there it is high precision
+    if not _is_sound(facts) or dense.pad_inner_dim or needs_none or facts.data_parallel_ranks < 1:
+        return
+    if config.training.seq_len < 1 or list(sequence_divides(facts)):
+        return
+    try:
+        batch = batch_sizes(config.training, facts.data_parallel_ranks, microbatch_unit(config.parallelism))
+    except (ValueError, ZeroDivisionError, LayoutError):
+        return  # ranges, batch_divides and schedule_file_runs report it
+    # tensor-parallel ranks gather the sequence before each matmul, context-parallel ranks do not
+    cp, unit, length = config.parallelism.context_parallel_degree, block(dense), config.training.seq_len
+    tokens = batch.local * length // cp
+    if tokens % unit == 0:
+        return
+    step = math.lcm(cp * unit // math.gcd(unit, batch.local), 2 * cp * config.parallelism.tensor_parallel_degree)
+    share = f"{batch.local} sequences x {length} tokens" + f" / {cp} context-parallel ranks" * (cp > 1)
+    yield LayoutError(
+        f"a rank's microbatch has {share} = {tokens} tokens, {tokens} mod {unit} = {tokens % unit}.",
+        where=", ".join(map(facts.flag, ("training.seq_len", "training.local_batch_size"))),
+        why=f"the gradient of a {kind(dense)} layer's weight is a matmul over them, which takes multiples of {unit}",
+        fix=f"--training.seq_len {max(1, length // step) * step}, or --{_DENSE}pad_inner_dim",
+    )
+
+
+def quantize_flags_have_effect(facts: Facts) -> Violations:
+    """What was given on the command line for one precision is not given to none or to another."""
+    dense = facts.config.quantize.dense
+    float8, mxfp8 = f"{_DENSE}float8.", f"{_DENSE}mxfp8."
+    rows: list[tuple[str, str, object, object, bool, str]] = []
+    for field in ("recipe", "enable_fsdp_float8_all_gather", "precompute_scale", "emulate"):
+        values = (getattr(dense.float8, field), getattr(Float8Config(), field))
+        rows.append((float8, field, *values, dense.float8.enable, f"--{float8}enable"))
+    rows.append((mxfp8, "emulate", dense.mxfp8.emulate, MXFP8Config().emulate, dense.mxfp8.enable, f"--{mxfp8}enable"))
+    for field in ("exclude", "include", "auto_filter", "pad_inner_dim"):
+        values = (getattr(dense, field), getattr(DenseQuantizeConfig(), field))
+        rows.append((_DENSE, field, *values, is_enabled(dense), f"--{float8}enable"))
+    for prefix, field, value, default, is_on, fix in rows:
+        name = f"{prefix}{field}"
+        if facts.origin(name) == "command line" and value != default and not is_on:
+            yield ConfigError(
+                f"--{name} has no effect without {fix}.", where=facts.flag(name), fix=f"{fix}, or leave out --{name}"
+            )
+
+
+def float8_gather_suits(facts: Facts) -> Violations:
+    """Weights are gathered in float8 with one scale for a tensor, and as they are."""
+    float8 = facts.config.quantize.dense.float8
+    if not float8.enable:
+        return
+    if float8.precompute_scale and not float8.enable_fsdp_float8_all_gather:
+        name = f"{_DENSE}float8.precompute_scale"
+        yield ConfigError(
+            f"--{name} has no effect without --{_GATHER}.",
+            where=facts.flag(name),
+            why="the scales are those of gathered weights",
+            fix=f"--{_GATHER}, or leave out --{name}",
+        )
+    if not float8.enable_fsdp_float8_all_gather:
+        return
+    if float8.precompute_scale and facts.config.training.enable_cpu_offload:
+        names = [f"{_DENSE}float8.precompute_scale", "training.enable_cpu_offload"]
+        yield ConfigError(
+            f"--{names[0]} has no effect with --{names[1]}.",
+            where=", ".join(map(facts.flag, names)),
+            why="torchao loses a scale when FSDP copies its weight to the device",
+            fix=f"leave out --{names[0]}",
+        )
+    if float8.recipe != "tensorwise":
+        yield ConfigError(
+            f"--{_GATHER} does not go with recipe {float8.recipe}.",
+            where=f"{facts.flag(_GATHER)}, {facts.flag(f'{_DENSE}float8.recipe')}",
+            why="weights are scaled by row in the forward, by column in the backward; a shard has no whole column",
+            fix=f"--{_DENSE}float8.recipe tensorwise, or leave out --{_GATHER}",
+        )
+    padded = [c for c in _choices(facts) if c.is_converted and c.padded != c.local] if _is_sound(facts) else []
+    if padded:
+        local, rounded = (" x ".join(map(str, shape)) for shape in (padded[0].local, padded[0].padded))
+        yield ConfigError(
+            f"--{_GATHER} does not go with --{_DENSE}pad_inner_dim, which pads {numberless(padded[0].name)} from "
+            f"{local} to {rounded}.",
+            where=f"{facts.flag(_GATHER)}, {facts.flag(f'{_DENSE}pad_inner_dim')}",
+            why="weights are padded before they are rounded to float8, gathered ones are rounded already",
+            fix=f"leave out --{_GATHER}",
+        )
+
+
+def something_is_converted(facts: Facts) -> Violations:
+    """A run that is to be in low precision has a layer that is."""
+    dense = facts.config.quantize.dense
+    if not _is_sound(facts) or list(included_layers_divide(facts)):
+        return
+    choices = _choices(facts)
+    if any(choice.is_converted for choice in choices):
+        return
+    name = f"{_DENSE}{kind(dense)}.enable"
+    remedies = [
+        (f"--{_DENSE}pad_inner_dim", any(" mod " in choice.reason for choice in choices)),
+        (f"--{_DENSE}auto_filter off", dense.auto_filter == "on"),
+        (f"leave out --{_DENSE}exclude", bool(dense.exclude)),
+    ]
+    yield ConfigError(
+        f"--{name} would convert nothing: {summary(choices)}.",
+        where=facts.flag(name),
+        fix=", or ".join([*(fix for fix, helps in remedies if helps), f"leave out --{name}"]),
+    )
+
+
+QUANTIZE_RULES: tuple[Rule, ...] = (
+    one_low_precision,
+    patterns_fit_layers,
+    included_layers_divide,
+    tokens_divide,
+    quantize_flags_have_effect,
+    float8_gather_suits,
+    something_is_converted,
+)
