@@ -42,7 +42,9 @@ def parallelize(model: nn.Module, plan: ShardingPlan, facts: ModelFacts, mesh: M
         PlanError: the plan and the model do not match.
     """
     if mesh.tp:
-        _say(apply_tensor_parallel(model, plan, getattr(facts, plan.heads[-1]), mesh.tp))
+        is_async = config.parallelism.enable_async_tensor_parallel
+        heads = getattr(facts, plan.heads[-1])
+        _say(apply_tensor_parallel(model, plan, heads, mesh.tp, gathers_rounded=not is_async))
     if mesh.cp:
         _say(apply_context_parallel(model, mesh.cp, config.parallelism.context_parallel_method))
     checkpointed = apply_activation_checkpoint(model, plan, config.activation_checkpoint, config.compile.enable)

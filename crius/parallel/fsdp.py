@@ -14,8 +14,8 @@ from crius.config.parallelism import ParallelismConfig
 from crius.config.training import TrainingConfig
 from crius.models.plan import ShardingPlan
 from crius.parallel.dims import ParallelDims
-from crius.parallel.local import local_tensor, num_shards
 from crius.parallel.mesh import Mesh
+from crius.shards import local_tensor, num_shards
 
 
 @dataclass(frozen=True)

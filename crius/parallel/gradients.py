@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from crius.parallel.local import local_tensor, num_shards
+from crius.shards import local_tensor, num_shards
 
 
 class Gradients:
@@ -31,10 +31,16 @@ class Gradients:
         so that the order of the sums, which a layout changes, does not show.
         """
         # frozen or unused parameters have no gradient
-        grads = [
-            local_tensor(p.grad) if p.grad is not None else torch.zeros(0, device=p.device) for p in self._parameters
-        ]
-        norms = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float64)).to(self._device)
+        return self._squared(
+            [local_tensor(p.grad) if p.grad is not None else torch.zeros(0, device=p.device) for p in self._parameters]
+        )
+
+    def squared_weight_norms(self) -> Tensor:
+        """As ``squared_norms``, of the parameters themselves."""
+        return self._squared([local_tensor(parameter) for parameter in self._parameters])
+
+    def _squared(self, tensors: Sequence[Tensor]) -> Tensor:
+        norms = torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float64)).to(self._device)
         return norms.square() * self._share
 
     def clip(self, norm: Tensor, max_norm: float) -> None:

@@ -10,13 +10,11 @@ import math
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from crius.errors import PlanError
 from crius.models.init import Constant, Init
 from crius.models.plan import match
-from crius.parallel.local import local_tensor
+from crius.shards import local_shard
 
 BLOCK_NUMEL = 1 << 16  # elements drawn with one seed; seeding costs 10 us, a shard draws at most one block too many
 
@@ -64,11 +62,3 @@ def draw_rows(name: str, shape: torch.Size, first: int, last: int, seed: int, li
         low, high = max(start, first), min(stop, last)
         out[low - first : high - first] = rows[low - start : high - start]
     return out
-
-
-def local_shard(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """This rank's part of a parameter and where it starts in the whole."""
-    if not isinstance(parameter, DTensor):
-        return local_tensor(parameter), (0,) * parameter.dim()
-    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return local_tensor(parameter), tuple(offset)

@@ -30,6 +30,16 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 """Output of the last stage and labels ``(B, T)`` to the sum of the token losses, a float64 scalar."""
 
 
+class _Stage(PipelineStage):
+    """A stage that does not write to its own rank, which Gloo cannot.
+
+    In torch 2.11 a schedule's first step tries the way to each neighbouring stage, in a V to one of the same rank too.
+    """
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]
+
+
 class Pipeline:
     """This rank's stages of a model, and the steps over all of them. All ranks of a pipeline bring the same batch.
 
@@ -149,7 +159,7 @@ class Pipeline:
     def _build(self) -> _PipelineSchedule:
         """The schedule with fresh stages."""
         stages = [
-            PipelineStage(part, index, self._num_stages, self._device, group=self._group)
+            _Stage(part, index, self._num_stages, self._device, group=self._group)
             for index, part in self._parts.items()
         ]
         options = {"n_microbatches": self._num_microbatches, "loss_fn": self._scaled_loss, "scale_grads": False}

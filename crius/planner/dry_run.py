@@ -10,8 +10,11 @@ from dataclasses import replace
 import torch.distributed as dist
 
 from crius.config.compile import CompileConfig
+from crius.config.low_precision import is_enabled, kind, summary
+from crius.config.pipeline import describe_stages
 from crius.config.run import RunConfig
 from crius.errors import ConfigError, LayoutError
+from crius.models.spec import ModelFacts
 from crius.parallel.dims import ParallelDims
 from crius.parallel.mesh import Mesh, build_mesh
 from crius.parallel.runtime import fake_world
@@ -21,6 +24,7 @@ from crius.planner.measure import Job, measure_whole
 from crius.planner.memory import Values, kinds_of
 from crius.planner.stages import pipeline, stage_report
 from crius.train.inputs import model_facts, run_batch_sizes, run_modules
+from crius.train.precision import LowPrecision, planned
 
 
 def dry_run(config: RunConfig, num_ranks: int, rank: int, started: float, *, extrapolate: bool = True) -> DryRunReport:
@@ -47,7 +51,9 @@ def dry_run(config: RunConfig, num_ranks: int, rank: int, started: float, *, ext
     dims = ParallelDims.build(config.parallelism, num_ranks)
     with fake_world(rank, num_ranks) as world, _quiet():
         mesh = build_mesh(dims, world.device.type)
-        job = Job(config, model_facts(config), run_batch_sizes(config, dims.batch), mesh, world)
+        facts = model_facts(config)
+        precision, lines = _precision(config, facts)
+        job = Job(config, facts, run_batch_sizes(config, dims.batch), mesh, world, precision)
         groups = _axes(mesh)
         if dims.pp > 1:
             stages, ranks, extrapolation = pipeline(job, groups, extrapolate=extrapolate)
@@ -64,7 +70,7 @@ def dry_run(config: RunConfig, num_ranks: int, rank: int, started: float, *, ext
         stages=stages,
         ranks=ranks,
         model_flops=job.facts.flops_per_token((config.training.seq_len + 1) / 2) * tokens / num_ranks,
-        notes=[*_measured(extrapolation, job), *left_out],
+        notes=[*_measured(extrapolation, job), *lines, *left_out],
         seconds=time.monotonic() - started,
     )
 
@@ -79,17 +85,31 @@ def _eager(config: RunConfig) -> tuple[RunConfig, list[str]]:
             fix="--activation_checkpoint.mode selective, or leave out --dry_run",
         )
     lines = []
-    dense = config.quantize.dense
+    if config.parallelism.pipeline_parallel_degree > 1 and (about_stages := describe_stages(config.parallelism)):
+        lines.append(about_stages)
     if config.compile.enable:
         lines.append("compile is left out: memory and operators are those of eager mode")
     if config.parallelism.enable_async_tensor_parallel:
         lines.append("async tensor parallelism is left out: the collectives are those it would fuse")
-    if dense.float8.enable or dense.mxfp8.enable:
-        lines.append("low-precision matmuls are left out: memory and collectives are those of the plain ones")
     if config.training.enable_cpu_offload:
         lines.append("cpu offload: memory of the host and of the device are counted together")
     parallelism = replace(config.parallelism, enable_async_tensor_parallel=False)
     return replace(config, compile=CompileConfig(), parallelism=parallelism), lines
+
+
+def _precision(config: RunConfig, facts: ModelFacts) -> tuple[LowPrecision | None, list[str]]:
+    """What a device that has the matmuls would convert, and a line about it."""
+    dense = config.quantize.dense
+    if not is_enabled(dense):
+        return None, []
+    name = kind(dense)
+    if name == "mxfp8":  # torchao's casts are CUDA kernels, which no fake tensor of the host goes through
+        found = planned(config, facts, accelerated=True, emulated="fake tensors")
+        return found, [f"mxfp8: {summary(found.choices)}; emulated, which keeps more temporaries than the real matmuls"]
+    asked = dense.float8.emulate
+    found = planned(config, facts, accelerated=True, emulated="as asked" if asked else "")
+    where = "emulated, as asked" if asked else "as on a device that has float8 matmuls"
+    return found, ["; ".join(filter(None, (f"float8: {summary(found.choices)}", where, found.advice)))]
 
 
 def _axes(mesh: Mesh) -> dict[str, str]:

@@ -21,13 +21,14 @@ from crius.models.spec import ModelFacts
 from crius.optim.build import build_optimizer
 from crius.parallel.fsdp import GradientSync
 from crius.parallel.gradients import Gradients
-from crius.parallel.local import local_tensor, named_parameters
 from crius.parallel.mesh import Mesh
 from crius.parallel.runtime import World
 from crius.planner.memory import Values
 from crius.planner.recorder import Recorder
+from crius.shards import local_tensor, named_parameters
 from crius.train.build import build_part
 from crius.train.loss import loss_sum
+from crius.train.precision import LowPrecision, keep_scales
 from crius.train.step import Accumulation, Runner, train_step
 
 STAGE_MICROBATCHES = 3
@@ -42,6 +43,7 @@ class Job:
     sizes: BatchSizes
     mesh: Mesh
     world: World
+    precision: LowPrecision | None
 
     @property
     def num_tokens(self) -> int:
@@ -71,6 +73,7 @@ class _Bench:
         self.recorder.phase("optimizer")
         self.optimizer.step()
         self.optimizer.zero_grad()
+        keep_scales(self.job.config, [self.model], self.job.mesh)
         self.recorder.phase("end")
 
     def values(self) -> Values:
@@ -89,7 +92,7 @@ class _Bench:
 @contextlib.contextmanager
 def _bench(job: Job, names: Sequence[str], groups: dict[str, str], *, fake: bool = True) -> Iterator[_Bench]:
     """Build, then enter the fake mode: the mesh and ``fully_shard`` do not work inside it."""
-    model, _ = build_part(job.config, job.facts, job.mesh, names)
+    model, *_ = build_part(job.config, job.facts, job.mesh, names, job.precision)
     recorder = Recorder(groups)
     recorder.watch(blocks_of(job, model))
     with contextlib.ExitStack() as stack:
@@ -102,8 +105,10 @@ def _bench(job: Job, names: Sequence[str], groups: dict[str, str], *, fake: bool
         parameters = named_parameters([model])
         recorder.timeline.mark((local_tensor(p) for _, p in parameters), "parameters")
         plan = registry.SPECS[job.config.model.name].plan(job.facts)
-        optimizer = build_optimizer(parameters, plan, job.config.optimizer)
+        optimizer = build_optimizer(parameters, plan, job.config.optimizer, seed=job.config.debug.seed)
         _fill_state(optimizer, parameters)
+        keep_scales(job.config, [model], job.mesh)  # as the step before left them, whose collective it is
+        recorder.collectives.clear()
         state = (item for held in optimizer.state.values() for item in held.values() if isinstance(item, Tensor))
         recorder.timeline.mark(map(local_tensor, state), "optimizer")
         holders = job.world.size // job.mesh.dims.pp
@@ -190,6 +195,10 @@ class _StageRunner:
     def forward_backward(self, batch: Batch, valid_tokens: Tensor) -> Tensor:
         """See ``crius.train.step.Runner``."""
         parts = list(batch.microbatches(self._job.sizes.local))
+        self._stage.has_backward = True  # as a schedule says; torch 2.15 asks for it, and for the next
+        finalize: Any = getattr(self._stage.submod, "set_manual_backward_finalization", None)
+        if finalize:
+            finalize(True)
         for number, part in enumerate(parts):
             self._microbatch(part, valid_tokens, number, len(parts))
         self._recorder.phase("sync")

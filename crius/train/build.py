@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from crius.config.batch import BatchSizes
-from crius.config.pipeline import describe_microbatches, num_stages, placement, split_stages
+from crius.config.pipeline import describe_microbatches, describe_stages, num_stages, placement, split_stages
 from crius.config.run import RunConfig
 from crius.models import registry
 from crius.models.spec import ModelFacts
@@ -20,8 +20,11 @@ from crius.parallel.mesh import Mesh
 from crius.parallel.pipeline import Pipeline
 from crius.parallel.runtime import World
 from crius.parallel.stages import order_of, prune, simulate, stage_costs, stage_indices, stage_table
+from crius.quantize.convert import Converted
+from crius.train.fault import Fault, planted
 from crius.train.inputs import run_modules
-from crius.train.loss import loss_sum
+from crius.train.loss import LossSum, loss_sum
+from crius.train.precision import LowPrecision, low_precision
 from crius.train.step import Accumulation, Pipelined, Runner
 
 log = logging.getLogger("crius.train")
@@ -37,6 +40,8 @@ class Built:
         modules: of every stage of the pipeline, in order.
         names: the parameters of the whole model, in order.
         applied: what the passes did to each part.
+        precision: which linear layers of the model run in low precision; None where none is to.
+        converted: what became of those of each part.
     """
 
     parts: list[nn.Module]
@@ -44,6 +49,8 @@ class Built:
     modules: list[tuple[str, ...]]
     names: list[str]
     applied: list[Applied]
+    precision: LowPrecision | None
+    converted: list[Converted]
 
 
 def build_parts(config: RunConfig, facts: ModelFacts, mesh: Mesh) -> Built:
@@ -54,8 +61,10 @@ def build_parts(config: RunConfig, facts: ModelFacts, mesh: Mesh) -> Built:
     model = _on_meta(config, facts)
     names = [name for name, _ in model.named_parameters()]
     spec.plan(facts).check_coverage([name for name, _ in model.named_modules() if name], names)
-    parts = [build_part(config, facts, mesh, all_stages[index]) for index in indices]
-    return Built([part for part, _ in parts], indices, all_stages, names, [applied for _, applied in parts])
+    precision = low_precision(config, facts, mesh.fsdp.device_type)
+    built = [build_part(config, facts, mesh, all_stages[index], precision) for index in indices]
+    parts, applied, converted = map(list, zip(*built, strict=True))
+    return Built(parts, indices, all_stages, names, applied, precision, converted)
 
 
 def parameter_names(config: RunConfig, facts: ModelFacts) -> list[str]:
@@ -65,14 +74,19 @@ def parameter_names(config: RunConfig, facts: ModelFacts) -> list[str]:
 
 def _on_meta(config: RunConfig, facts: ModelFacts) -> nn.Module:
     with torch.device("meta"):
-        return registry.build(registry.SPECS[config.model.name], facts)
+        model = registry.build(registry.SPECS[config.model.name], facts)
+    return model.to(getattr(torch, config.training.dtype))  # of the weights: there are no buffers
 
 
-def build_part(config: RunConfig, facts: ModelFacts, mesh: Mesh, modules: Sequence[str]) -> tuple[nn.Module, Applied]:
-    """The stage that has only ``modules``, laid out on ``mesh``, still on the meta device."""
+def build_part(
+    config: RunConfig, facts: ModelFacts, mesh: Mesh, modules: Sequence[str], precision: LowPrecision | None
+) -> tuple[nn.Module, Applied, Converted]:
+    """The stage that has only ``modules``, in ``precision``, laid out on ``mesh``, still on the meta device."""
     part = _on_meta(config, facts)
     prune(part, modules)
-    return part, parallelize(part, registry.SPECS[config.model.name].plan(facts), facts, mesh, config)
+    converted = precision.convert(part, mesh.fsdp.size(-1)) if precision else Converted(0)
+    applied = parallelize(part, registry.SPECS[config.model.name].plan(facts), facts, mesh, config)
+    return part, applied, converted
 
 
 def build_model(config: RunConfig, facts: ModelFacts, mesh: Mesh, ranks: World) -> Built:
@@ -86,11 +100,19 @@ def build_model(config: RunConfig, facts: ModelFacts, mesh: Mesh, ranks: World) 
 
 
 def build_runner(
-    config: RunConfig, facts: ModelFacts, sizes: BatchSizes, built: Built, mesh: Mesh, ranks: World
+    config: RunConfig,
+    facts: ModelFacts,
+    sizes: BatchSizes,
+    built: Built,
+    mesh: Mesh,
+    ranks: World,
+    fault: Fault | None = None,
 ) -> Runner:
-    """What runs the parts over a batch: an accumulation loop, or a pipeline."""
+    """What runs the parts over a batch: an accumulation loop, or a pipeline; with ``fault`` planted in the loss."""
     parallelism, training = config.parallelism, config.training
-    loss = compile_loss(loss_sum, config.compile) if config.compile.loss else loss_sum
+    loss: LossSum = compile_loss(loss_sum, config.compile) if config.compile.loss else loss_sum
+    if fault:
+        loss = planted(fault, loss, len(built.modules) - 1 in built.stages, ranks)
     if mesh.pp is None:
         sync = GradientSync(built.parts[0], parallelism, training)
         if sizes.accumulation > 1:
@@ -100,6 +122,8 @@ def build_runner(
     timeline = simulate(order_of(parallelism, sizes.accumulation), stage_costs(modules, built.modules))
     asked = training.local_batch_size != -1
     log.info("pipeline: %s", describe_microbatches(parallelism, sizes.accumulation, sizes.local, asked))
+    if about_stages := describe_stages(parallelism):
+        log.info("pipeline: %s", about_stages)
     for line in stage_table(modules, built.modules, placement(parallelism), timeline):
         log.info("pipeline: %s", line)
     log.info("gradient_sync deferred: the schedule synchronises once a step, after the last microbatch")

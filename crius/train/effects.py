@@ -6,11 +6,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from crius.config.low_precision import kind, summary
 from crius.errors import EffectError
 from crius.parallel.activation_checkpoint import CheckpointedBlocks
 from crius.parallel.async_tensor import AsyncTensorParallel
 from crius.parallel.compile import CompileReport
 from crius.parallel.runtime import World
+from crius.quantize.convert import Converted
+from crius.train.precision import LowPrecision
 
 log = logging.getLogger("crius.train")
 
@@ -98,6 +101,43 @@ def over_stages(effects: Sequence[Effect], ranks: World, pipeline_ranks: int) ->
         replace(effect, count=count, total=None if effect.total is None else total)
         for effect, (count, total) in zip(effects, sums.tolist(), strict=True)
     ]
+
+
+def of_low_precision(precision: LowPrecision, parts: Sequence[Converted], shards: int) -> list[Effect]:
+    """``float8: 56 converted, 1 kept: output (sensitive) (tensorwise)``, and what is gathered in float8.
+
+    Args:
+        precision: of the whole model.
+        parts: what became of this rank's stages.
+        shards: ranks that FSDP splits a weight over.
+    """
+    dense, name = precision.dense, kind(precision.dense)
+    what = summary(precision.choices).partition(" ")[2]
+    effects = [
+        Effect(
+            name=name,
+            flag=f"--quantize.dense.{name}.enable",
+            count=sum(part.linears for part in parts),
+            what=what,
+            reason=precision.how,
+        )
+    ]
+    if name == "float8" and dense.float8.enable_fsdp_float8_all_gather:
+        scales = "of all at once after each update" if dense.float8.precompute_scale else "one by one"
+        how = f"scales {scales}" if shards > 1 else "cast, not sent: each rank has whole weights"
+        if any(part.gathered < part.linears for part in parts):
+            how += "; the shards do not divide the rows of the others"
+        effects.append(
+            Effect(
+                name="float8_all_gather",
+                flag="--quantize.dense.float8.enable_fsdp_float8_all_gather",
+                count=sum(part.gathered for part in parts),
+                total=sum(part.linears for part in parts),
+                what="weights are gathered in float8",
+                reason=how,
+            )
+        )
+    return effects
 
 
 def of_activation_checkpoint(parts: Sequence[CheckpointedBlocks]) -> Effect:

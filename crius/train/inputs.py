@@ -1,7 +1,9 @@
 """What a run needs before torch: sizes of the model and the corpus. Torch-free, so that bad data shows at once."""
 
+from dataclasses import replace
+
 from crius.config.batch import BatchSizes, batch_sizes
-from crius.config.pipeline import microbatch_unit
+from crius.config.pipeline import microbatch_unit, settle_stages
 from crius.config.run import RunConfig
 from crius.data.corpus import Corpus, open_corpus
 from crius.models.registry import SPECS
@@ -20,6 +22,12 @@ def known_model_facts(config: RunConfig) -> ModelFacts | None:
     """``model_facts``, or None where there is no such model or flavor."""
     spec = SPECS.get(config.model.name)
     return model_facts(config) if spec and config.model.flavor in spec.flavors else None
+
+
+def settled(config: RunConfig) -> RunConfig:
+    """``config`` with what it leaves to the size of the model decided: the stages of a pipeline rank."""
+    facts = known_model_facts(config)
+    return replace(config, parallelism=settle_stages(config.parallelism, facts.num_layers)) if facts else config
 
 
 def run_batch_sizes(config: RunConfig, data_parallel_ranks: int) -> BatchSizes:

@@ -16,6 +16,7 @@ from crius.train.effects import (
     of_activation_checkpoint,
     of_async_tensor_parallel,
     of_compile,
+    of_low_precision,
     of_save_ops,
     over_ranks,
     over_stages,
@@ -24,6 +25,13 @@ from crius.train.effects import (
 DEFAULT_SAVE_OPS = ActivationCheckpointConfig().save_ops
 
 log = logging.getLogger("crius.train")
+
+# forward and backward of a feed-forward of dim 4096, pytorch/ao#685: 43.2 ms in float16, 49.3 ms in float8, 26.2 ms in
+# float8 compiled
+_UNCOMPILED = (
+    "low precision without --compile.enable is slower than none: each scale and cast is a kernel of its own; on an "
+    "L20 1.14 times the time of float16 and 1.6 times its memory, compiled 0.61 times the time (pytorch/ao#685)"
+)
 
 
 class EffectWatch:
@@ -53,6 +61,12 @@ class EffectWatch:
         self._blocks = sum(applied.compiled for applied in built.applied)
         self._checkpointed = [applied.checkpointed for applied in built.applied]
         effects = []
+        if built.precision:
+            for line in built.precision.lines():
+                log.info("%s", line)
+            effects += of_low_precision(built.precision, built.converted, self._mesh.dims.fsdp)
+            if not self._report and self._ranks.rank == 0:
+                log.warning("%s", _UNCOMPILED)
         if self._config.activation_checkpoint.mode != "none":
             effects.append(of_activation_checkpoint(self._checkpointed))
         if self._async and self._async.missing:

@@ -1,0 +1,1 @@
+"""Low-precision matmuls: which device has them, and linear layers that use them. torchao is the backend."""
