@@ -1,0 +1,91 @@
+"""AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101): torch's, and torch's arithmetic over smaller states."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.adamw import adamw
+
+from crius.optim.base import Optimizer
+from crius.optim.storage import Storage, chunks
+from crius.shards import local_tensor
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+Groups = list[dict[str, Any]]
+
+
+class AdamW(Optimizer, torch.optim.AdamW):
+    """``torch.optim.AdamW``, to the last bit."""
+
+
+class CompactAdamW(Optimizer):
+    """AdamW whose weights or moments are kept in fewer bits than the step is computed in.
+
+    A step raises weights and moments to float32, has torch's own AdamW update them and lowers them again, for a
+    bounded number of elements at a time. All of it is element by element, on this rank's shards.
+
+    Args:
+        groups: as of ``torch.optim.AdamW``.
+        storage: how weights and moments are kept.
+        betas: decay of the running means of gradients and of squared gradients.
+        eps: added to the denominator.
+        fused: torch's implementation of the arithmetic, one of three.
+        foreach: another.
+    """
+
+    def __init__(
+        self, groups: Groups, storage: Storage, *, betas: tuple[float, float], eps: float, fused: bool, foreach: bool
+    ) -> None:
+        super().__init__(groups, {"betas": betas, "eps": eps, "fused": fused, "foreach": foreach})
+        self._storage = storage
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update all parameters that have a gradient."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group)
+
+    def _update(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+        storage, state, skip = self._storage, self.state[parameter], self.found_inf
+        gradient = local_tensor(parameter.grad).reshape(-1)  # type: ignore[arg-type]
+        if not state:
+            state["step"] = torch.zeros((), device=gradient.device if group["fused"] else "cpu")
+            storage.start(state, parameter, MOMENTS)
+        held = [
+            storage.weight(parameter),
+            storage.moment(state, MOMENTS[0], field=1, signed=True),
+            storage.moment(state, MOMENTS[1], field=2, signed=False),
+        ]
+        for part in chunks(gradient.numel()):
+            bits = storage.bits(parameter, state["step"], part)
+            values = [one.load(part) for one in held]
+            _adamw(values, gradient[part].float(), state["step"].clone(), group, skip)
+            for one, value in zip(held, values, strict=True):
+                one.save(part, value, bits, skip)
+        state["step"] += 1 if skip is None else 1 - skip
+
+
+def _adamw(values: list[Tensor], gradient: Tensor, step: Tensor, group: dict[str, Any], skip: Tensor | None) -> None:
+    """Torch's step on weight and moments, in place."""
+    weight, mean, mean_square = values
+    adamw(
+        [weight],
+        [gradient],
+        [mean],
+        [mean_square],
+        [],
+        [step],
+        fused=group["fused"],
+        foreach=group["foreach"],
+        found_inf=skip,
+        amsgrad=False,
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )

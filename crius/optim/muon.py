@@ -1,0 +1,170 @@
+"""Muon (kellerjordan.github.io/posts/muon): the momentum of a matrix, made orthogonal, is its update.
+
+Momentum stays on the shards. Only orthogonalisation needs whole matrices: each is gathered on one of the ranks that
+hold it, in turn from the most expensive, iterated there once, and each rank gets its part of the result back.
+``torch.optim.Muon`` on DTensors gathers every matrix on every rank in every iteration instead.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from crius.optim.base import Optimizer
+from crius.optim.exchange import Holders, mesh_of
+from crius.optim.storage import Storage
+from crius.shards import local_tensor
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of the quintic iteration, from Keller Jordan's post; torch.optim.Muon has the same."""
+
+EPS = 1e-7
+MOMENT = "momentum_buffer"
+
+AdjustLr = Literal["match_rms_adamw", "original"]
+
+
+def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
+    """About ``U V^T`` of a matrix ``U S V^T``, its singular values between 0.7 and 1.2, by Newton-Schulz iterations.
+
+    Args:
+        matrix: two dims, in the dtype to work in.
+        steps: iterations; 5 are usual.
+    """
+    a, b, c = COEFFICIENTS
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if is_tall else matrix
+    x = x / x.norm().clamp(min=EPS)  # no singular value above 1
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if is_tall else x
+
+
+def lr_factor(adjust: AdjustLr, shape: torch.Size) -> float:
+    """By what the learning rate of a matrix is multiplied, from its whole shape.
+
+    match_rms_adamw: ``0.2 sqrt(max(rows, columns))``, so that an update's root mean square is AdamW's (Liu et al. 2025,
+    arXiv:2502.16982, section 2.2). original: ``sqrt(max(1, rows / columns))``, from Keller Jordan's post.
+    """
+    rows, columns = shape
+    return 0.2 * math.sqrt(max(rows, columns)) if adjust == "match_rms_adamw" else math.sqrt(max(1, rows / columns))
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A matrix that is updated in this step."""
+
+    matrix: nn.Parameter
+    group: dict[str, Any]
+
+    @property
+    def cost(self) -> int:
+        """Multiplications of an iteration, but for a factor."""
+        return min(self.matrix.shape) ** 2 * max(self.matrix.shape)
+
+
+class Muon(Optimizer):
+    """Muon for matrices, whole or sharded in any way.
+
+    Args:
+        groups: as of ``torch.optim.Muon``.
+        storage: how weights and momentum are kept.
+        momentum: decay of the running mean of gradients.
+        nesterov: the update looks one step ahead.
+        ns_steps: Newton-Schulz iterations.
+        adjust_lr: see ``lr_factor``.
+        dtype: to iterate in. None: bfloat16 on CUDA, as torch.optim.Muon; float32 on a CPU, where bfloat16 is slow.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        storage: Storage,
+        *,
+        momentum: float,
+        nesterov: bool,
+        ns_steps: int,
+        adjust_lr: AdjustLr,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        defaults = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "adjust_lr": adjust_lr}
+        super().__init__(groups, defaults)
+        self._storage = storage
+        self._dtype = dtype
+        self._holders: dict[DeviceMesh | None, Holders] = {}
+        for group in self.param_groups:
+            for matrix in group["params"]:
+                mesh = mesh_of(matrix)
+                if mesh not in self._holders:
+                    self._holders[mesh] = Holders(mesh)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update all matrices that have a gradient; the same ones on every rank that holds them."""
+        for holders, jobs in self._rounds():
+            matrices = [job.matrix for job in jobs]
+            parts = [self._direction(job) for job in jobs]
+            whole = holders.collect(matrices, parts)
+            result = None if whole is None else orthogonalize(whole, jobs[0].group["ns_steps"])
+            for job, part in zip(jobs, holders.spread(matrices, result, parts[0]), strict=True):
+                self._apply(job, part)
+
+    def _rounds(self) -> Iterator[tuple[Holders, list[_Job]]]:
+        """One matrix for each holder at a time, of about the same cost."""
+        waiting: dict[DeviceMesh | None, list[_Job]] = {mesh: [] for mesh in self._holders}
+        for group in self.param_groups:
+            for matrix in group["params"]:
+                if matrix.grad is not None:
+                    waiting[mesh_of(matrix)].append(_Job(matrix, group))
+        for mesh, jobs in waiting.items():
+            jobs.sort(key=lambda job: -job.cost)
+            size = self._holders[mesh].size
+            for start in range(0, len(jobs), size):
+                yield self._holders[mesh], jobs[start : start + size]
+
+    def _direction(self, job: _Job) -> Tensor:
+        """Take the gradient of this rank's shard into the momentum; returns what is to be made orthogonal."""
+        matrix, group, state = job.matrix, job.group, self.state[job.matrix]
+        assert matrix.grad is not None
+        gradient = local_tensor(matrix.grad)
+        if not state:
+            state["step"] = torch.zeros((), device=gradient.device)
+            self._storage.start(state, matrix, (MOMENT,))
+        everything = slice(0, gradient.numel())
+        held = self._storage.moment(state, MOMENT, field=1, signed=True)
+        mean, flat = held.load(everything), gradient.reshape(-1).float()
+        before = mean.clone() if self.found_inf is not None else mean
+        mean.lerp_(flat, 1 - group["momentum"])
+        update = flat.lerp(mean, group["momentum"]) if group["nesterov"] else mean
+        mesh = mesh_of(matrix)
+        device = gradient.device.type if mesh is None else mesh.device_type  # not the gradient's under CPU offload
+        dtype = self._dtype or (torch.bfloat16 if device == "cuda" else torch.float32)
+        direction = update.to(device=device, dtype=dtype, copy=True).view(gradient.shape)
+        if self.found_inf is not None:
+            mean.copy_(torch.where(self.found_inf != 0, before, mean))
+        held.save(everything, mean, self._bits(job), self.found_inf)
+        return direction
+
+    def _bits(self, job: _Job) -> Tensor | None:
+        everything = slice(0, local_tensor(job.matrix).numel())
+        return self._storage.bits(job.matrix, self.state[job.matrix]["step"], everything)
+
+    def _apply(self, job: _Job, direction: Tensor) -> None:
+        """Decay this rank's shard of a matrix and add its part of the orthogonal matrix."""
+        matrix, group, skip = job.matrix, job.group, self.found_inf
+        everything = slice(0, direction.numel())
+        held = self._storage.weight(matrix)
+        weight = held.load(everything)
+        before = weight.clone() if skip is not None else weight
+        weight.mul_(1 - group["lr"] * group["weight_decay"])
+        update = direction.reshape(-1).to(weight.device).to(weight.dtype)
+        weight.add_(update, alpha=-group["lr"] * lr_factor(group["adjust_lr"], matrix.shape))
+        if skip is not None:
+            weight.copy_(torch.where(skip != 0, before, weight))
+        held.save(everything, weight, self._bits(job), skip)
+        self.state[matrix]["step"] += 1 if skip is None else 1 - skip

@@ -1,0 +1,207 @@
+"""How weights and moments are kept between steps: float32, bfloat16 or 8 bits in blocks.
+
+Steps are computed in float32, in place: ``load`` raises a stretch of what is kept, ``save`` lowers it again.
+"""
+
+import functools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import _disable_current_modes
+
+from crius.optim.rounding import places_of, random_bits, round_to_bfloat16, stream
+from crius.shards import local_shard, local_tensor
+from crius.silence import quiet_torchao
+
+StateDtype = Literal["float32", "bfloat16", "8bit"]
+
+BLOCK = 256
+"""Neighbouring numbers of a shard that share a scale in 8 bits (Dettmers et al. 2022, arXiv:2110.02861: 2048; torchao
+and bitsandbytes take 256)."""
+
+MIN_QUANTIZED = 4096
+"""Parameters with fewer numbers, in the whole and not on one rank, keep float32 moments, as in bitsandbytes."""
+
+CHUNK = 1 << 23  # numbers raised at a time, a multiple of BLOCK: about 0.3 GiB of temporaries
+
+
+class Held(Protocol):
+    """Something that is kept of one shard, flat."""
+
+    def load(self, part: slice) -> Tensor:
+        """The numbers of ``part`` in float32; a view where they are kept so."""
+
+    def save(self, part: slice, values: Tensor, bits: Tensor | None, skip: Tensor | None) -> None:
+        """Keep what ``load`` gave and the step changed in place.
+
+        Args:
+            part: the same as for ``load``.
+            values: the numbers; those of a skipped step are unchanged.
+            bits: for stochastic rounding.
+            skip: not 0 where the step is skipped, a scalar.
+        """
+
+
+@dataclass(frozen=True)
+class Plain:
+    """float32 or bfloat16.
+
+    Attributes:
+        kept: the numbers.
+        field: which of the random bits it takes.
+    """
+
+    kept: Tensor
+    field: int
+
+    def load(self, part: slice) -> Tensor:
+        """See ``Held``."""
+        return self.kept[part].float()
+
+    def save(self, part: slice, values: Tensor, bits: Tensor | None, skip: Tensor | None) -> None:
+        """See ``Held``; numbers of a skipped step are those that were loaded, and come out as they were."""
+        if self.kept.dtype != torch.float32:
+            rounded = values if bits is None else round_to_bfloat16(values, bits, self.field)
+            self.kept[part].copy_(rounded)
+
+
+@dataclass(frozen=True)
+class EightBit:
+    """Codes into a table of 256 numbers, times a scale for each block; rounded to nearest.
+
+    Attributes:
+        codes: uint8, padded to whole blocks.
+        scale: float32, one for each block.
+        signed: whether numbers may be negative.
+        table: from ``code_table``.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    signed: bool
+    table: Tensor
+
+    def _blocks(self, part: slice) -> Any:
+        first, last = part.start // BLOCK, -(-part.stop // BLOCK)
+        codes, scale = self.codes[first * BLOCK : last * BLOCK], self.scale[first:last]
+        return _torchao()(codes, scale, self.table, self.signed)
+
+    def load(self, part: slice) -> Tensor:
+        """See ``Held``."""
+        values: Tensor = self._blocks(part).dequantize()
+        return values[: part.stop - part.start]
+
+    def save(self, part: slice, values: Tensor, bits: Tensor | None, skip: Tensor | None) -> None:
+        """See ``Held``."""
+        blocks = self._blocks(part)
+        before = blocks.codes.clone(), blocks.scale.clone()
+        blocks.copy_(F.pad(values, (0, -values.numel() % BLOCK)))
+        if skip is not None:  # a number that goes through the codes twice may move
+            for kept, old in zip((blocks.codes, blocks.scale), before, strict=True):
+                kept.copy_(torch.where(skip.bool(), old, kept))
+
+
+@functools.cache
+def _torchao() -> Any:
+    """torchao's 8-bit tensor."""
+    with quiet_torchao():
+        from torchao.optim.subclass_8bit import OptimState8bit  # noqa: PLC0415
+    return OptimState8bit
+
+
+@functools.cache
+def _numbers(signed: bool) -> tuple[float, ...]:
+    """The 256 numbers that codes stand for, ascending in [-1, 1] or [0, 1]."""
+    with _disable_current_modes():  # fake tensors of a dry run have no numbers
+        table: Tensor = _torchao().zeros((BLOCK,), signed, BLOCK, "cpu").qmap
+        return tuple(table.tolist())
+
+
+def code_table(signed: bool, device: torch.device) -> Tensor:
+    """The numbers that codes stand for, float32 ``(256,)``. The host waits for a GPU that they are copied to."""
+    return torch.tensor(_numbers(signed), device=device)
+
+
+class Storage:
+    """How the weights and moments of an optimizer are kept.
+
+    Args:
+        names: of the parameters in the whole model; random bits depend on them.
+        state_dtype: of the moments.
+        stochastic: round stochastically to bfloat16; if not, to nearest.
+        seed: of the random bits.
+    """
+
+    def __init__(self, names: Mapping[nn.Parameter, str], state_dtype: StateDtype, stochastic: bool, seed: int) -> None:
+        self._state_dtype = state_dtype
+        self._stochastic = stochastic
+        self._offsets: dict[nn.Parameter, tuple[int, ...]] = {}  # of this rank's shards in the whole
+        self._streams = {parameter: stream(seed, name) for parameter, name in names.items()}
+        self._tables: dict[tuple[bool, torch.device], Tensor] = {}
+
+    def is_quantized(self, parameter: Tensor) -> bool:
+        """Whether the moments of a parameter are kept in 8 bits."""
+        return self._state_dtype == "8bit" and parameter.numel() >= MIN_QUANTIZED
+
+    def state_bytes(self, parameter: Tensor, num_moments: int) -> int:
+        """Bytes of a parameter's moments and its step number on this rank."""
+        numel = local_tensor(parameter).numel()
+        blocks = -(-numel // BLOCK)
+        moment = blocks * (BLOCK + 4) if self.is_quantized(parameter) else numel * self._moment_dtype.itemsize
+        return num_moments * moment + 4
+
+    @property
+    def _moment_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self._state_dtype == "bfloat16" else torch.float32
+
+    def start(self, state: dict[str, Tensor], parameter: nn.Parameter, moments: tuple[str, ...]) -> None:
+        """Moments that are 0. Those in 8 bits are flat, of this rank's shard; others are laid out as the parameter."""
+        for moment in moments:
+            if self.is_quantized(parameter):
+                local = local_tensor(parameter)
+                blocks = -(-local.numel() // BLOCK)
+                # any code is 0 times the scale 0
+                state[moment] = torch.zeros(blocks * BLOCK, dtype=torch.uint8, device=local.device)
+                state[f"{moment}_scale"] = torch.zeros(blocks, device=local.device)
+            else:
+                state[moment] = torch.zeros_like(parameter, dtype=self._moment_dtype, requires_grad=False)
+
+    def weight(self, parameter: nn.Parameter) -> Held:
+        """A parameter's own numbers."""
+        return Plain(local_tensor(parameter).view(-1), field=0)
+
+    def moment(self, state: Mapping[str, Tensor], name: str, *, field: int, signed: bool) -> Held:
+        """A moment that ``start`` made."""
+        kept = state[name]
+        if kept.dtype == torch.uint8:
+            key = (signed, kept.device)
+            if key not in self._tables:
+                self._tables[key] = code_table(*key)
+            return EightBit(kept, state[f"{name}_scale"], signed, self._tables[key])
+        return Plain(local_tensor(kept).view(-1), field)
+
+    def bits(self, parameter: nn.Parameter, step: Tensor, part: slice) -> Tensor | None:
+        """Random bits for a stretch of a parameter's shard in the step after ``step``; None where none are needed."""
+        is_bfloat16 = parameter.dtype == torch.bfloat16 or self._state_dtype == "bfloat16"
+        if not (self._stochastic and is_bfloat16):
+            return None
+        if parameter not in self._offsets:
+            self._offsets[parameter] = local_shard(parameter)[1]
+        local, offset = local_tensor(parameter), self._offsets[parameter]
+        places = places_of(part.start, part.stop, local.shape, offset, parameter.shape, local.device)
+        return random_bits(self._streams[parameter], step, places)
+
+
+def chunks(numel: int) -> Iterator[slice]:
+    """Stretches of a flat shard that are worked on one after the other, so that temporaries stay small."""
+    return (slice(start, min(start + CHUNK, numel)) for start in range(0, numel, CHUNK))
+
+
+def nbytes(tensors: Iterator[Tensor]) -> int:
+    """Bytes that this rank holds of ``tensors``."""
+    return sum(math.prod(local.shape) * local.element_size() for local in map(local_tensor, tensors))
