@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import crius
-from crius.install import install_line
+from crius.install import REQUIREMENTS, install_line
 
 try:
     import torch
@@ -23,9 +23,11 @@ PACKAGES = (
     ("cyclopts", True, "command line", "cyclopts>=5.0"),
     ("rich", True, "progress bar", "rich"),
     ("tomli_w", True, "run.toml", "tomli-w"),
-    ("datasets", False, "--data.source huggingface", "datasets>=3.1"),
-    ("tokenizers", False, "--tokenizer.path tokenizer.json", "tokenizers>=0.20"),
-    ("tensorboard", False, "--metrics.enable_tensorboard", "tensorboard"),
+    ("datasets", False, "--data.source huggingface", REQUIREMENTS["datasets"]),
+    ("tokenizers", False, "--tokenizer.path tokenizer.json", REQUIREMENTS["tokenizers"]),
+    ("tensorboard", False, "--metrics.enable_tensorboard", REQUIREMENTS["tensorboard"]),
+    ("torchao", False, "float8, MXFP8, 8-bit optimizer states", REQUIREMENTS["torchao"]),
+    ("matplotlib", False, "the picture of crius verify precision", REQUIREMENTS["matplotlib"]),
 )
 OLDEST_TORCH = (2, 11)
 

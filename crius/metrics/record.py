@@ -14,7 +14,7 @@ class StepMetrics:
         loss: mean over the valid tokens of the whole global batch, in nats.
         grad_norm: global L2 norm before clipping.
         lr: learning rate of the step.
-        tokens: tokens trained on so far, over all ranks, padding and all.
+        tokens: tokens read so far, over all ranks, padding and all.
         tokens_per_second: over all ranks.
         tokens_per_second_per_rank: of one rank.
         mfu: model FLOPs utilisation in [0, 1]; None on a device without a known peak.
@@ -22,6 +22,8 @@ class StepMetrics:
         step_seconds: mean time of a step, waiting for data included.
         data_seconds: mean time of a step spent waiting for data.
         memory_gib: peak memory of rank 0 since the last report (GPU: allocated; CPU: resident set).
+        skipped_steps: steps so far whose update was left out.
+        rolled_back_steps: steps so far whose update was lost when the weights of a snapshot came back.
     """
 
     step: int
@@ -36,6 +38,8 @@ class StepMetrics:
     step_seconds: float
     data_seconds: float
     memory_gib: float
+    skipped_steps: int = 0
+    rolled_back_steps: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

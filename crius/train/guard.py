@@ -1,117 +1,262 @@
-"""Non-finite loss or gradients stop the run before they reach the weights."""
+"""What stands between a step's gradients and the weights: a loss or gradient that is not finite, or that jumps."""
 
-import json
+import logging
 import math
-import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from crius.errors import NonFiniteError
-from crius.parallel.local import local_tensor
+from crius.config.stability import StabilityConfig
+from crius.errors import NonFiniteError, SpikeError
+from crius.metrics.device import GIB
+from crius.parallel.gradients import Gradients
 from crius.parallel.runtime import World
+from crius.train.incident import IncidentReporter
+from crius.train.snapshot import Snapshot
+from crius.train.stability import Score, SpikeMonitor
+from crius.train.state import TrainState
 from crius.train.step import StepResult
+
+ADVICE = "lower --optimizer.lr, lengthen --lr_scheduler.warmup_steps, or look at those samples"
+LIMIT = "which is --stability.max_consecutive"
+
+log = logging.getLogger("crius.train")
+
+
+class _Unseen:
+    """A result whose numbers are on their way to the host, with the learning rates of its update."""
+
+    def __init__(self, result: StepResult, optimizer: torch.optim.Optimizer) -> None:
+        self.result = result
+        groups = enumerate(optimizer.param_groups)
+        self.lr = {str(group.get("name", index)): float(group["lr"]) for index, group in groups}
+        on_device = torch.stack((result.loss, result.grad_norm))
+        self._totals = on_device.to("cpu", non_blocking=True)
+        self._arrived = torch.cuda.Event() if on_device.is_cuda else None
+        if self._arrived:
+            self._arrived.record()
+
+    def read(self) -> tuple[float, float]:
+        """Loss and gradient norm; waits for the device only as far as it has not computed them yet."""
+        if self._arrived:
+            self._arrived.synchronize()
+        loss, grad_norm = self._totals.tolist()
+        return loss, grad_norm
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What belongs to a snapshot beside weights and optimizer state."""
+
+    step: int
+    updates: int
+    window: dict[str, list[float]]
 
 
 class UpdateGuard:
-    """Applies the update of a step only if its loss and gradients are finite.
+    """Applies the update of a step unless its loss or gradient is not finite, or is a spike: then by policy.
 
-    On a GPU the fused optimizer skips the update by itself (``found_inf``), and the host looks at the result one step
-    later, before the next update, so that it never waits for the device. Elsewhere it looks at once.
+    Loss and gradient norm are sums over all ranks, the same to the last bit on each, so that all decide alike.
+
+    Where the optimizer takes ``found_inf``, on a GPU, and the policies are stop, and warn or off, it leaves out a
+    non-finite update by itself and the host looks at the result one step later, before the next update, so that it
+    never waits for the device. Any other policy has to know before the update: the host waits for each step on a GPU.
+
+    Args:
+        config: the policies.
+        state: of the training; its optimizer makes the updates.
+        parameters: of this rank, by their names in the whole model.
+        gradients: of those.
+        all_names: of the whole model, in order: a pipeline stage has some of them.
+        world: all ranks.
+        run_dir: folder of the run.
     """
 
     def __init__(
         self,
+        config: StabilityConfig,
+        state: TrainState,
         parameters: Sequence[tuple[str, nn.Parameter]],
+        gradients: Gradients,
         all_names: Sequence[str],
-        optimizer: torch.optim.Optimizer,
         world: World,
         run_dir: Path,
     ) -> None:
-        self._names = list(all_names)  # of the whole model: a pipeline stage has some of them
-        self._places = [self._names.index(name) for name, _ in parameters]
-        self._parameters = [parameter for _, parameter in parameters]
-        self._optimizer = optimizer
+        self._config = config
+        self._state = state
+        self._optimizer = state.optimizer
         self._world = world
-        self._folder = run_dir / "incidents"
-        on_gpu = local_tensor(self._parameters[0]).device.type == "cuda"  # not so under CPU offload
-        self._skips_on_device = on_gpu and bool(optimizer.defaults.get("fused"))
-        self._unchecked: StepResult | None = None
+        places = {name: place for place, name in enumerate(all_names)}
+        self._reporter = IncidentReporter(
+            all_names,
+            [places[name] for name, _ in parameters],
+            gradients.squared_weight_norms,
+            world,
+            run_dir / "incidents",
+        )
+        self._monitor = SpikeMonitor(config.spike_zscore, config.window) if config.spike != "off" else None
+        self._snapshot = (
+            Snapshot([p for _, p in parameters], self._optimizer) if config.nonfinite == "rollback" else None
+        )
+        self._kept: _Kept | None = None
+        self._has_said_size = False
+        can_wait = config.nonfinite == "stop" and config.spike in ("warn", "off")
+        self._looks_late = self._optimizer.takes_found_inf and can_wait
+        self._unseen: _Unseen | None = None
+        self._skips_in_a_row = self._rollbacks_in_a_row = self._spikes_in_a_row = 0
 
     def update(self, result: StepResult) -> None:
-        """Apply the optimizer to the gradients that ``result`` is about.
+        """Apply the optimizer to the gradients that ``result`` is about, or do what the policy says.
 
         Raises:
             NonFiniteError: this step's, or on a GPU the step before's, loss or gradient is not finite.
+            SpikeError: likewise, for a spike.
         """
         self.check()
-        self._unchecked = result
-        if self._skips_on_device:
-            self._optimizer.found_inf = (~result.is_finite()).to(torch.float32)  # type: ignore[attr-defined]
-        else:
-            self.check()
-        self._optimizer.step()
+        self._unseen = _Unseen(result, self._optimizer)
+        if self._snapshot and not self._kept:
+            self._keep(result.step - 1)
+        if self._looks_late:
+            self._optimizer.found_inf = (~result.is_finite()).to(torch.float32)
+        if self._looks_late or self.check():
+            if self._kept and self._state.updates - self._kept.updates >= self._config.snapshot_interval:
+                self._keep(result.step - 1)  # weights that a finite loss and gradient have just been computed with
+            self._optimizer.step()
+            self._state.updates += 1
+            self._skips_in_a_row = 0
+            if self._snapshot and not self._has_said_size:  # the first update made the optimizer's state
+                self._say_size(self._snapshot)
         self._optimizer.zero_grad()
 
-    def check(self) -> None:
-        """Look at the last result that was not looked at yet."""
-        result, self._unchecked = self._unchecked, None
-        if result is not None and not bool(result.is_finite()):
-            self._report(result)
+    def check(self) -> bool:
+        """Look at the last result that was not looked at yet; whether its update is to be made.
 
-    def _report(self, result: StepResult) -> NoReturn:
-        """Write ``incidents/step-N.json`` and stop; every rank gets here, since the totals are the same on all."""
-        world = self._world
-        bad_losses = _not_finite(world.gather(result.local_losses))  # (ranks, microbatches)
-        bad_grads = _not_finite(world.gather(self._spread(result.squared_norms)))  # (ranks, parameters)
-        ids = world.gather(torch.tensor(result.sample_ids, device=world.device))
-        sums = torch.stack([local_tensor(p).sum(dtype=torch.float64).to(world.device) for p in self._parameters])
-        bad_weights = _not_finite(world.gather(self._spread(sums)))
-        guilty = bad_losses.any(dim=1) if bad_losses.any() else bad_grads.any(dim=1)
-        rank = int(guilty.nonzero()[0]) if guilty.any() else 0
-        # backward runs from the output to the embedding, so the first bad gradient is the last by name
-        grads = [name for name, bad in zip(self._names, bad_grads.any(dim=0).tolist(), strict=True) if bad][::-1]
-        # a bad gradient was summed over ranks before it was seen: any sample of the step may have caused it
-        samples = ids[rank].reshape(bad_losses.shape[1], -1)[bad_losses[rank]] if bad_losses.any() else ids
-        weights = [name for name, bad in zip(self._names, bad_weights.any(dim=0).tolist(), strict=True) if bad]
-        loss, norm = result.loss.item(), result.grad_norm.item()
-        report = {
-            "step": result.step,
-            "loss": loss if math.isfinite(loss) else str(loss),
-            "grad_norm": norm if math.isfinite(norm) else str(norm),
-            "rank": rank,
-            "found_in": "loss" if bad_losses.any() else "gradient",
-            "ranks_with_bad_loss": bad_losses.any(dim=1).nonzero().flatten().tolist(),
-            "first_bad_parameter": grads[0] if grads else None,
-            "bad_parameters": grads,
-            "bad_weights": weights,
-            "sample_ids": sorted(samples.flatten().tolist()),
-        }
-        path = self._folder / f"step-{result.step}.json"
-        if world.rank == 0:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_suffix(".tmp")
-            temporary.write_text(json.dumps(report, indent=2) + "\n")
-            os.replace(temporary, path)
-        where = f", first in the gradient of {grads[0]}" if grads else ""
-        if weights:
-            where = f"; already in the weights of {', '.join(weights)}"
-        raise NonFiniteError(
-            f"step {result.step}: loss {loss}, grad_norm {norm}, found on rank {rank}{where}.",
-            where=f"samples {report['sample_ids']}, full report in {path}",
-            why="the update was not applied: it would have spread to every weight",
-            fix="lower --optimizer.lr, lengthen --lr_scheduler.warmup_steps, or look at those samples",
+        Raises:
+            NonFiniteError: loss or gradient is not finite, and the run has to stop.
+            SpikeError: one of them is a spike, and the run has to stop.
+        """
+        unseen, self._unseen = self._unseen, None
+        if unseen is None:
+            return True
+        loss, grad_norm = unseen.read()
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            self._on_nonfinite(unseen, loss, grad_norm)
+            return False
+        if self._monitor is None:
+            return True
+        scores = self._monitor.score(loss, grad_norm)
+        if self._monitor.spikes(scores):
+            return self._on_spike(unseen, scores, self._monitor)
+        self._monitor.accept(loss, grad_norm)
+        self._spikes_in_a_row = 0
+        return True
+
+    def _on_nonfinite(self, unseen: _Unseen, loss: float, grad_norm: float) -> None:
+        policy, step = self._config.nonfinite, unseen.result.step
+        counted = ""
+        if policy == "skip":
+            counted = self._count_skip()
+        elif policy == "rollback":
+            self._rollbacks_in_a_row += 1
+            if self._rollbacks_in_a_row >= self._config.max_consecutive:
+                counted = f"{self._rollbacks_in_a_row} returns to the same weights, {LIMIT}"
+        stops = policy == "stop" or bool(counted)
+        action = "stopped" if stops else "skipped" if policy == "skip" else "rolled back"
+        facts = self._facts(unseen, "non-finite", action, loss, grad_norm)
+        culprit = self._reporter.nonfinite(unseen.result, facts)
+        what = f"loss {loss:.6g}, grad_norm {grad_norm:.6g}, {culprit}"
+        path = self._reporter.path(step)
+        if stops:
+            raise NonFiniteError(
+                f"step {step}: {what}.",
+                where=f"samples {culprit.samples}, full report in {path}",
+                why=_join("the update was not applied: it would have spread to every weight", counted),
+                fix=ADVICE,
+            )
+        if policy == "skip":
+            self._skip(step, "non-finite", what)
+        else:
+            self._roll_back(step, what)
+
+    def _on_spike(self, unseen: _Unseen, scores: dict[str, Score], monitor: SpikeMonitor) -> bool:
+        """Do what the policy says; whether the update is to be made."""
+        policy, step = self._config.spike, unseen.result.step
+        self._spikes_in_a_row += 1
+        counted = self._count_skip() if policy == "skip" else ""
+        stops = policy == "stop" or bool(counted)
+        action = "stopped" if stops else "skipped" if policy == "skip" else "warned"
+        facts = self._facts(unseen, "spike", action, scores["loss"].value, scores["grad_norm"].value)
+        self._reporter.spike(unseen.result, scores, facts)
+        what = ", ".join(f"{name} {score.value:.4g} (z {score.z:.1f})" for name, score in scores.items())
+        path = self._reporter.path(step)
+        if stops:
+            raise SpikeError(
+                f"step {step}: {what} is a spike.",
+                where=f"full report in {path}",
+                why=_join(f"z reached {self._config.spike_zscore:g}; the update was not applied", counted),
+                fix=f"{ADVICE}; --stability.spike skip leaves such steps out",
+            )
+        if policy == "skip":
+            self._skip(step, "spike", what)
+            return False
+        self._warn(f"step {step} is a spike: {what}; the update is made, see {path}")
+        if self._spikes_in_a_row >= self._config.max_consecutive:
+            self._warn(f"{self._spikes_in_a_row} spikes in a row are a new level: the window starts anew")
+            self._spikes_in_a_row = 0
+            monitor.restart()
+        return True
+
+    def _facts(self, unseen: _Unseen, kind: str, action: str, loss: float, grad_norm: float) -> dict[str, Any]:
+        if action == "rolled back" and self._kept:
+            action = f"rolled back to the weights of step {self._kept.step}"
+        values = {"loss": loss, "grad_norm": grad_norm, "lr": unseen.lr}
+        return {"step": unseen.result.step, "kind": kind, "action": action, **values}
+
+    def _count_skip(self) -> str:
+        """Count a step to be skipped; why the run has to stop instead, if it has to."""
+        self._skips_in_a_row += 1
+        is_limit = self._skips_in_a_row >= self._config.max_consecutive
+        return f"{self._skips_in_a_row} such steps in a row, {LIMIT}" if is_limit else ""
+
+    def _skip(self, step: int, kind: str, what: str) -> None:
+        self._state.skipped_steps += 1
+        count = self._state.skipped_steps
+        self._warn(f"step {step} skipped ({kind}): {what}; {count} skipped so far, see {self._reporter.path(step)}")
+
+    def _roll_back(self, step: int, what: str) -> None:
+        assert self._snapshot and self._kept
+        lost = self._state.updates - self._kept.updates + 1
+        self._snapshot.restore()
+        self._state.updates = self._kept.updates
+        self._state.rolled_back_steps += lost
+        if self._monitor:
+            self._monitor.load(self._kept.window)
+        plural = "" if lost == 1 else "s"
+        where = f"the weights of step {self._kept.step} ({lost} step{plural} lost)"
+        self._warn(f"step {step} rolled back to {where}: {what}; see {self._reporter.path(step)}")
+
+    def _keep(self, step: int) -> None:
+        assert self._snapshot
+        self._snapshot.take()
+        self._kept = _Kept(step, self._state.updates, self._monitor.state() if self._monitor else {})
+        self._rollbacks_in_a_row = 0
+
+    def _say_size(self, snapshot: Snapshot) -> None:
+        self._has_said_size = True
+        log.info(
+            "rollback: weights and optimizer state are kept every %d updates, %.2f GiB of host memory a rank",
+            self._config.snapshot_interval,
+            snapshot.num_bytes() / GIB,
         )
 
-    def _spread(self, values: Tensor) -> Tensor:
-        """Values of this rank's parameters at their places among all parameters of the model, 0 elsewhere."""
-        spread = values.new_zeros(len(self._names))
-        spread[self._places] = values
-        return spread
+    def _warn(self, text: str) -> None:
+        if self._world.rank == 0:
+            log.warning("%s", text)
 
 
-def _not_finite(values: Tensor) -> Tensor:
-    return (~torch.isfinite(values)).cpu()
+def _join(*reasons: str) -> str:
+    return "; ".join(filter(None, reasons))

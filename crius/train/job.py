@@ -32,14 +32,16 @@ from crius.parallel.compile import prepare_compile
 from crius.parallel.context import ContextShard
 from crius.parallel.dims import ParallelDims
 from crius.parallel.gradients import Gradients
-from crius.parallel.local import named_parameters
 from crius.parallel.mesh import Mesh, build_mesh
 from crius.parallel.runtime import World, pick_device, world
-from crius.train.build import build_model, build_runner
+from crius.shards import named_parameters
+from crius.train.build import Built, build_model, build_runner
+from crius.train.fault import Fault, read_fault
 from crius.train.guard import UpdateGuard
 from crius.train.inputs import model_facts, open_run_corpus, run_batch_sizes
 from crius.train.logs import start_logging
 from crius.train.loop import Loop, Meter, Validation
+from crius.train.precision import keep_scales
 from crius.train.profiler import profiler
 from crius.train.state import TrainState
 from crius.train.watch import EffectWatch
@@ -61,6 +63,7 @@ def run(config: RunConfig, run_dir: Path, started: float, placement: Placement, 
         CriusError: whatever the user can mend, see ``crius.errors``.
     """
     start_logging(placement.rank, run_dir, is_own_file=placement.launcher == "local" and placement.rank > 0)
+    fault = read_fault(os.environ, config.training.steps)
     ledger = TimeLedger(started)
     with contextlib.ExitStack() as stack:
         with ledger.phase("setup"):
@@ -81,7 +84,7 @@ def run(config: RunConfig, run_dir: Path, started: float, placement: Placement, 
             mesh = build_mesh(dims, device.type)
             _log_run(config, run_dir, facts, sizes, mesh, device, corpus)
             sinks = _sinks(config, run_dir, ranks, stack)
-            loop = assemble(config, facts, sizes, corpus, mesh, ranks, run_dir, ledger, sinks, stack, strict)
+            loop = assemble(config, facts, sizes, corpus, mesh, ranks, run_dir, ledger, sinks, stack, strict, fault)
         validation = loop.run()
         _finish(config, run_dir, ranks, ledger, loop.state, validation)
 
@@ -98,6 +101,7 @@ def assemble(
     sinks: list[Sink],
     stack: contextlib.ExitStack,
     strict: bool = False,
+    fault: Fault | None = None,
 ) -> Loop:
     """Model, optimizer, data and reports, joined into the loop."""
     training = config.training
@@ -106,10 +110,11 @@ def assemble(
     watch = EffectWatch(config, mesh, ranks, strict)
     built = build_model(config, facts, mesh, ranks)
     parameters = named_parameters(built.parts)
-    optimizer = build_optimizer(parameters, registry.SPECS[config.model.name].plan(facts), config.optimizer)
+    plan = registry.SPECS[config.model.name].plan(facts)
+    optimizer = build_optimizer(parameters, plan, config.optimizer, seed=config.debug.seed)
     watch.built(built)
     shard = ContextShard(mesh.cp, config.parallelism.context_parallel_method)
-    runner = build_runner(config, facts, sizes, built, mesh, ranks)
+    runner = build_runner(config, facts, sizes, built, mesh, ranks, fault)
     loader = BatchLoader(
         corpus.train,
         global_batch_size=sizes.total,
@@ -119,24 +124,32 @@ def assemble(
         pin_memory=ranks.device.type == "cuda",
     )
     stack.callback(loader.close)
+    state = TrainState(built.parts, optimizer, WarmupStableDecay(config.lr_scheduler, training.steps))
+    gradients = Gradients([parameter for _, parameter in parameters], ranks.size // mesh.dims.pp, ranks.device)
     peak = config.metrics.peak_tflops or peak_tflops(ranks.device)
     return Loop(
         config=config,
         dims=mesh.dims,
-        state=TrainState(built.parts, optimizer, WarmupStableDecay(config.lr_scheduler, training.steps)),
+        state=state,
         loader=loader,
         place=functools.partial(_place, config, ranks.device, shard),
         runner=runner,
-        gradients=Gradients([parameter for _, parameter in parameters], ranks.size // mesh.dims.pp, ranks.device),
-        guard=UpdateGuard(parameters, built.names, optimizer, ranks, run_dir),
+        gradients=gradients,
+        guard=UpdateGuard(config.stability, state, parameters, gradients, built.names, ranks, run_dir),
         validation=_validation(config, corpus, sizes, mesh),
         world=ranks,
         meter=Meter(facts.flops_per_token((training.seq_len + 1) / 2), peak, ranks),
         ledger=ledger,
-        after_step=watch.step,
+        after_step=functools.partial(_after_step, config, built, mesh, watch),
         sinks=sinks,
         profiler=functools.partial(profiler, config.profiler, run_dir, ranks.rank),
     )
+
+
+def _after_step(config: RunConfig, built: Built, mesh: Mesh, watch: EffectWatch, step: int) -> None:
+    """What follows each step, whatever became of its update."""
+    keep_scales(config, built.parts, mesh)
+    watch.step(step)
 
 
 def _place(config: RunConfig, device: torch.device, shard: ContextShard, batch: Batch) -> Batch:
@@ -242,6 +255,8 @@ def _finish(
     summary = {
         "steps": state.step,
         "tokens": state.tokens,
+        "skipped_steps": state.skipped_steps,
+        "rolled_back_steps": state.rolled_back_steps,
         "val_loss": validation.val_loss if validation else None,
         "val_bits_per_byte": validation.val_bits_per_byte if validation else None,
         "wall_seconds": wall,

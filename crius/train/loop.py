@@ -76,6 +76,8 @@ class Meter:
             step_seconds=self._seconds / self._steps,
             data_seconds=self._data_seconds / self._steps,
             memory_gib=peak_memory_gib(self._world.device),
+            skipped_steps=state.skipped_steps,
+            rolled_back_steps=state.rolled_back_steps,
         )
         self._tokens = self._steps = 0
         self._seconds = self._data_seconds = 0.0
@@ -111,7 +113,8 @@ class Loop:
         """Train until ``training.steps``; returns the last validation.
 
         Raises:
-            NonFiniteError: loss or gradients are not finite; the update was not applied.
+            NonFiniteError: loss or gradients are not finite, and the policy is to stop; the update was not applied.
+            SpikeError: likewise, one of them jumped.
             DataError: the data cannot be read.
         """
         config, state = self.config, self.state
@@ -138,9 +141,7 @@ class Loop:
             batch = next(self.loader)
         data_seconds = time.monotonic() - begin
         status.update(step=step, phase="step")
-        lr = config.optimizer.lr * state.schedule.factor(state.step)
-        for group in state.optimizer.param_groups:
-            group["lr"] = lr
+        lr = state.set_lr(config.optimizer.lr)
         is_reported = step in (1, config.training.steps) or step % config.metrics.log_interval == 0
         with self.ledger.phase("train"):
             placed = self.place(batch)

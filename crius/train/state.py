@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
+from crius.optim.base import Optimizer
 from crius.optim.lr_scheduler import WarmupStableDecay
 
 
@@ -14,12 +14,32 @@ class TrainState:
 
     Attributes:
         parts: the stages of the model that this rank holds; one, the whole model, without pipeline parallelism.
-        step: optimizer steps done.
-        tokens: tokens trained on, over all ranks.
+        step: steps done, one batch each, whether its update was applied or not.
+        tokens: tokens of those batches, over all ranks.
+        updates: updates in the weights, which the schedule goes by; fewer than ``step`` where some were left out.
+        skipped_steps: steps whose update was left out.
+        rolled_back_steps: steps whose update was lost when the weights of a snapshot came back.
     """
 
     parts: list[nn.Module]
-    optimizer: torch.optim.Optimizer
+    optimizer: Optimizer
     schedule: WarmupStableDecay
     step: int = 0
     tokens: int = 0
+    updates: int = 0
+    skipped_steps: int = 0
+    rolled_back_steps: int = 0
+
+    def set_lr(self, peak: float) -> float:
+        """Give each parameter group its learning rate for the next update.
+
+        Args:
+            peak: learning rate that the schedule's factor is of.
+
+        Returns:
+            The learning rate of a group whose own factor, ``lr_factor``, is 1.
+        """
+        lr = peak * self.schedule.factor(self.updates)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr * group.get("lr_factor", 1.0)
+        return lr

@@ -59,6 +59,7 @@ class ConsoleSink:
         mfu = "n/a" if record.mfu is None else f"{record.mfu:.1%}"
         total = "" if self._total is None else f"/{self._total:.0f}"
         data = record.data_seconds / record.step_seconds if record.step_seconds else 0.0
+        lost = (("skipped", record.skipped_steps), ("rolled_back", record.rolled_back_steps))
         return "  ".join(
             (
                 f"step {record.step:>{width}}/{self._steps}",
@@ -69,6 +70,7 @@ class ConsoleSink:
                 f"mfu {mfu}",
                 f"mem {record.memory_gib:.2f}{total} GiB",
                 f"data {data:.1%}",
+                *(f"{name} {count}" for name, count in lost if count),
             )
         )
 

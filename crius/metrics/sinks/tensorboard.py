@@ -42,4 +42,7 @@ def _scalars(record: Record) -> dict[str, float]:
         "time_metrics/data_loading(%)": 100 * record.data_seconds / record.step_seconds if record.step_seconds else 0.0,
         "memory/max_active(GiB)": record.memory_gib,
     }
-    return scalars if record.mfu is None else {**scalars, "mfu(%)": 100 * record.mfu}
+    if record.mfu is not None:
+        scalars["mfu(%)"] = 100 * record.mfu
+    lost = {"skipped_steps": record.skipped_steps, "rolled_back_steps": record.rolled_back_steps}
+    return scalars | {f"stability/{name}": float(count) for name, count in lost.items() if count}
