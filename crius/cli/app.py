@@ -48,7 +48,9 @@ app = App(
 )
 config_app = App(name="config", help="Show and compare the settings of runs.")
 verify_app = App(name="verify", help="Prove on this machine that every layout trains alike.")
+bench_app = App(name="bench", help="Measure on this machine what pays.")
 data_app = App(name="data", help="Prepare training data.")
+app.command(bench_app)
 app.command(config_app)
 app.command(data_app)
 app.command(verify_app)
@@ -62,8 +64,9 @@ def emit(text: str) -> None:
 def facts_of(run: RunConfig, nproc: int, placement: Any, is_dry: bool = False) -> Facts:
     """What the rules look at, of ``run`` on this machine."""
     from crius.launch.environment import visible_gpus
-    from crius.train.inputs import known_model_facts
+    from crius.train.inputs import known_model_facts, settled
 
+    run = settled(run)
     model = known_model_facts(run)
     num_gpus = 0 if run.training.device == "cpu" else visible_gpus(os.environ)
     asked = placement.world_size if placement else nproc
@@ -74,7 +77,7 @@ def facts_of(run: RunConfig, nproc: int, placement: Any, is_dry: bool = False) -
         origin=SOURCES.origin,
         specs=SPECS,
         model=model,
-        heads=SPECS[run.model.name].plan(model).heads if model else (),
+        plan=SPECS[run.model.name].plan(model) if model else None,
         num_ranks=here,
         asked_ranks=asked,
         asked_by=placement.launcher if placement else "--nproc (command line)" if nproc else "",

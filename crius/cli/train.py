@@ -60,6 +60,7 @@ def train(
             fix="leave out --nproc",
         )
     facts = facts_of(run, nproc, placement)
+    run = facts.config
     rules.check(facts)
     need_torch()
     check_save_ops(run)
@@ -98,6 +99,7 @@ def _check_options(nproc: int, strict: bool, dry_run: bool, dry_run_rank: int, a
 def _dry_run(run: RunConfig, nproc: int, rank: int, as_json: bool) -> int:
     """Build, lay out and step the model on tensors without memory, and say what a rank would hold and do."""
     facts = facts_of(run, nproc, None, is_dry=True)
+    run = facts.config
     rules.check(facts)
     need_torch()
     check_save_ops(run)

@@ -92,20 +92,65 @@ def compile_(
     )
 
 
-def _verify_folder(run: RunConfig) -> Path:
+@verify_app.command
+def precision(
+    run: Run = RunConfig(),  # noqa: B008
+    *,
+    recipe: Recipe = "",
+    config: ConfigFiles = (),
+    formats: Annotated[
+        str,
+        Parameter(
+            help="Formats joined by commas: float8_tensorwise, float8_rowwise, float8_rowwise_with_gw_hp, mxfp8, and "
+            "float32 or bfloat16. Empty: the low precisions."
+        ),
+    ] = "",
+    steps: Annotated[int, Parameter(help="Steps to train.")] = 200,
+    layout: Annotated[str, Parameter(help="Layout that trains, such as fsdp2; 1 is one device.")] = "1",
+    tolerance: Annotated[float, Parameter(help="Greatest gap of the loss at the end, as a share of it.")] = 0.02,
+    plot: Annotated[str, Parameter(help="PNG file of the curves. Empty: precision.png in the run folder.")] = "",
+    timeout: Annotated[int, Parameter(help="Seconds that one format may take.")] = 1800,
+    as_json: Json = False,
+) -> int:
+    """Train one run in bfloat16 and in each low precision, and compare the loss curves: table, JSON and picture.
+
+    Takes the flags of train; training.mixed_precision_param is that of the reference and of all formats. Exit code 1
+    where a curve ends further away than the tolerance, or a format converted no linear layer.
+    """
+    from crius.verify.precision import precision
+
+    set_by_format = ("float8.enable", "float8.recipe", "mxfp8.enable")
+    _refuse([f"quantize.dense.{name}" for name in set_by_format], "a format sets them", "--formats float8_rowwise")
+    return precision(
+        facts_of(run, 0, None),
+        _verify_folder(run, "--layout, such as fsdp2"),
+        formats=formats,
+        steps=steps,
+        layout=layout,
+        tolerance=tolerance,
+        plot=plot,
+        timeout=timeout,
+        as_json=as_json,
+    )
+
+
+def _verify_folder(run: RunConfig, instead: str = "--layouts, such as fsdp2_tp2 or pp2_accum2") -> Path:
     """The folder of the logs; refuses flags that a layout sets.
 
     Raises:
         ConfigError: names them.
     """
     set_by_layout = [*(name for name in flatten(run) if name.endswith("_degree")), "training.local_batch_size"]
-    given = [f"--{name}" for name in set_by_layout if SOURCES.origin(name) == "command line"]
-    if given:
-        raise ConfigError(
-            f"{', '.join(given)} of no effect: a layout sets all degrees and the microbatches.",
-            where="command line",
-            fix=f"leave out {', '.join(given)}, and give --layouts, such as fsdp2_tp2 or pp2_accum2",
-        )
+    _refuse(set_by_layout, "a layout sets all degrees and the microbatches", instead)
     need_torch()
     check_save_ops(run)
     return run_dir(run, None)
+
+
+def _refuse(names: list[str], why: str, instead: str) -> None:
+    """Raise ConfigError where the command line has a flag that the verb sets itself."""
+    given = ", ".join(f"--{name}" for name in names if SOURCES.origin(name) == "command line")
+    if given:
+        raise ConfigError(
+            f"{given} of no effect: {why}.", where="command line", fix=f"leave out {given}, and give {instead}"
+        )

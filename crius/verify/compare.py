@@ -17,7 +17,7 @@ from crius.verify.matrix import Case
 from crius.verify.parameters import Shards
 from crius.verify.rows import Row, Table
 from crius.verify.run import Outcome, Stopped, run
-from crius.verify.tolerance import COMPARED_STEPS, Tolerance, tolerances
+from crius.verify.tolerance import COMPARED_STEPS, Tolerance, precision, tolerances
 from crius.verify.worker import Task
 
 
@@ -44,13 +44,11 @@ class Bench:
         folder: of the logs, one folder a layout below it.
         scratch: of the parameters of the references.
         timeout: seconds that a layout may take.
-        bounds: tolerances by column.
     """
 
     folder: Path
     scratch: Path
     timeout: int
-    bounds: dict[str, Tolerance]
 
 
 def checked(facts: Facts, layouts: Sequence[Layout], steps: int) -> RunConfig:
@@ -88,18 +86,22 @@ def compare_all(
         0; 1 where a layout is further away than the tolerance, or fails; 2 where one that was named is refused; 130 or
         143 after a signal.
     """
-    bounds = tolerances(config, config.training.steps)
-    names = [str(case.layout) for group in groups for case in (group.reference, *group.others)]
-    table = Table([*bounds], names, as_json)
+    names = [str(case.layout) for case in _cases(groups)]
+    table = Table([*tolerances(config)], names, as_json)
     with tempfile.TemporaryDirectory(prefix="crius-verify-") as scratch:
-        bench = Bench(folder, Path(scratch), timeout, bounds)
+        bench = Bench(folder, Path(scratch), timeout)
         try:
             for group in groups:
                 _run_group(group, bench, table)
         except Stopped as stopped:
             return stopped.code
-    _conclude(table, verb, bounds)
+    kinds = {precision(case.config): tolerances(case.config) for case in _cases(groups) if case.config}
+    _conclude(table, verb, kinds or {precision(config): tolerances(config)})
     return table.exit_code(is_asked)
+
+
+def _cases(groups: Sequence[Group]) -> list[Case]:
+    return [case for group in groups for case in (group.reference, *group.others)]
 
 
 def _run_group(group: Group, bench: Bench, table: Table) -> None:
@@ -119,7 +121,7 @@ def _run_group(group: Group, bench: Bench, table: Table) -> None:
             task = Task(case.config, bench.folder / name, bench.timeout, shards, is_reference, strict)
             outcome = run(worker.train, task, ranks)
             expected = outcome if is_reference else expected
-            table.add(_judge(name, ranks, outcome, expected, is_reference, bench.bounds))
+            table.add(_judge(name, ranks, outcome, expected, is_reference, tolerances(case.config)))
 
 
 def _judge(
@@ -157,19 +159,28 @@ def _number(value: float) -> float:
     return math.inf if math.isnan(value) else value
 
 
-def _conclude(table: Table, verb: str, bounds: dict[str, Tolerance]) -> None:
-    """Print what was measured, the tolerances with their reasons, and the sum of all rows."""
+def _conclude(table: Table, verb: str, kinds: dict[str, dict[str, Tolerance]]) -> None:
+    """Print what was measured, the tolerances of each precision with their reasons, and the sum of all rows."""
     run_rows = [row for row in table.rows if row.values and row.status != "reference"]
-    largest = {column: max((row.values[column] for row in run_rows), default=0.0) for column in bounds}
+    columns = next(iter(kinds.values()))
+    largest = {column: max((row.values[column] for row in run_rows), default=0.0) for column in columns}
     statuses = ("ok", "FAIL", "refused")
     counts = {status: sum(row.status == status for row in table.rows) for status in statuses}
     legend = [
         "",
-        "all relative to the reference: loss and gradient norm at their worst step; parameters by the L2 norm of their",
-        "difference; update the same for the worst parameter, relative to how far training moved it",
-        *(f"  {column:<10}  at most {bound.bound:.0e}: {bound.reason}" for column, bound in bounds.items()),
-        f"{counts['ok']} ok, {counts['FAIL']} failed, {counts['refused']} refused; largest differences: "
-        + ", ".join(f"{column} {value:.1e}" for column, value in largest.items()),
+        "all relative to the reference: loss and gradient norm at their worst step (of the first three), before",
+        "clipping; parameters after the last step, by the L2 norm of their difference; update the same for the worst",
+        "parameter, relative to how far training moved it",
     ]
-    tolerances_json = {name: {"bound": bound.bound, "reason": bound.reason} for name, bound in bounds.items()}
+    for kind, bounds in kinds.items():
+        legend.append(f"tolerances in {kind}:")
+        legend += [f"  {column:<10}  at most {bound.bound:.0e}: {bound.reason}" for column, bound in bounds.items()]
+    legend.append(
+        f"{counts['ok']} ok, {counts['FAIL']} failed, {counts['refused']} refused; largest differences: "
+        + ", ".join(f"{column} {value:.1e}" for column, value in largest.items())
+    )
+    tolerances_json = {
+        kind: {name: {"bound": bound.bound, "reason": bound.reason} for name, bound in bounds.items()}
+        for kind, bounds in kinds.items()
+    }
     table.close(legend, verb=verb, tolerances=tolerances_json, largest=largest, counts=counts)

@@ -10,7 +10,7 @@ from crius.config.layout import OTHER_LOSS, Layout, apply_layout, batch_unit, pa
 from crius.config.rules import RULES
 from crius.config.run import RunConfig
 from crius.errors import ConfigError, CriusError
-from crius.train.inputs import known_model_facts
+from crius.train.inputs import known_model_facts, settled
 
 LEAST_GLOBAL_BATCH = 16
 
@@ -25,6 +25,8 @@ PARITY = (
     *("cp2", "cp4", "cp2+ulysses", "cp4+ulysses", "cp2_accum4", "fsdp2_cp2", "cp2_tp2", "pp2_cp2", "cp2+document"),
     *("1+full", "1+selective", "1+selective2", "fsdp2+full", "tp2+selective", "cp2+full", "pp2+full"),
     *("1+compile", "fsdp2+compile", "tp2+compile", "pp2+compile", "fsdp2+compile+full", "1+memory_budget+compile"),
+    *("fsdp4+float8", "pp2_tp2+float8", "fsdp2_tp2+float8+float8_all_gather", "cp2+float8"),
+    *("fsdp4+float8_rowwise", "tp2+float8_rowwise", "pp2_tp2+mxfp8"),
 )
 INIT = (
     *("1", "ddp2", "fsdp2", "fsdp3", "fsdp8", "hsdp2x2", "hsdp2x4", "tp2", "tp4", "tp8", "fsdp2_tp2", "hsdp2x2_tp2"),
@@ -90,6 +92,16 @@ def fixed(config: RunConfig, layouts: Sequence[Layout], steps: int) -> RunConfig
     Raises:
         LayoutError: the schedule file cannot be read.
     """
+    changes = {"lr_scheduler.warmup_steps": 0, "lr_scheduler.decay_ratio": 0.0}
+    return replace_fields(bare(config, layouts, steps), changes)
+
+
+def bare(config: RunConfig, layouts: Sequence[Layout], steps: int) -> RunConfig:
+    """``config`` for ``steps`` of training and nothing beside, with one global batch that all ``layouts`` split.
+
+    Raises:
+        LayoutError: the schedule file cannot be read.
+    """
     total = config.training.global_batch_size
     if total == -1:
         unit = math.lcm(*(batch_unit(config, layout) for layout in layouts))
@@ -97,8 +109,6 @@ def fixed(config: RunConfig, layouts: Sequence[Layout], steps: int) -> RunConfig
     changes = {
         "training.steps": steps,
         "training.global_batch_size": total,
-        "lr_scheduler.warmup_steps": 0,
-        "lr_scheduler.decay_ratio": 0.0,
         "validation.interval": 0,
         "metrics.log_interval": 1,
         "metrics.enable_tensorboard": False,
@@ -114,13 +124,13 @@ def case(facts: Facts, config: RunConfig, layout: Layout) -> Case:
 
     Args:
         facts: of this machine, and of any run.
-        config: from ``fixed``.
+        config: from ``fixed`` or ``bare``.
         layout: what is asked for.
     """
     if layout.num_ranks == 1:  # what means nothing on one device is no reason to refuse the reference
         config = replace_fields(config, _MEANINGLESS_ALONE)
     try:
-        placed = apply_layout(config, layout)
+        placed = settled(apply_layout(config, layout))
     except ConfigError as error:
         return Case(layout, None, (error,))
     looked_at = dataclasses.replace(

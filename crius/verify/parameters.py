@@ -9,9 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from crius.parallel.init import local_shard
-from crius.parallel.local import num_shards
 from crius.parallel.runtime import World
+from crius.shards import local_shard, num_shards
 
 Named = Sequence[tuple[str, nn.Parameter]]
 

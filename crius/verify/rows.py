@@ -34,14 +34,15 @@ class Table:
         columns: names of the values of a row.
         layouts: what the first column has to hold.
         as_json: print nothing until ``close``.
+        label: what the first column is, also in the JSON, where the rows are not layouts.
     """
 
-    def __init__(self, columns: Sequence[str], layouts: Sequence[str], as_json: bool) -> None:
+    def __init__(self, columns: Sequence[str], layouts: Sequence[str], as_json: bool, label: str = "layout") -> None:
         self._columns = list(columns)
-        self._width = max(map(len, ["layout", *layouts]))
-        self._as_json = as_json
+        self._width = max(map(len, [label, *layouts]))
+        self._as_json, self._label = as_json, label
         self.rows: list[Row] = []
-        self._say(self._line("layout", "ranks", self._columns, "seconds", ""))
+        self._say(self._line(label, "ranks", self._columns, "seconds", ""))
 
     def add(self, row: Row) -> None:
         """Print one row."""
@@ -54,10 +55,17 @@ class Table:
     def close(self, legend: Sequence[str], **findings: Any) -> None:
         """Print what the columns mean; or the JSON, with ``findings`` beside the rows."""
         if self._as_json:
-            rows = [dataclasses.asdict(row) for row in self.rows]
-            sys.stdout.write(json.dumps(_plain({**findings, "rows": rows}), indent=2) + "\n")
+            sys.stdout.write(self.document(**findings))
         for line in legend:
             self._say(line)
+
+    def document(self, **findings: Any) -> str:
+        """The JSON: ``findings``, and the rows."""
+        rows = [
+            {self._label if key == "layout" else key: value for key, value in dataclasses.asdict(row).items()}
+            for row in self.rows
+        ]
+        return json.dumps(_plain({**findings, "rows": rows}), indent=2) + "\n"
 
     def exit_code(self, is_asked: bool) -> int:
         """1 where a row fails, 2 where a layout is refused that was asked for, else 0."""

@@ -13,21 +13,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 from crius.config.run import RunConfig
 from crius.data.batch import Batch
+from crius.errors import NonFiniteError
 from crius.launch.environment import Placement
 from crius.launch.report import log_path
 from crius.metrics.ledger import TimeLedger
 from crius.metrics.record import Record, StepMetrics
+from crius.models.layers.linear import LowPrecisionLinear
 from crius.models.spec import ModelFacts
 from crius.parallel.dims import ParallelDims
-from crius.parallel.local import named_parameters
 from crius.parallel.mesh import Mesh, build_mesh
 from crius.parallel.runtime import World, world
+from crius.shards import named_parameters
 from crius.train.build import build_model, parameter_names
 from crius.train.inputs import model_facts, open_run_corpus, run_batch_sizes
 from crius.train.job import assemble, set_up_torch
 from crius.train.logs import start_logging
+from crius.train.loop import Loop
+from crius.train.precision import low_precision
 from crius.verify.parameters import Shards, checksums, compare
 from crius.verify.uneven import uneven_documents, uneven_labels
 
@@ -79,13 +86,8 @@ def train(task: Task, placement: Placement) -> None:
     recorder = Recorder()
     with _session(task, placement) as (facts, mesh, ranks, stack):
         config = task.config
-        sizes = run_batch_sizes(config, mesh.dims.batch)
-        corpus = open_run_corpus(config, mesh.dims.batch)
-        ledger = TimeLedger(time.monotonic())
-        loop = assemble(
-            config, facts, sizes, corpus, mesh, ranks, task.run_dir, ledger, [recorder], stack, strict=task.strict
-        )
-        place = functools.partial(_place, config, sizes.total, loop.place)
+        loop = _loop(task, facts, mesh, ranks, stack, recorder)
+        place = functools.partial(_place, config, run_batch_sizes(config, mesh.dims.batch).total, loop.place)
         parameters = named_parameters(loop.state.parts)
         if task.is_reference and _writes(task, ranks):
             task.shards.save("start", parameters, ranks.rank)
@@ -100,6 +102,41 @@ def train(task: Task, placement: Placement) -> None:
         _write(task, ranks, result | dataclasses.asdict(difference))
 
 
+def curve(task: Task, placement: Placement) -> None:
+    """Train as one rank of ``task`` as ``crius train`` would; rank 0 writes the loss of each step to the result.
+
+    With it the numbers of linear layers that the model, as it is trained, has in low precision and not, and how many of
+    them were to be. A loss or gradient that is not finite ends the curve, with its error in the result.
+
+    Raises:
+        CriusError: whatever else training raises.
+    """
+    recorder, ended = Recorder(), ""
+    with _session(task, placement) as (facts, mesh, ranks, stack):
+        loop = _loop(task, facts, mesh, ranks, stack, recorder)
+        precision = low_precision(task.config, facts, ranks.device.type)
+        modules = [module for part in loop.state.parts for module in part.modules() if isinstance(module, nn.Linear)]
+        low = [module for module in modules if isinstance(module, LowPrecisionLinear)]
+        # ranks that hold the same part of the model count the same
+        counts = ranks.sum(torch.tensor([len(low), len(modules) - len(low)], device=ranks.device))
+        converted, kept = (counts // (ranks.size // mesh.dims.pp)).tolist()
+        try:
+            loop.run()
+        except NonFiniteError as error:
+            ended = error.what
+        result = {
+            "loss": [record.loss for record in recorder.steps],
+            "ended": ended,
+            "layers": sorted({type(module).__name__ for module in low}),
+            "converted": converted,
+            "kept": kept,
+            "planned": sum(choice.is_converted for choice in precision.choices) if precision else 0,
+            "how": precision.how if precision else task.config.training.mixed_precision_param,
+            "device": ranks.device.type,
+        }
+        _write(task, ranks, result)
+
+
 def start(task: Task, placement: Placement) -> None:
     """Draw the weights as one rank of ``task``; rank 0 writes the checksum of each parameter to the result.
 
@@ -109,6 +146,18 @@ def start(task: Task, placement: Placement) -> None:
     with _session(task, placement) as (facts, mesh, ranks, _):
         built = build_model(task.config, facts, mesh, ranks)
         _write(task, ranks, {"checksums": checksums(named_parameters(built.parts), built.names, ranks)})
+
+
+def _loop(
+    task: Task, facts: ModelFacts, mesh: Mesh, ranks: World, stack: contextlib.ExitStack, recorder: Recorder
+) -> Loop:
+    config = task.config
+    sizes = run_batch_sizes(config, mesh.dims.batch)
+    corpus = open_run_corpus(config, mesh.dims.batch)
+    ledger = TimeLedger(time.monotonic())
+    return assemble(
+        config, facts, sizes, corpus, mesh, ranks, task.run_dir, ledger, [recorder], stack, strict=task.strict
+    )
 
 
 @contextlib.contextmanager

@@ -1,0 +1,152 @@
+"""Where a benchmark runs, how much memory it may take, and how it reads clock and peak memory there."""
+
+import ctypes
+import dataclasses
+import gc
+import os
+import platform
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+GIB = 1 << 30
+_PROC = Path("/proc/self")
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the numbers of a benchmark depend on.
+
+    Attributes:
+        device: ``cpu`` or ``cuda``.
+        name: of the GPU, or of the CPU.
+        threads: that torch computes with on the CPU.
+        cores: of the host.
+        torch_version: of torch.
+    """
+
+    device: str
+    name: str
+    threads: int
+    cores: int
+    torch_version: str
+
+    @classmethod
+    def of(cls, device: torch.device) -> "Machine":
+        """The machine that ``device`` is in."""
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
+        return cls(device.type, name, torch.get_num_threads(), os.cpu_count() or 1, torch.__version__)
+
+    def __str__(self) -> str:
+        threads = f"{self.threads} thread{'' if self.threads == 1 else 's'}"
+        return f"{self.device} ({self.name}), {threads} on {self.cores} cores, torch {self.torch_version}"
+
+    def as_dict(self) -> dict[str, object]:
+        """For the JSON."""
+        return dataclasses.asdict(self)
+
+
+def _cpu_name() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return platform.processor() or platform.machine()
+    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return found[1].strip() if found else platform.machine()
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that is free on ``device``; on a CPU what the host can give, or a container's limit where that is less."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free = _host_bytes()
+    try:  # a container
+        limit = (_CGROUP / "memory.max").read_text().strip()
+        used = int((_CGROUP / "memory.current").read_text())
+        cached = re.search(r"^inactive_file (\d+)$", (_CGROUP / "memory.stat").read_text(), re.MULTILINE)
+    except OSError:
+        return free
+    return free if limit == "max" else min(free, int(limit) - used + (int(cached[1]) if cached else 0))
+
+
+def _host_bytes() -> int:
+    try:
+        text = Path("/proc/meminfo").read_text(encoding="utf-8")
+    except OSError:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    found = re.search(r"^MemAvailable:\s*(\d+) kB$", text, re.MULTILINE)
+    return int(found[1]) * 1024 if found else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+class PeakMemory:
+    """Memory that is taken on top of what there was when this was made.
+
+    On a GPU what torch's allocator handed out, without its cache. On Linux the resident set of this process, whose peak
+    the kernel starts anew on request; it counts whatever else the process does, so that a few MiB say nothing.
+
+    Args:
+        device: whose memory.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._before: int | None
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            torch.cuda.reset_peak_memory_stats(device)
+            self._before = torch.cuda.memory_allocated(device)
+            return
+        _give_back()
+        try:
+            (_PROC / "clear_refs").write_text("5")  # proc_pid_clear_refs(5): the peak becomes what is resident now
+            self._before = _resident("VmRSS")
+        except OSError:
+            self._before = None
+
+    def read(self) -> int | None:
+        """Peak bytes so far; None where they cannot be known."""
+        if self._before is None:
+            return None
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device) - self._before
+        return max(0, _resident("VmHWM") - self._before)
+
+
+def _give_back() -> None:
+    """Return the free heap to the system: what is taken from it again would not grow the resident set."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc alone has it
+    if trim:
+        trim(0)
+
+
+def _resident(field: str) -> int:
+    text = (_PROC / "status").read_text(encoding="utf-8")
+    found = re.search(rf"^{field}:\s*(\d+) kB$", text, re.MULTILINE)
+    if found is None:
+        raise OSError(f"/proc/self/status has no {field}")
+    return int(found[1]) * 1024
+
+
+def peak_source(device: torch.device) -> str:
+    """What ``PeakMemory`` reads, as a phrase."""
+    return "torch.cuda.max_memory_allocated" if device.type == "cuda" else "resident set of the process (VmHWM)"
+
+
+def seconds_of(work: Callable[[], object], device: torch.device) -> float:
+    """Wall time of ``work``, from an idle device to an idle device."""
+    _wait(device)
+    begin = time.perf_counter()
+    work()
+    _wait(device)
+    return time.perf_counter() - begin
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,47 @@
+"""Times of one piece of work, and tables of them."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Samples:
+    """Seconds of the same work, measured in turns with other work."""
+
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        """In seconds."""
+        return statistics.median(self.seconds)
+
+    @property
+    def spread(self) -> float:
+        """Distance of the quartiles as a share of the median; 0 of fewer than two samples."""
+        if len(self.seconds) < 2:
+            return 0.0
+        low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
+        return (high - low) / self.median
+
+    def as_dict(self) -> dict[str, object]:
+        """For the JSON, in milliseconds."""
+        return {
+            "milliseconds": 1e3 * self.median,
+            "spread": self.spread,
+            "samples_ms": [1e3 * seconds for seconds in self.seconds],
+        }
+
+
+def aligned(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table: the first column to the left, and the last where it is a remark without a header."""
+    lines = [header, *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    lefts = {0, len(header) - 1} if not header[-1] else {0}
+    return [
+        "  ".join(
+            cell.ljust(width) if column in lefts else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    ]
