@@ -17,29 +17,49 @@ import sys
 import tempfile
 import time
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gpu_sections import ROOT, SECTIONS, Place, Report
+from gpu_low_precision import LOW_PRECISION
+from gpu_sections import ROOT, Place, Report
+from gpu_sections import SECTIONS as SINGLE_DEVICE
 
 # module to distribution: what Crius and its tests import beside torch and numpy, and what those need in turn
 NEEDED = {
     "attrs": "attrs",
+    "contourpy": "contourpy",
+    "cycler": "cycler",
     "cyclopts": "cyclopts",
+    "dateutil": "python-dateutil",
     "docstring_parser": "docstring-parser",
+    "fontTools": "fonttools",
     "iniconfig": "iniconfig",
+    "kiwisolver": "kiwisolver",
     "markdown_it": "markdown-it-py",
+    "matplotlib": "matplotlib",
     "mdurl": "mdurl",
     "packaging": "packaging",
+    "PIL": "pillow",
     "pluggy": "pluggy",
     "pygments": "pygments",
+    "pyparsing": "pyparsing",
     "pytest": "pytest",
     "pytest_timeout": "pytest-timeout",
     "rich": "rich",
     "rich_rst": "rich-rst",
     "tomli_w": "tomli-w",
+    "torchao": "torchao",
+    "tzdata": "tzdata",
 }
-VERSIONS = ("torch", "triton", "numpy", "transformers", "safetensors", "cyclopts", "pytest")
+SECTIONS = LOW_PRECISION | SINGLE_DEVICE
+"""In the order of their priority: what does not fit into ``TOTAL_SECONDS`` is not run, and said."""
+
+TOTAL_SECONDS = 520.0
+LEAST_SHARE = 0.5
+"""A section that would have less than this of its time is not begun."""
+
+VERSIONS = ("torch", "torchao", "triton", "numpy", "transformers", "safetensors", "cyclopts", "pytest")
 DOWNLOAD = "the line in benchmarks/README.md downloads them"
 NO_DEVICE = 2
 
@@ -96,17 +116,36 @@ def _run(options: argparse.Namespace, work: Path) -> int:
     out = Path(options.out) if options.out else default_folder(found["device"] or "cpu")
     out.mkdir(parents=True, exist_ok=True)
     place = Place(sys.executable, options.device, options.tiny, work, environ, found.get("memory_gib", 0.0))
-    reports: list[Report] = []
     # the limits are those of a GPU; the tiny mode runs on whatever CPU there is, which may be busy
     scale = 6.0 if options.tiny else 1.0
-    end = time.monotonic()
-    for name in options.sections:
-        end += scale * SECTIONS[name][1]  # what one section leaves of its time, the next ones may use
-        reports.append(run_section(name, place, out, environment, end - time.monotonic()))
-        (out / "summary.md").write_text(summary(reports, environment), encoding="utf-8")
-    print(summary(reports, environment))
+    reports, dropped = run_sections(options.sections, place, out, environment, scale)
+    print(summary(reports, environment, dropped))
     print(f"gpu_suite: results in {out}")
+    if dropped:
+        print(f"gpu_suite: no time was left for the rest: benchmarks/gpu_suite.sh --sections {','.join(dropped)}")
     return 0 if all(report.status == "pass" for report in reports) else 1
+
+
+def run_sections(
+    names: list[str], place: Place, out: Path, environment: dict[str, Any], scale: float
+) -> tuple[list[Report], list[str]]:
+    """Run sections in turn, each in its time and all in ``TOTAL_SECONDS``; returns reports, and those not begun.
+
+    What one section leaves of its time, the next ones may use.
+    """
+    reports: list[Report] = []
+    dropped: list[str] = []
+    end = time.monotonic()
+    last = end + scale * TOTAL_SECONDS
+    for name in names:
+        limit = scale * SECTIONS[name][1]
+        if last - time.monotonic() < LEAST_SHARE * limit:
+            dropped.append(name)
+            continue
+        end = min(end + limit, last)
+        reports.append(run_section(name, place, out, environment, end - time.monotonic()))
+        (out / "summary.md").write_text(summary(reports, environment, dropped), encoding="utf-8")
+    return reports, dropped
 
 
 def run_section(name: str, place: Place, out: Path, environment: dict[str, Any], limit: float) -> Report:
@@ -133,8 +172,8 @@ def wheel_folder(environ: dict[str, str] | os._Environ[str]) -> Path | None:
 def install_missing(needed: dict[str, str], wheels: Path | None, site: Path) -> Path | None:
     """Install what cannot be imported from ``wheels`` into ``site``, for this suite alone; returns it where it is used.
 
-    Unpacked, not installed: the wheels are plain Python, an environment made by uv has no pip, and one that a system
-    manages takes none. Without what they need in turn: that is in ``needed`` too, and mostly there already.
+    Unpacked, not installed: an environment made by uv has no pip, and one that a system manages takes none. Without
+    what they need in turn: that is in ``needed`` too, and mostly there already.
     """
     missing = [name for module, name in needed.items() if not _has(module, None)]
     found = {name: files[-1] for name in missing if wheels and (files := sorted(_wheels_of(name, wheels)))}
@@ -147,9 +186,25 @@ def install_missing(needed: dict[str, str], wheels: Path | None, site: Path) -> 
 
 
 def _wheels_of(name: str, wheels: Path) -> list[Path]:
-    """Files such as ``rich_rst-2.2.0-py3-none-any.whl``; a name has no hyphen there."""
+    """Files such as ``rich_rst-2.2.0-py3-none-any.whl`` that this Python can use; a name has no hyphen there."""
     stem = name.replace("-", "_").lower()
-    return [path for path in wheels.glob("*-none-any.whl") if path.name.partition("-")[0].lower() == stem]
+    return [path for path in wheels.glob("*.whl") if path.name.partition("-")[0].lower() == stem and is_usable(path)]
+
+
+def is_usable(wheel: Path) -> bool:
+    """Whether the tags in the name of a wheel, such as ``cp310-abi3-manylinux_2_28_x86_64``, fit this machine's Python.
+
+    The version of the C library is not looked at: a wheel that is too new says so when it is imported.
+    """
+    python, abi, platforms = wheel.stem.split("-")[-3:]
+    minor = sys.version_info.minor
+    tags = python.split(".")
+    older = [int(tag[3:]) <= minor for tag in tags if tag.startswith("cp3") and abi == "abi3"]
+    is_python = "py3" in tags or f"cp3{minor}" in tags or any(older)
+    is_platform = any(
+        tag == "any" or ("linux" in tag and tag.endswith(f"_{platform.machine()}")) for tag in platforms.split(".")
+    )
+    return is_python and is_platform
 
 
 def _has(module: str, site: Path | None) -> bool:
@@ -219,7 +274,7 @@ def default_folder(device: str) -> Path:
     return folder
 
 
-def summary(reports: list[Report], environment: dict[str, Any]) -> str:
+def summary(reports: list[Report], environment: dict[str, Any], dropped: Sequence[str] = ()) -> str:
     """All results as Markdown."""
     title = "# GPU suite" + (" (tiny: tests the suite, its numbers mean nothing)" if environment["tiny"] else "")
     lines = [title, ""]
@@ -227,6 +282,7 @@ def summary(reports: list[Report], environment: dict[str, Any]) -> str:
         shown = ", ".join(f"{key} {item}" for key, item in value.items()) if isinstance(value, dict) else value
         lines.append(f"- {name}: {str(shown).replace(chr(10), ' | ')}")
     sections = [{"section": report.name, "status": report.status, "error": report.error} for report in reports]
+    sections += [{"section": name, "status": "not run", "error": "no time was left"} for name in dropped]
     lines += ["", *table(sections)]
     for report in reports:
         lines += ["", f"## {report.name}", ""]

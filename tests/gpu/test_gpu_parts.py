@@ -10,11 +10,17 @@ import torch.distributed as dist
 from harness import SMALL, parse
 from torch import nn
 
+from crius.config.lr_scheduler import LRSchedulerConfig
+from crius.config.stability import StabilityConfig
 from crius.data.loader import BatchLoader
 from crius.errors import NonFiniteError
+from crius.optim.adamw import AdamW
+from crius.optim.lr_scheduler import WarmupStableDecay
+from crius.parallel.gradients import Gradients
 from crius.parallel.runtime import pick_device, world
 from crius.train.guard import UpdateGuard
 from crius.train.inputs import open_run_corpus
+from crius.train.state import TrainState
 from crius.train.step import StepResult
 
 BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
@@ -54,8 +60,11 @@ def a_bad_update_is_skipped_by_the_device(folder: Path) -> None:
     device = pick_device(gpu_runs.DEVICE, 0)
     with world(0, 1, device, "", 60) as ranks:
         model = nn.Linear(8, 8, bias=False, device=device)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
-        guard = UpdateGuard([("weight", model.weight)], ["weight"], optimizer, ranks, folder)
+        optimizer = AdamW(model.parameters(), lr=0.1, fused=True)
+        optimizer.takes_found_inf = True
+        state = TrainState([model], optimizer, WarmupStableDecay(LRSchedulerConfig(), 3))
+        gradients = Gradients([model.weight], 1, device)
+        guard = UpdateGuard(StabilityConfig(), state, [("weight", model.weight)], gradients, ["weight"], ranks, folder)
 
         def result(step: int, value: float) -> StepResult:
             model.weight.grad = torch.full_like(model.weight, value)
@@ -77,8 +86,8 @@ def a_bad_update_is_skipped_by_the_device(folder: Path) -> None:
         guard.update(bad)
         torch.cuda.set_sync_debug_mode("default")
         assert torch.equal(model.weight, good)
-        state = optimizer.state[model.weight]
-        assert state["step"].item() == 1 and torch.isfinite(state["exp_avg"]).all()
+        held = optimizer.state[model.weight]
+        assert held["step"].item() == 1 and torch.isfinite(held["exp_avg"]).all()
         with pytest.raises(NonFiniteError, match="step 2"):
             guard.update(result(3, 1.0))  # the host looks before the next update
         assert torch.equal(model.weight, good)
