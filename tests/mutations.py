@@ -139,7 +139,8 @@ def one_key_value_head(patch):
 def leave_replicated_heads_unsummed(patch):
     one_key_value_head(patch)
 
-    def one_head(linear, head, num_heads, x_BTD):
+    def one_head(linear, x_BTD):
+        head, num_heads = linear._head
         x = x_BTD.to_local(grad_placements=[tensor.Partial()])
         return F.linear(x, linear.weight.to_local().chunk(num_heads)[head])
 

@@ -17,16 +17,18 @@ from crius.data.batch import Batch
 from crius.launch.local import run_workers
 from crius.models import registry
 from crius.optim.build import build_optimizer
+from crius.optim.lr_scheduler import WarmupStableDecay
 from crius.parallel.dims import ParallelDims
 from crius.parallel.fsdp import GradientSync
 from crius.parallel.gradients import Gradients
-from crius.parallel.local import named_parameters
 from crius.parallel.mesh import build_mesh
 from crius.parallel.runtime import world
+from crius.shards import named_parameters
 from crius.train import job
 from crius.train.guard import UpdateGuard
 from crius.train.inputs import model_facts
 from crius.train.loss import loss_sum
+from crius.train.state import TrainState
 from crius.train.step import Accumulation, train_step
 
 UNITS = 4  # embedding, two layers, norm with output
@@ -106,9 +108,10 @@ def costs(config, ranks, folder):
     mesh = build_mesh(ParallelDims.build(config.parallelism, ranks.size), "cpu")
     built = job.build_model(config, facts, mesh, ranks)
     [model], parameters = built.parts, named_parameters(built.parts)
-    optimizer = build_optimizer(parameters, registry.SPECS["llama3"].plan(facts), config.optimizer)
-    guard = UpdateGuard(parameters, built.names, optimizer, ranks, folder)
+    optimizer = build_optimizer(parameters, registry.SPECS["llama3"].plan(facts), config.optimizer, seed=0)
     gradients = Gradients(list(model.parameters()), ranks.size, ranks.device)
+    state = TrainState(built.parts, optimizer, WarmupStableDecay(config.lr_scheduler, 2))
+    guard = UpdateGuard(config.stability, state, parameters, gradients, built.names, ranks, folder)
     sync = WatchMemory(model, config.parallelism, config.training)
     runner = Accumulation(model, sync, 1, loss_sum)
     tokens = torch.randint(facts.vocab_size, (ACCUMULATION, 17), generator=torch.Generator().manual_seed(ranks.rank))

@@ -15,7 +15,6 @@ from crius.models import registry
 from crius.optim.build import build_optimizer
 from crius.parallel.dims import ParallelDims
 from crius.parallel.gradients import Gradients
-from crius.parallel.local import local_tensor, named_parameters
 from crius.parallel.mesh import build_mesh
 from crius.parallel.runtime import fake_world, world
 from crius.planner.dry_run import dry_run
@@ -23,6 +22,7 @@ from crius.planner.extrapolate import along
 from crius.planner.measure import Job, measure_whole
 from crius.planner.memory import kinds_of
 from crius.planner.recorder import Recorder
+from crius.shards import local_tensor, named_parameters
 from crius.train.build import build_parts, build_runner
 from crius.train.inputs import model_facts, run_batch_sizes, run_modules
 from crius.train.step import train_step
@@ -117,7 +117,9 @@ def _real(given, fake, path, placement):
     cpu = torch.device("cpu")
     entered = fake_world(placement.rank, 2) if fake else world(placement.rank, 2, cpu, placement.rendezvous, 60)
     with entered as ranks:
-        job = Job(config, model_facts(config), run_batch_sizes(config, dims.batch), build_mesh(dims, "cpu"), ranks)
+        job = Job(
+            config, model_facts(config), run_batch_sizes(config, dims.batch), build_mesh(dims, "cpu"), ranks, None
+        )
         names = [module.name for module in run_modules(config, job.facts)]
         measure_whole(job, names, job.sizes.accumulation, {}, fake=fake)  # DTensor meets all operators
         values = measure_whole(job, names, job.sizes.accumulation, {}, fake=fake)
@@ -166,7 +168,7 @@ def _pipeline(given, path, placement):
             named = named_parameters(built.parts)
             for _, parameter in named:
                 local_tensor(parameter).zero_()
-            optimizer = build_optimizer(named, registry.SPECS[config.model.name].plan(facts), config.optimizer)
+            optimizer = build_optimizer(named, registry.SPECS[config.model.name].plan(facts), config.optimizer, seed=0)
             runner = build_runner(config, facts, sizes, built, mesh, ranks)
             gradients = Gradients([parameter for _, parameter in named], 1, ranks.device)
             rows = sizes.local * sizes.accumulation

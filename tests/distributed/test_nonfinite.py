@@ -15,7 +15,7 @@ from crius.errors import NonFiniteError
 from crius.launch.environment import single_placement
 from crius.launch.local import run_single, run_workers
 from crius.launch.status import status
-from crius.parallel.local import local_tensor
+from crius.shards import local_tensor
 from crius.train import build, job
 from crius.train.guard import UpdateGuard
 
@@ -39,7 +39,7 @@ def run_with_nan(kind, config, run_dir, started, bad_rank, check_late, placement
 
     def update_and_remember(guard, result):
         if check_late:  # the path of a GPU: the fused optimizer skips, the host looks one step later
-            guard._skips_on_device = True
+            guard._looks_late = True
         update(guard, result)
         if result.step == BAD_STEP - 1:
             seen["weights"] = weights(seen["model"])

@@ -19,11 +19,11 @@ from crius.models import registry
 from crius.parallel.apply import materialize, parallelize
 from crius.parallel.dims import ParallelDims
 from crius.parallel.init import init_parameters
-from crius.parallel.local import local_tensor, named_parameters
 from crius.parallel.mesh import build_mesh
 from crius.parallel.pipeline import Pipeline
 from crius.parallel.runtime import world
 from crius.parallel.stages import order_of, prune, stage_indices
+from crius.shards import local_tensor, named_parameters
 from crius.train.inputs import model_facts
 from crius.train.loss import loss_sum
 

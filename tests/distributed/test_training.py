@@ -21,9 +21,9 @@ from crius.launch.local import run_workers
 from crius.metrics.ledger import TimeLedger
 from crius.models import registry
 from crius.parallel.dims import ParallelDims
-from crius.parallel.local import local_tensor
 from crius.parallel.mesh import build_mesh
 from crius.parallel.runtime import World, world
+from crius.shards import local_tensor
 from crius.train import job
 from crius.train.inputs import model_facts, open_run_corpus
 from crius.train.logs import start_logging
@@ -108,7 +108,7 @@ def test_fused_foreach_and_for_loop_train_alike(layout, tmp_path):
             assert found[name]["difference"] <= 1e-6
             assert found[name]["losses"][-1] == pytest.approx(want[-1], rel=1e-6, abs=0)
     log = (tmp_path / "logs" / "rank-0.log").read_text()
-    assert [line.split()[2].rstrip(",") for line in log.splitlines() if line.startswith("optimizer: ")] == [
+    assert [line.split()[2].rstrip(",") for line in log.splitlines() if line.startswith("optimizer: adamw")] == [
         *("for-loop", "foreach", "fused"),
     ]
 

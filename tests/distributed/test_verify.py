@@ -17,6 +17,7 @@ from crius.verify import parameters
 from crius.verify.compile import compile as verify_compile
 from crius.verify.init import init as verify_init
 from crius.verify.parity import parity
+from crius.verify.tolerance import tolerances
 from crius.verify.uneven import uneven_documents, uneven_labels
 
 TINY = [
@@ -49,6 +50,21 @@ def test_parity_passes_every_kind_of_layout(tmp_path, capsys):
     assert {row["status"] for row in rows.values()} == {"ok", "reference"}, rows
     assert {name for name, row in rows.items() if row["status"] == "reference"} == {"1", "1+document"}
     assert code == 0
+
+
+def test_parity_compares_low_precision_with_low_precision(tmp_path, capsys):
+    layouts = "fsdp2_tp2+float8+float8_all_gather,fsdp2+float8_rowwise"
+    code, rows = verify(parity, tmp_path, capsys, layouts, ("--quantize.dense.pad_inner_dim",))
+    assert [name for name, row in rows.items() if row["status"] == "reference"] == ["1+float8", "1+float8_rowwise"]
+    assert {row["status"] for row in rows.values()} == {"ok", "reference"}, rows
+    assert code == 0
+
+
+def test_tolerances_are_those_of_the_coarsest_rounding():
+    rowwise = ["--quantize.dense.float8.enable", "--quantize.dense.float8.recipe", "rowwise"]
+    bfloat16 = ["--training.mixed_precision_param", "bfloat16"]
+    bounds = [tolerances(parse([*TINY, *flags])) for flags in ([], rowwise, bfloat16, [*rowwise, *bfloat16])]
+    assert [bound["grad_norm"].bound for bound in bounds] == [1e-5, 1e-4, 1e-2, 1e-2]
 
 
 def test_parity_passes_fewer_key_value_heads_than_ranks(monkeypatch, tmp_path, capsys):

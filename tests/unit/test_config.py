@@ -28,6 +28,9 @@ VERBS = (
     "verify parity",
     "verify init",
     "verify compile",
+    "verify precision",
+    "bench optimizer",
+    "bench quantize",
     "config show",
     "config diff",
     "data prepare",
@@ -147,7 +150,7 @@ def test_the_torchtitan_name_of_a_setting_works_as_a_flag_and_in_toml(shown, tom
     for spelling in (alias, alias.replace("_", "-")):
         settings = shown(*(f"--{spelling}={item}" for item in items))
         assert settings[name] == {"value": value, "origin": "command line"}
-    section, key = alias.split(".")
+    section, _, key = alias.rpartition(".")
     file = toml(tomli_w.dumps({section: {key: value}}))
     assert shown("--config", file)[name] == {"value": value, "origin": str(file)}
 
@@ -326,7 +329,7 @@ def test_no_released_flag_disappears(crius, monkeypatch):
         f"{verb} {flag}"
         for verb in VERBS
         for flag in flags_of(crius, monkeypatch, *verb.split())
-        if not (verb.startswith("verify") and "." in flag)  # those of train
+        if not (verb.startswith(("verify", "bench")) and "." in flag)  # those of train
     )
     assert released == sorted(set(released))
     assert set(released) - set(now) == set(), "released flags are gone; see the docstring of this test"

@@ -4,13 +4,24 @@ import logging
 
 import pytest
 import torch
+from harness import parse
 
 from crius.config.compile import CompileConfig
 from crius.errors import EffectError
 from crius.parallel.async_tensor import AsyncTensorParallel
 from crius.parallel.compile import CompileReport
 from crius.parallel.runtime import World
-from crius.train.effects import Effect, check, of_async_tensor_parallel, of_compile, over_stages
+from crius.quantize.convert import Converted
+from crius.train.effects import (
+    Effect,
+    check,
+    of_async_tensor_parallel,
+    of_compile,
+    of_low_precision,
+    over_stages,
+)
+from crius.train.inputs import model_facts
+from crius.train.precision import low_precision, planned
 
 CHECKPOINT = Effect(
     name="activation_checkpoint",
@@ -43,6 +54,30 @@ def compiled(num_blocks, graphs):
 )
 def test_an_effect_is_one_line(effect, line):
     assert str(effect) == line
+
+
+def test_low_precision_is_counted_over_stages_and_told_for_the_whole_model():
+    flags = ["--quantize.dense.float8.enable", "--quantize.dense.float8.enable_fsdp_float8_all_gather"]
+    config = parse(flags)
+    precision = low_precision(config, model_facts(config), "cpu")
+    layers, gathers = of_low_precision(precision, [Converted(49, 49), Converted(7, 0)], shards=2)
+    assert str(layers) == (
+        "float8: 56 converted, 1 kept: output (sensitive) (tensorwise; emulated: this device has no float8 matmuls)"
+    )
+    assert str(gathers) == (
+        "float8_all_gather: 49 of 56 weights are gathered in float8 "
+        "(scales one by one; the shards do not divide the rows of the others)"
+    )
+    [_, alone] = of_low_precision(precision, [Converted(56, 56)], shards=1)
+    assert alone.reason == "cast, not sent: each rank has whole weights"
+    assert of_low_precision(precision, [Converted(0)], shards=2)[0].is_inactive
+
+
+def test_a_filter_that_leaves_nothing_says_how_to_convert_all_the_same():
+    config = parse(["--quantize.dense.float8.enable"])
+    filtered = planned(config, model_facts(config), accelerated=True, emulated="")
+    assert "--quantize.dense.auto_filter off" in str(of_low_precision(filtered, [Converted(0)], shards=1)[0])
+    assert planned(config, model_facts(config), accelerated=False, emulated="").advice == ""
 
 
 def test_no_graph_means_that_no_block_is_compiled():

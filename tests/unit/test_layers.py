@@ -11,15 +11,16 @@ import pytest
 ROOT = Path(__file__).parent.parent.parent
 
 LAYER = {
-    **{"config": 0, "models": 1, "kernels": 1, "__main__": 5, "cli": 4, "help": 0, "install": -1},
+    **{"config": 0, "models": 1, "kernels": 1, "__main__": 5, "cli": 4, "help": 0},
+    **dict.fromkeys(("install", "shards", "silence"), -1),
     **dict.fromkeys(("parallel", "quantize", "data", "optim", "checkpoint", "metrics"), 2),
-    **dict.fromkeys(("train", "planner", "verify", "report", "launch"), 3),
+    **dict.fromkeys(("train", "planner", "verify", "report", "launch", "bench"), 3),
 }
 # (importer, what it may import although the layers alone would not allow it)
 ARROWS = [
     *[("models", "kernels"), ("train", "launch.environment"), ("train", "launch.status")],
     ("verify", "launch"),
-    *[(upper, "train") for upper in ("planner", "verify", "report")],
+    *[(upper, "train") for upper in ("planner", "verify", "report", "bench")],
 ]
 PRIVATE = ("config.load", "config.rules", "config.export")  # sections, run and batch are for all
 # (importers, what they may not import although it lies below them)
@@ -27,8 +28,9 @@ CLOSED = [
     *[(name, "config") for name in ("models", "kernels")],
     *[(name, part) for name, level in LAYER.items() if level == 2 for part in PRIVATE],
 ]
-LAZY_ROOMS = ("cli/app.py", "cli/settings.py", "cli/train.py", "cli/verify.py", "models/registry.py")
-OPTIONAL = {"datasets", "tokenizers", "tensorboard", "torch.utils.tensorboard"}  # pyproject.toml's extras
+LAZY_ROOMS = ("cli/app.py", "cli/bench.py", "cli/settings.py", "cli/train.py", "cli/verify.py", "models/registry.py")
+# pyproject.toml's extras
+OPTIONAL = {"datasets", "matplotlib", "tokenizers", "tensorboard", "torch.utils.tensorboard", "torchao"}
 
 AIM_FILE, STOP_FILE, AIM_FUNCTION, STOP_FUNCTION = 400, 500, 60, 100
 LONGER: dict[str, str] = {}  # "file" or "file:function" to the reason; still below the hard stop

@@ -3,7 +3,7 @@
 import pytest
 
 from crius.config.batch import batch_sizes
-from crius.config.export import differences
+from crius.config.export import differences, flatten
 from crius.config.layout import OPTIONS, Layout, apply_layout, batch_unit, option_changes, parse_layout
 from crius.config.parallelism import ParallelismConfig
 from crius.config.pipeline import microbatch_unit
@@ -88,8 +88,7 @@ def test_every_option_changes_exactly_its_fields(option):
 
 
 def option_default(name):
-    section, field = name.split(".")
-    return getattr(getattr(RunConfig(), section), field)
+    return flatten(RunConfig())[name]
 
 
 @pytest.mark.parametrize("text", [text for text, layout, _ in SPELLINGS if layout.accum != 3])

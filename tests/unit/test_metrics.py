@@ -50,7 +50,7 @@ ESCAPE = "\x1b"
 def test_records_have_the_fields_that_scripts_rely_on():
     assert [field.name for field in dataclasses.fields(StepMetrics)] == [
         *("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "tokens_per_second_per_rank"),
-        *("mfu", "tflops", "step_seconds", "data_seconds", "memory_gib"),
+        *("mfu", "tflops", "step_seconds", "data_seconds", "memory_gib", "skipped_steps", "rolled_back_steps"),
     ]
     names = {field.name for field in dataclasses.fields(ValidationMetrics)}
     assert names >= {"step", "val_loss", "val_perplexity", "val_bits_per_byte"}
@@ -91,6 +91,11 @@ def test_step_line_is_one_aligned_fact_line_with_units(caplog):
         "step   120/10000  loss 3.5286  grad_norm 0.412  lr 3.0e-04  tokens/s/rank 11,842  mfu 41.3%  "
         "mem 61.20/80 GiB  data 0.4%"
     )
+
+
+def test_step_line_counts_lost_steps_once_there_are_any(caplog):
+    (line,) = console_lines(caplog, dataclasses.replace(STEP, skipped_steps=2, rolled_back_steps=7))
+    assert line.endswith("  data 0.4%  skipped 2  rolled_back 7")
 
 
 def test_step_line_says_what_is_not_known(caplog):

@@ -53,6 +53,17 @@ def test_facts_count_what_the_debug_model_has(tied):
     assert sum(parameter.numel() for parameter in meta_model(facts).parameters()) == facts.num_parameters()
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("flavor", SPEC.flavors)
+def test_facts_list_the_linear_layers_and_parameters_of_the_model_in_its_order(flavor, tied):
+    facts = replace(SPEC.flavors[flavor], tied_embeddings=tied, num_layers=2)
+    model = meta_model(facts)
+    linears = [(name, tuple(m.weight.shape)) for name, m in model.named_modules() if isinstance(m, nn.Linear)]
+    assert list(facts.linears().items()) == linears
+    parameters = [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
+    assert list(facts.parameter_shapes().items()) == parameters
+
+
 def test_debug_flavor_fits_the_layouts_it_is_meant_for():
     """8 layers for 8 pipeline ranks, heads and widths for 8 and 4 tensor-parallel ranks and float8's blocks of 16."""
     assert (DEBUG.num_layers, DEBUG.num_heads, DEBUG.num_kv_heads) == (8, 8, 4)

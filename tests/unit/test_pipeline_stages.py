@@ -16,6 +16,7 @@ from crius.config.pipeline import (
     microbatches_allowed,
     num_stages,
     placement,
+    settle_stages,
     split_stages,
     splits_backward,
     stages_per_rank,
@@ -168,6 +169,22 @@ def test_a_schedule_file_says_what_the_schedule_said(schedule, tmp_path):
     assert splits_backward(file) == splits_backward(known) == (schedule in SPLIT_BACKWARD)
     assert legal_microbatches(file, 16) == [4, 8, 16]  # it is repeated
     assert len(run_order(order_of(file, 8))) == 2 * sum(map(len, order_of(known, 4)))
+
+
+@pytest.mark.parametrize(("layers", "stages"), [(8, 1), (15, 1), (16, 2)])
+def test_interleaved_stages_are_as_many_as_the_model_has_layers_for(layers, stages):
+    assert stages_per_rank(settle_stages(pipeline(8, "interleave_1f1b"), layers)) == stages
+
+
+def test_other_schedules_and_explicit_stages_are_left_alone():
+    for given in (pipeline(8, "interleave_zero_bubble"), pipeline(8, "interleave_1f1b", stages_per_rank=2)):
+        assert settle_stages(given, 8) == given
+
+
+def test_interleaving_one_stage_a_rank_has_the_bubble_of_1f1b():
+    interleaved = settle_stages(pipeline(4, "interleave_1f1b"), 4)
+    bubbles = [simulate(order_of(p, 8), [1.0] * 4).bubble for p in (interleaved, pipeline(4, "1f1b"))]
+    assert bubbles[0] == bubbles[1] > 0
 
 
 BAD_FILES = {

@@ -1,0 +1,480 @@
+"""The spike monitor, the policies at one process, snapshots, planted faults and incident files."""
+
+import json
+import logging
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from harness import GOLDEN
+from torch import nn
+
+from crius.config.lr_scheduler import LRSchedulerConfig
+from crius.config.stability import StabilityConfig
+from crius.errors import ConfigError, NonFiniteError, SpikeError
+from crius.launch.status import Status
+from crius.optim.lr_scheduler import WarmupStableDecay
+from crius.parallel.gradients import Gradients
+from crius.parallel.runtime import World
+from crius.train import fault as faults
+from crius.train.fault import Fault, planted, read_fault
+from crius.train.guard import UpdateGuard
+from crius.train.incident import layer_of, to_json
+from crius.train.snapshot import Snapshot
+from crius.train.stability import SpikeMonitor
+from crius.train.state import TrainState
+from crius.train.step import StepResult
+
+CPU = torch.device("cpu")
+
+
+def curves():
+    """Loss and gradient norm of each committed run by name."""
+    runs = {}
+    for line in (GOLDEN / "stability_curves.txt").read_text().splitlines():
+        if line.startswith(">"):
+            rows = runs.setdefault(line.split()[1], [])
+        elif not line.startswith("#"):
+            rows.append(tuple(map(float, line.split())))
+    return runs
+
+
+CURVES = curves()
+CALM = [name for name in CURVES if name.startswith("calm")]
+
+
+def alarms(rows, zscore=6.0, window=100):
+    """Steps, from 1, that the monitor takes for spikes."""
+    monitor, found = SpikeMonitor(zscore, window), []
+    for step, row in enumerate(rows, start=1):
+        if monitor.spikes(monitor.score(*row)):
+            found.append(step)
+        else:
+            monitor.accept(*row)
+    return found
+
+
+@pytest.mark.parametrize("window", [10, 30, 100])
+@pytest.mark.parametrize("name", CALM)
+def test_calm_training_raises_no_alarm_from_its_first_step_on(name, window):
+    assert alarms(CURVES[name], window=window) == []
+
+
+@pytest.mark.parametrize("window", [10, 30, 100])
+def test_a_real_spike_of_a_learning_rate_too_high_is_found_in_its_step(window):
+    """Step 244: gradient norm 1.24 after 0.34 on average; the loss does not show it yet."""
+    assert alarms(CURVES["wild-5"], window=window) == [244]
+
+
+@pytest.mark.parametrize("place", [20, 40, 200, 399])
+@pytest.mark.parametrize("name", CALM)
+@pytest.mark.parametrize("factors", [(1000, 1000), (1, 4), (3, 1)], ids=str)
+def test_a_planted_spike_is_found_in_its_step_and_no_other(name, place, factors):
+    rows = list(CURVES[name])
+    rows[place] = tuple(value * factor for value, factor in zip(rows[place], factors, strict=True))
+    assert alarms(rows) == [place + 1]
+
+
+def test_nothing_is_judged_in_the_first_fifth_of_the_window():
+    rows = list(CURVES["calm-1"])
+    rows[19] = (1e6, 1e6)
+    assert alarms(rows[:20]) == []
+    assert SpikeMonitor(6.0, 10).score(1.0, 1.0) == {}
+
+
+def test_equal_values_make_no_spike_of_a_ripple_but_of_a_jump():
+    """The floors: at z 6, 12 % of the mean loss and 120 % of the mean gradient norm."""
+    flat = [(2.0, 0.5)] * 30
+    assert alarms([*flat, (2.0 * 1.119, 0.5 * 2.19)]) == []
+    assert alarms([*flat, (2.0 * 1.121, 0.5)]) == [31]
+    assert alarms([*flat, (2.0, 0.5 * 2.21)]) == [31]
+    assert alarms([*flat, (0.1, 0.001)]) == []  # downwards is no spike
+    assert alarms([*[(2.0, 0.0)] * 30, (2.0, 1e-3)]) == [31]
+
+
+def test_a_spike_stays_out_of_the_window():
+    monitor = SpikeMonitor(6.0, 20)
+    for row in CURVES["calm-1"][:20]:
+        monitor.accept(*row)
+    before = monitor.score(3.0, 1.0)
+    assert monitor.spikes(monitor.score(300.0, 1.0)) == ["loss"]
+    assert monitor.score(3.0, 1.0) == before
+    assert len(monitor.state()["loss"]) == 20
+
+
+class Alone(World):
+    """A world of this process without a process group."""
+
+    def sum(self, values):
+        return values
+
+    def gather(self, values):
+        return values[None].clone()
+
+
+@dataclass
+class Bench:
+    """A guard over one matrix and its bias."""
+
+    guard: UpdateGuard
+    state: TrainState
+    model: nn.Module
+    run_dir: object
+    step: int = 0
+
+    def take_step(self, loss=2.0, scale=1.0, **options):
+        """One step of a given loss, with the gradient norm ``scale``."""
+        self.step += 1
+        self.state.set_lr(0.1)
+        for parameter in self.model.parameters():
+            parameter.grad = torch.full_like(parameter, scale / math.sqrt(12))
+        gradients = Gradients(list(self.model.parameters()), 1, CPU)
+        squared = gradients.squared_norms()
+        result = StepResult(
+            step=self.step,
+            loss=torch.tensor(loss, dtype=torch.float64),
+            grad_norm=squared.sum().sqrt(),
+            local_losses=torch.tensor([loss], dtype=torch.float64),
+            squared_norms=squared,
+            sample_ids=(2 * self.step, 2 * self.step + 1),
+        )
+        self.guard.update(result)
+        self.state.step = self.step
+
+    def bits(self):
+        """Copies of the weights, of the optimizer's state, and of what the schedule goes by."""
+        held = [value for state in self.state.optimizer.state.values() for value in state.values()]
+        return [tensor.detach().clone() for tensor in (*self.model.parameters(), *held)], self.state.updates
+
+    def incident(self, step):
+        return json.loads((self.run_dir / "incidents" / f"step-{step}.json").read_text())
+
+
+def make_bench(tmp_path, **policies):
+    torch.manual_seed(1)
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    optimizer.takes_found_inf = False
+    state = TrainState([model], optimizer, WarmupStableDecay(LRSchedulerConfig(warmup_steps=10), 100))
+    parameters = list(model.named_parameters())
+    world = Alone(0, 1, CPU)
+    gradients = Gradients([parameter for _, parameter in parameters], 1, CPU)
+    names = [name for name, _ in parameters]
+    guard = UpdateGuard(StabilityConfig(**policies), state, parameters, gradients, names, world, tmp_path)
+    return Bench(guard, state, model, tmp_path)
+
+
+def is_same(one, other):
+    return one[1] == other[1] and all(torch.equal(a, b) for a, b in zip(one[0], other[0], strict=True))
+
+
+def test_a_skipped_step_leaves_weights_moments_and_schedule_to_the_bit(tmp_path, caplog):
+    bench = make_bench(tmp_path, nonfinite="skip")
+    for _ in range(4):
+        bench.take_step()
+    before = bench.bits()
+    with caplog.at_level(logging.WARNING, logger="crius.train"):
+        bench.take_step(loss=math.nan, scale=math.nan)
+    assert is_same(bench.bits(), before)
+    skipped_lr = bench.state.optimizer.param_groups[0]["lr"]
+    bench.take_step()
+    assert bench.state.optimizer.param_groups[0]["lr"] == skipped_lr == pytest.approx(0.1 * 5 / 10)
+    assert not is_same(bench.bits(), before)
+    assert (bench.state.updates, bench.state.skipped_steps, bench.state.step) == (5, 1, 6)
+    assert caplog.messages == [
+        "step 5 skipped (non-finite): loss nan, grad_norm nan, found on rank 0, first in the gradient of bias; "
+        f"1 skipped so far, see {tmp_path}/incidents/step-5.json"
+    ]
+    report = bench.incident(5)
+    assert (report["kind"], report["action"], report["loss"]) == ("non-finite", "skipped", "nan")
+    assert report["sample_ids"] == [10, 11]
+
+
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+def test_so_many_lost_steps_in_a_row_stop_the_run(policy, tmp_path):
+    bench = make_bench(tmp_path, nonfinite=policy, max_consecutive=3)
+    for bad in (math.nan, math.nan, 1.0, math.nan, math.nan) if policy == "skip" else (1.0, math.nan, 1.0, math.nan):
+        bench.take_step(scale=bad)
+    before = bench.bits()
+    with pytest.raises(NonFiniteError, match="3 .* --stability.max_consecutive"):
+        bench.take_step(scale=math.inf)
+    assert is_same(bench.bits(), before)
+    assert bench.incident(bench.step)["action"] == "stopped"
+
+
+def test_rollback_restores_the_last_snapshot_to_the_bit(tmp_path, caplog):
+    bench = make_bench(tmp_path, nonfinite="rollback", snapshot_interval=3)
+    for _ in range(6):
+        bench.take_step()
+    kept = bench.bits()
+    bench.take_step(loss=2.1)  # step 7 begins with a snapshot of the weights after step 6
+    bench.take_step(loss=2.2)
+    assert not is_same(bench.bits(), kept)
+    with caplog.at_level(logging.WARNING, logger="crius.train"):
+        bench.take_step(loss=math.inf)
+    assert is_same(bench.bits(), kept)
+    assert caplog.messages[0].startswith("step 9 rolled back to the weights of step 6 (3 steps lost): loss inf")
+    assert (bench.state.updates, bench.state.rolled_back_steps, bench.state.skipped_steps) == (6, 3, 0)
+    assert bench.guard._monitor.state()["loss"] == [2.0] * 6 + [2.1]  # 7's loss was of the kept weights
+    assert bench.incident(9)["action"] == "rolled back to the weights of step 6"
+    bench.take_step()
+    assert bench.state.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 7 / 10)
+
+
+def test_rollback_of_the_first_step_leaves_the_optimizer_without_state(tmp_path):
+    bench = make_bench(tmp_path, nonfinite="rollback")
+    start = bench.bits()
+    bench.take_step()
+    assert not is_same(bench.bits(), start) if len(bench.bits()[0]) == len(start[0]) else True
+    bench.take_step(loss=math.nan)
+    assert is_same(bench.bits(), start)
+    assert bench.state.updates == 0
+
+
+def test_a_snapshot_is_never_of_weights_that_gave_a_bad_step(tmp_path):
+    bench = make_bench(tmp_path, nonfinite="rollback", snapshot_interval=2)
+    for _ in range(2):
+        bench.take_step()
+    with torch.no_grad():
+        bench.model.weight.mul_(7)  # stands for an update that broke the weights; a snapshot is due in the next step
+    bench.take_step(loss=math.nan)
+    assert bench.state.updates == 0  # back at the start, not at the broken weights
+    assert bench.model.weight.abs().max() < 1
+
+
+def spiking(tmp_path, **policies):
+    bench = make_bench(tmp_path, window=10, **policies)
+    for _ in range(6):
+        bench.take_step()
+    return bench
+
+
+def test_a_spike_is_warned_of_and_the_update_made(tmp_path, caplog):
+    bench = spiking(tmp_path)
+    with caplog.at_level(logging.WARNING, logger="crius.train"):
+        bench.take_step(loss=2000.0, scale=50.0)
+    assert bench.state.updates == 7 and bench.state.skipped_steps == 0
+    assert caplog.messages == [
+        "step 7 is a spike: loss 2000 (z 49950.0), grad_norm 50 (z 245.0); the update is made, "
+        f"see {tmp_path}/incidents/step-7.json"
+    ]
+    report = bench.incident(7)
+    assert (report["kind"], report["action"], report["lr"]) == ("spike", "warned", {"0": pytest.approx(0.07)})
+    assert report["scores"][0] == {"name": "loss", "value": 2000.0, "mean": 2.0, "std": 0.04, "z": 49950.0}
+    assert [row["name"] for row in report["parameters"]] == ["weight", "bias"]  # 9 of 12 numbers first
+    assert report["parameters"][0]["grad_norm"] == pytest.approx(50 * math.sqrt(9 / 12), rel=1e-6)  # float32 gradients
+
+
+def test_spike_stop_ends_the_run_before_the_update(tmp_path):
+    bench = spiking(tmp_path, spike="stop")
+    before = bench.bits()
+    with pytest.raises(SpikeError, match="step 7: .*grad_norm 50 .* is a spike"):
+        bench.take_step(scale=50.0)
+    assert is_same(bench.bits(), before)
+
+
+def test_spike_skip_leaves_steps_out_until_there_are_too_many(tmp_path):
+    bench = spiking(tmp_path, spike="skip", max_consecutive=3)
+    before = bench.bits()
+    for _ in range(2):
+        bench.take_step(scale=50.0)
+    assert is_same(bench.bits(), before) and bench.state.skipped_steps == 2
+    with pytest.raises(SpikeError, match="3 such steps in a row"):
+        bench.take_step(scale=50.0)
+
+
+def test_spike_off_looks_at_nothing(tmp_path, caplog):
+    bench = spiking(tmp_path, spike="off")
+    bench.take_step(loss=2000.0, scale=50.0)
+    assert bench.state.updates == 7 and not caplog.messages and not (tmp_path / "incidents").exists()
+
+
+def test_a_level_that_stays_is_no_spike_any_more(tmp_path, caplog):
+    bench = spiking(tmp_path, max_consecutive=3)
+    with caplog.at_level(logging.WARNING, logger="crius.train"):
+        for _ in range(20):
+            bench.take_step(scale=50.0)
+    assert [message.split(":")[0] for message in caplog.messages] == [
+        *(f"step {step} is a spike" for step in (7, 8, 9)),
+        "3 spikes in a row are a new level",
+    ]
+
+
+def test_a_nan_does_not_enter_the_window(tmp_path):
+    bench = spiking(tmp_path, nonfinite="skip")
+    bench.take_step(loss=math.nan, scale=math.nan)
+    assert bench.guard._monitor.state() == {"loss": [2.0] * 6, "grad_norm": pytest.approx([1.0] * 6)}
+    with pytest.raises(FileNotFoundError):
+        bench.incident(8)
+    bench.take_step(scale=50.0)
+    assert bench.incident(8)["kind"] == "spike"
+
+
+def test_a_look_one_step_late_still_warns_and_stops_before_the_next_update(tmp_path, caplog):
+    """The order of a GPU, where the host does not wait for a step before it sends off its update."""
+    bench = spiking(tmp_path)
+    bench.guard._looks_late = True
+    bench.take_step(loss=2000.0)
+    assert bench.state.updates == 7 and not (tmp_path / "incidents").exists()
+    bench.take_step()
+    assert bench.incident(7)["lr"] == {"0": pytest.approx(0.07)}  # of step 7, not of the step that looks
+    before = bench.bits()
+    bench.take_step(loss=math.nan, scale=math.nan)
+    assert is_same((bench.bits()[0], 0), (before[0], 0))  # left out on the device
+    with pytest.raises(NonFiniteError, match="step 9"):
+        bench.take_step()
+
+
+def test_set_lr_counts_updates_and_obeys_the_factor_of_a_group():
+    weights = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    optimizer = torch.optim.AdamW([{"params": weights[:1]}, {"params": weights[1:], "lr_factor": 0.5}])
+    state = TrainState([], optimizer, WarmupStableDecay(LRSchedulerConfig(warmup_steps=4), 10), step=7, updates=1)
+    assert state.set_lr(0.8) == 0.4
+    assert [group["lr"] for group in optimizer.param_groups] == [0.4, 0.2]
+
+
+def test_a_snapshot_restores_any_state_in_place_and_drops_what_came_later():
+    base = pytest.importorskip("torchao.optim.subclass_8bit")
+    weight = nn.Parameter(torch.randn(16, 16))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    eight_bit = base.OptimState8bit.zeros((16, 16), signed=True, block_size=256)
+    half = torch.randn(16, 16, dtype=torch.bfloat16)
+    optimizer.state[weight] = {"eight_bit": eight_bit, "half": half, "count": 3}
+    eight_bit.copy_(torch.randn(16, 16))
+    parts = [weight.detach(), half, eight_bit.codes, eight_bit.scale]
+    before = [part.clone() for part in parts]
+    snapshot = Snapshot([weight], optimizer)
+    snapshot.take()
+    assert snapshot.num_bytes() == 256 * 4 + 256 * 2 + 256 + 4 + eight_bit.qmap.numel() * 4
+    for _ in range(2):  # a second snapshot of the same numbers takes the place of the first
+        with torch.no_grad():
+            weight.add_(1)
+            half.add_(1)
+        eight_bit.copy_(torch.randn(16, 16) * 5)
+        optimizer.state[weight] |= {"count": 9, "new": torch.ones(1)}
+        snapshot.restore()
+        assert all(torch.equal(now, then) for now, then in zip(parts, before, strict=True))
+        assert optimizer.state[weight] == {"eight_bit": eight_bit, "half": half, "count": 3}
+        snapshot.take()
+
+
+class Scaled:
+    """A weight with a scale that is computed from it after the first update, as float8 weights have."""
+
+    def __init__(self):
+        self.inner, self.scale = torch.ones(2), None
+
+    def __tensor_flatten__(self):
+        return ["inner", *(["scale"] if self.scale is not None else [])], None
+
+
+def test_a_part_that_a_weight_got_after_the_snapshot_does_not_hinder_it():
+    weight = Scaled()
+    snapshot = Snapshot([weight], torch.optim.SGD([torch.zeros(1)]))
+    snapshot.take()
+    weight.scale = torch.ones(1)
+    weight.inner.add_(1)
+    snapshot.restore()
+    assert weight.inner.tolist() == [1.0, 1.0]
+    snapshot.take()
+    weight.inner.add_(1)
+    weight.scale.add_(1)
+    snapshot.restore()
+    assert weight.inner.tolist() == [1.0, 1.0] and weight.scale.tolist() == [1.0]
+
+
+GOOD_FAULTS = {
+    "nan:step=5": Fault(kind="nan", first=5, last=5, factor=math.nan),
+    "nan:step=5-7,rank=3,where=grad": Fault(kind="nan", first=5, last=7, factor=math.nan, rank=3, where="grad"),
+    "spike:step=10,factor=1e3": Fault(kind="spike", first=10, last=10, factor=1000.0),
+    "spike:factor=0.5,where=loss,step=1,rank=0": Fault(kind="spike", first=1, last=1, factor=0.5, rank=0),
+}
+
+
+@pytest.mark.parametrize("text", GOOD_FAULTS)
+def test_a_fault_is_read(text):
+    got, want = read_fault({"CRIUS_FAULT": text}, 10), GOOD_FAULTS[text]
+    assert str(got) == str(want) and (got.factor == want.factor or math.isnan(got.factor))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "nan",
+            "nan:",
+            "nan:step=",
+            "nan:step=x",
+            "nan:step=5,step=6",
+            "nan:step=5,factor=2",
+            "nan:step=5,",
+            "inf:step=5",
+        ),
+        *(
+            "spike:step=5",
+            "spike:step=5,factor=big",
+            "nan:step=5,rank=-1",
+            "nan:step=5,where=weights",
+            "nan:step=5,layer=1",
+        ),
+    ],
+)
+def test_a_fault_that_is_not_understood_is_refused_with_the_grammar(text):
+    with pytest.raises(ConfigError, match="is not understood") as caught:
+        read_fault({"CRIUS_FAULT": text}, 10)
+    assert caught.value.exit_code == 2 and faults.GRAMMAR in caught.value.why
+
+
+@pytest.mark.parametrize(("step", "mended"), [("11", "10"), ("0", "1"), ("7-3", "7")])
+def test_a_fault_of_a_step_that_never_comes_is_refused_with_one_that_does(step, mended):
+    with pytest.raises(ConfigError, match="never comes") as caught:
+        read_fault({"CRIUS_FAULT": f"nan:step={step},rank=1"}, 10)
+    assert caught.value.fix == f"CRIUS_FAULT=nan:step={mended},rank=1"
+    assert read_fault({"CRIUS_FAULT": caught.value.fix.partition("=")[2]}, 10)
+
+
+def test_no_fault_costs_nothing():
+    assert read_fault({}, 10) is None
+
+
+@pytest.mark.parametrize("where", ["loss", "grad"])
+def test_a_planted_fault_is_in_its_step_alone(where, monkeypatch):
+    status = Status()
+    monkeypatch.setattr(faults, "status", status)
+    fault = Fault(kind="spike", first=2, last=2, factor=8.0, where=where)
+    loss = planted(fault, lambda logits, labels: (logits * labels).sum(), True, Alone(0, 1, CPU))
+    for step, phase in ((1, "step"), (2, "validation"), (2, "step"), (3, "step")):
+        status.update(step=step, phase=phase)
+        logits = torch.ones(2, requires_grad=True)
+        value = loss(logits, torch.ones(2))
+        value.backward()
+        is_planted = (step, phase) == (2, "step")
+        assert value.item() == (16.0 if is_planted and where == "loss" else 2.0)
+        assert logits.grad.tolist() == [8.0 if is_planted else 1.0] * 2
+
+
+def test_a_fault_for_a_rank_without_the_loss_is_refused():
+    with pytest.raises(ConfigError, match="rank 1, which computes no loss"):
+        planted(Fault(kind="nan", first=1, last=1, factor=math.nan, rank=1), None, True, Alone(0, 1, CPU))
+
+
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [
+        ("layers.11.attention.wq.weight", "layers.11"),
+        ("tok_embeddings.weight", "tok_embeddings"),
+        ("decoder.blocks.3.norm", "decoder.blocks.3"),
+        ("scale", "scale"),
+    ],
+)
+def test_parameters_are_summed_by_layer(name, layer):
+    assert layer_of(name) == layer
+
+
+def test_an_incident_is_json_also_where_numbers_are_not_finite():
+    report = {"a": math.inf, "b": [{"x": math.nan, "y": 1.5}, {"x": 2.0}], "c": [], "d": [1, 2], "e": {"f": -math.inf}}
+    want = {"a": "inf", "b": [{"x": "nan", "y": 1.5}, {"x": 2.0}], "c": [], "d": [1, 2], "e": {"f": "-inf"}}
+    text = to_json(report)
+    assert json.loads(text, parse_constant=lambda name: pytest.fail(name)) == want
+    assert len(text.splitlines()) == 10
