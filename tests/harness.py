@@ -15,6 +15,7 @@ from crius.config.load import normalized_argv
 from crius.config.run import RunConfig
 from crius.config.training import TrainingConfig
 from crius.launch.local import run_workers
+from crius.parallel.runtime import World
 from crius.train import job
 
 ROOT = Path(__file__).parent.parent
@@ -77,3 +78,13 @@ def crius(*arguments: str, timeout: float = 120, cwd: Path = ROOT, **environ: st
         env={**os.environ, "PYTHONPATH": str(ROOT), **environ},
         check=False,
     )
+
+
+class Alone(World):
+    """A world of this process without a process group."""
+
+    def sum(self, values):
+        return values
+
+    def gather(self, values):
+        return values[None].clone()

@@ -5,6 +5,7 @@ import itertools
 import os
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -124,6 +125,20 @@ def run_dir(run: RunConfig, placement: Any) -> Path:
             fix="give another folder, e.g. --job.run_dir runs/mine",
         ) from None
     return folder
+
+
+def refuse_given(names: Iterable[str], why: str, instead: str = "") -> None:
+    """Raise ConfigError where the command line has a setting that the verb sets itself, or does not look at.
+
+    Args:
+        names: dotted fields.
+        why: they have no effect.
+        instead: what to give in their place, if anything.
+    """
+    given = ", ".join(f"--{name}" for name in names if SOURCES.origin(name) == "command line")
+    if given:
+        fix = f"leave out {given}" + (f", and give {instead}" if instead else "")
+        raise ConfigError(f"{given} of no effect: {why}.", where="command line", fix=fix)
 
 
 def check_save_ops(run: RunConfig) -> None:

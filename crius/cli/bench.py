@@ -4,12 +4,12 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from crius.cli.app import SOURCES, ConfigFiles, Json, Recipe, Run, bench_app, facts_of, need_torch
+from crius.cli.app import ConfigFiles, Json, Recipe, Run, bench_app, facts_of, need_torch, refuse_given
 from crius.config import rules
 from crius.config.export import flatten
 from crius.config.facts import Facts
+from crius.config.quantize import SET_BY_FORMAT
 from crius.config.run import RunConfig
-from crius.errors import ConfigError
 
 Repeat = Annotated[int, Parameter(help="Rounds; each goes through all that is compared.")]
 
@@ -34,7 +34,7 @@ def optimizer(
     from crius.bench.optimizer import optimizer
 
     degrees = [name for name in flatten(run) if name.endswith("_degree")]
-    _refuse("an optimizer steps over whole parameters here", degrees)
+    refuse_given(degrees, "an optimizer steps over whole parameters here")
     return optimizer(run, facts.model, repeat=repeat, variants=variants, as_json=as_json)
 
 
@@ -68,9 +68,8 @@ def quantize(
     from crius.bench.quantize import quantize
 
     others = [name for name in flatten(run) if name.endswith("_degree") and "tensor" not in name]
-    set_by_format = [f"quantize.dense.{name}" for name in ("float8.enable", "float8.recipe", "mxfp8.enable")]
-    _refuse("they change the shape of no linear layer", others)
-    _refuse("all formats are timed, or those of --formats", set_by_format)
+    refuse_given(others, "they change the shape of no linear layer")
+    refuse_given(SET_BY_FORMAT, "all formats are timed, or those of --formats")
     return quantize(
         run,
         facts.model,
@@ -90,12 +89,3 @@ def _checked(run: RunConfig) -> Facts:
     rules.check(facts)
     need_torch()
     return facts
-
-
-def _refuse(why: str, names: list[str]) -> None:
-    """Raise ConfigError where a flag was given that the verb does not look at."""
-    given = [f"--{name}" for name in names if SOURCES.origin(name) == "command line"]
-    if given:
-        raise ConfigError(
-            f"{', '.join(given)} of no effect: {why}.", where="command line", fix=f"leave out {', '.join(given)}"
-        )

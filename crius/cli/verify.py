@@ -6,7 +6,6 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from crius.cli.app import (
-    SOURCES,
     ConfigFiles,
     Json,
     Recipe,
@@ -14,12 +13,13 @@ from crius.cli.app import (
     check_save_ops,
     facts_of,
     need_torch,
+    refuse_given,
     run_dir,
     verify_app,
 )
 from crius.config.export import flatten
+from crius.config.quantize import SET_BY_FORMAT
 from crius.config.run import RunConfig
-from crius.errors import ConfigError
 
 Layouts = Annotated[
     str, Parameter(help="Layouts joined by commas, such as fsdp2_tp2,pp4+gpipe. Empty: a table of them.")
@@ -119,8 +119,7 @@ def precision(
     """
     from crius.verify.precision import precision
 
-    set_by_format = ("float8.enable", "float8.recipe", "mxfp8.enable")
-    _refuse([f"quantize.dense.{name}" for name in set_by_format], "a format sets them", "--formats float8_rowwise")
+    refuse_given(SET_BY_FORMAT, "a format sets them", "--formats float8_rowwise")
     return precision(
         facts_of(run, 0, None),
         _verify_folder(run, "--layout, such as fsdp2"),
@@ -141,16 +140,7 @@ def _verify_folder(run: RunConfig, instead: str = "--layouts, such as fsdp2_tp2 
         ConfigError: names them.
     """
     set_by_layout = [*(name for name in flatten(run) if name.endswith("_degree")), "training.local_batch_size"]
-    _refuse(set_by_layout, "a layout sets all degrees and the microbatches", instead)
+    refuse_given(set_by_layout, "a layout sets all degrees and the microbatches", instead)
     need_torch()
     check_save_ops(run)
     return run_dir(run, None)
-
-
-def _refuse(names: list[str], why: str, instead: str) -> None:
-    """Raise ConfigError where the command line has a flag that the verb sets itself."""
-    given = ", ".join(f"--{name}" for name in names if SOURCES.origin(name) == "command line")
-    if given:
-        raise ConfigError(
-            f"{given} of no effect: {why}.", where="command line", fix=f"leave out {given}, and give {instead}"
-        )

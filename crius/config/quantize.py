@@ -80,3 +80,6 @@ FORMATS: dict[str, dict[str, Any]] = {
     "mxfp8": {"quantize.dense.mxfp8.enable": True},
 }
 """Each low precision by the name that receipts give it, and what sets it."""
+
+SET_BY_FORMAT = tuple(dict.fromkeys(name for changes in FORMATS.values() for name in changes))
+"""Settings that a format decides."""

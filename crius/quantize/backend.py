@@ -27,7 +27,7 @@ from torchao.prototype.moe_training.mxfp8_linear import _to_mxfp8_then_scaled_mm
 from torchao.prototype.mx_formats.config import ScaleCalculationMode
 from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
 
-from crius.config.low_precision import kind
+from crius.config.low_precision import block, kind
 from crius.config.quantize import DenseQuantizeConfig
 from crius.models.layers.linear import LowPrecisionLinear
 
@@ -141,23 +141,16 @@ class MXFP8Linear(_Padded):
         return y.to(x.dtype)  # the kernel's is bfloat16
 
 
-def maker(dense: DenseQuantizeConfig, *, emulate: bool, unit: int) -> Callable[..., Any]:
-    """What makes a low-precision layer of a linear one and of ``is_padded``, by the section."""
+def maker(dense: DenseQuantizeConfig, *, emulate: bool) -> Callable[[nn.Linear], Any]:
+    """What makes a low-precision layer of a linear one, by the section."""
     _patch_inductor_min_max_codegen()  # Triton writes garbage for some float8 stores (triton-lang/triton#11111)
-    new: Callable[..., Any]
+    unit = block(dense) if dense.pad_inner_dim else 0
     if kind(dense) == "mxfp8":
-        new = functools.partial(MXFP8Linear, emulate=emulate)
-    else:
-        recipe = Float8LinearConfig.from_recipe_name(dense.float8.recipe)
-        gathers = dense.float8.enable_fsdp_float8_all_gather
-        config = replace(recipe, emulate=emulate, enable_fsdp_float8_all_gather=gathers)
-        new = functools.partial(Float8Linear, config=config)
-    return lambda linear, *, is_padded: new(linear, unit * is_padded)
-
-
-def gather_in_float8(linear: Float8Linear) -> None:
-    """See ``Float8Linear.gather_in_float8``."""
-    linear.gather_in_float8()
+        return functools.partial(MXFP8Linear, unit=unit, emulate=emulate)
+    recipe = Float8LinearConfig.from_recipe_name(dense.float8.recipe)
+    gathers = dense.float8.enable_fsdp_float8_all_gather
+    config = replace(recipe, emulate=emulate, enable_fsdp_float8_all_gather=gathers)
+    return functools.partial(Float8Linear, unit=unit, config=config)
 
 
 def gathered_weights(model: nn.Module) -> list[Any]:

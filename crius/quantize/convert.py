@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from crius.config.low_precision import LinearChoice, block, kind
+from crius.config.low_precision import LinearChoice, kind
 from crius.config.quantize import DenseQuantizeConfig
 from crius.errors import EnvironmentError, PlanError
 from crius.install import REQUIREMENTS, install_line
@@ -69,19 +69,19 @@ def convert(
     if not chosen:
         return Converted(0)
     with usable_torchao():
-        from crius.quantize.backend import gather_in_float8, maker  # noqa: PLC0415
-    make = maker(dense, emulate=emulate, unit=block(dense))
+        from crius.quantize.backend import maker  # noqa: PLC0415
+    make = maker(dense, emulate=emulate)
     gathers = kind(dense) == "float8" and dense.float8.enable_fsdp_float8_all_gather
     owners = Counter(module.weight for module in model.modules() if isinstance(module, (nn.Linear, nn.Embedding)))
     shared = {weight for weight, count in owners.items() if count > 1}
     gathered = 0
     for name, linear in chosen.items():
         choice = known[name]
-        new = make(linear, is_padded=dense.pad_inner_dim)
+        new = make(linear)
         owner, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(owner), attribute, new)
         if gathers and linear.weight not in shared and choice.local[0] % shard_degree == 0:
-            gather_in_float8(new)
+            new.gather_in_float8()
             gathered += 1
     return Converted(len(chosen), gathered)
 
