@@ -61,6 +61,18 @@ class DataError(CriusError):
     """A corpus, a document, a token or a tokenizer cannot be used."""
 
 
+class CheckpointError(CriusError):
+    """A checkpoint cannot be written, read or trusted."""
+
+
+class CorruptionError(CriusError):
+    """A device or its memory computed something else the second time."""
+
+
+class HangError(CriusError):
+    """A rank does not go on."""
+
+
 class EnvironmentError(CriusError):
     """A package, a device or a permission that the run needs is missing."""
 

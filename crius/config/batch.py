@@ -32,6 +32,8 @@ def batch_sizes(training: TrainingConfig, data_parallel_ranks: int, microbatch_u
             ``ConfigError`` before anything starts.
     """
     local, total = training.local_batch_size, training.global_batch_size
+    if training.reproducible and training.virtual_shards >= 1 and training.virtual_shards % data_parallel_ranks == 0:
+        return _virtual_batch_sizes(training, data_parallel_ranks)
     if total == -1:
         # not simply local x ranks: the loss curve must not depend on the ranks, nor on a knob for memory
         unit = data_parallel_ranks * max(1, local) * microbatch_unit
@@ -51,6 +53,17 @@ def batch_sizes(training: TrainingConfig, data_parallel_ranks: int, microbatch_u
             f"data-parallel ranks = {unit}; {_nearest_multiples(total, unit)}"
         )
     return BatchSizes(local=local, total=total, accumulation=share // local)
+
+
+def _virtual_batch_sizes(training: TrainingConfig, data_parallel_ranks: int) -> BatchSizes:
+    """A microbatch is a virtual shard."""
+    local, total, shards = training.local_batch_size, training.global_batch_size, training.virtual_shards
+    if total == -1:
+        total = shards * (local if local != -1 else -(-AUTO_GLOBAL_BATCH_SIZE // shards))
+    if total % shards:
+        nearest = _nearest_multiples(total, shards)
+        raise ValueError(f"global_batch_size {total} is no multiple of the {shards} virtual shards; {nearest}")
+    return BatchSizes(local=total // shards, total=total, accumulation=shards // data_parallel_ranks)
 
 
 def _local_batch_size(share: int, microbatch_unit: int) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 import tomli_w
 
 from crius.config.run import RunConfig
+from crius.redact import HIDDEN, redact_value
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
@@ -31,11 +32,20 @@ def _plain(value: Any) -> Any:
 def to_toml(config: RunConfig) -> str:
     """TOML that ``crius train --config`` reads back to the same run.
 
-    ``[job]`` is left out, so that the repeated run has a name and a folder of its own.
+    ``[job]`` is left out, so that the repeated run has a name and a folder of its own. A secret, such as the password
+    in a URL, is left out too, and a comment says so; that setting has to be given again.
     """
     tree = dataclasses.asdict(config)
     del tree["job"]
-    return tomli_w.dumps(_plain(tree))
+    plain = _plain(tree)
+    shown = redact_value("", plain)
+    note = "" if shown == plain else f"# {HIDDEN} stands for a secret: give the setting that has it again\n"
+    return note + tomli_w.dumps(shown)
+
+
+def shown(config: RunConfig) -> dict[str, Any]:
+    """``flatten`` with secrets taken out, for what is written and compared."""
+    return {name: redact_value(name, value) for name, value in flatten(config).items()}
 
 
 def differences(left: RunConfig, right: RunConfig) -> dict[str, tuple[Any, Any]]:

@@ -36,6 +36,10 @@ ALIASES = {
     "quantize.dense.float8.recipe_name": "quantize.dense.float8.recipe",
     "quantize.dense.mxfp8.exclude": "quantize.dense.exclude",
     "quantize.dense.float8.precompute_float8_dynamic_scale_for_fsdp": "quantize.dense.float8.precompute_scale",
+    "reproducible": "training.reproducible",
+    "checkpoint.async_mode": "checkpoint.mode",
+    "checkpoint.keep_latest_k": "checkpoint.keep_last",
+    "checkpoint.initial_load_path": "checkpoint.load_path",
     "training.dataset_path": "data.path",
     "training.seed": "debug.seed",
     "training.deterministic": "debug.deterministic",
@@ -92,6 +96,7 @@ class RunSources:
         named = {argument.name: argument for argument in arguments}
         if "--recipe" not in named:
             return
+        self.origins = {}  # of this command line alone
         files = [token.value for token in named["--config"].tokens]
         recipes = [token.value for token in named["--recipe"].tokens]
         if not recipes and "verify" in commands:  # below a --config too: what that leaves open stays small

@@ -11,10 +11,12 @@ from typing import Any
 from crius.config.export import flatten
 from crius.config.facts import Facts, Rule, Violations
 from crius.config.load import did_you_mean
+from crius.config.rules_checkpoint import CHECKPOINT_RULES
 from crius.config.rules_layout import LAYOUT_RULES
 from crius.config.rules_optimizer import OPTIMIZER_RULES
 from crius.config.rules_pipeline import PIPELINE_RULES
 from crius.config.rules_quantize import QUANTIZE_RULES
+from crius.config.rules_reproducible import REPRODUCIBLE_RULES
 from crius.config.rules_stability import STABILITY_RULES
 from crius.errors import ConfigError
 from crius.install import REQUIREMENTS, install_line
@@ -63,6 +65,9 @@ _RANGES: list[tuple[str, Callable[[Any], bool], str, str]] = [
             ("profiler.start_step", "5"),
             ("profiler.num_steps", "2"),
             ("stability.max_consecutive", "5"),
+            ("training.virtual_shards", "8"),
+            ("checkpoint.max_failures", "3"),
+            ("launch.max_failures_at_step", "2"),
             ("stability.snapshot_interval", "50"),
             ("optimizer.muon_ns_steps", "5"),
             ("parallelism.data_parallel_replicate_degree", "1"),
@@ -93,6 +98,13 @@ _RANGES: list[tuple[str, Callable[[Any], bool], str, str]] = [
             "debug.seed",
             "compile.max_recompiles",
             "checkpoint.interval",
+            "checkpoint.interval_minutes",
+            "checkpoint.keep_every",
+            "launch.max_restarts",
+            "launch.grace_seconds",
+            "watchdog.limit_seconds",
+            "sdc.recompute_interval",
+            "sdc.replica_interval",
         )
     ],
     ("optimizer.lr", lambda value: value > 0, "above 0", "3e-4"),
@@ -108,6 +120,8 @@ _RANGES: list[tuple[str, Callable[[Any], bool], str, str]] = [
         (f"parallelism.pipeline_parallel_{end}_stage_less_layers", lambda value: value >= -1, "-1 or more", "-1")
         for end in ("first", "last")
     ],
+    ("checkpoint.keep_last", lambda value: value >= 2, "at least 2", "3"),
+    ("watchdog.startup_seconds", lambda value: value > 0, "above 0", "600"),
     ("checkpoint.load_step", lambda value: value >= -1, "-1 or more", "-1"),
     ("validation.fraction", lambda value: 0 <= value < 1, "in [0, 1)", "0.02"),
 ]
@@ -220,10 +234,6 @@ def built_already(facts: Facts) -> Violations:
     p = config.parallelism
     refused = [
         (p.expert_parallel_degree > 1, "parallelism.expert_parallel_degree", "expert parallelism"),
-        (config.checkpoint.enable, "checkpoint.enable", "checkpointing"),
-        (config.checkpoint.interval > 0, "checkpoint.interval", "checkpointing"),
-        (config.checkpoint.load_step >= 0, "checkpoint.load_step", "checkpointing"),
-        (config.checkpoint.folder != "checkpoints", "checkpoint.folder", "checkpointing"),
     ]
     values = flatten(config)
     found = [(name, feature) for asked, name, feature in refused if asked]
@@ -240,6 +250,8 @@ RULES: tuple[Rule, ...] = (
     *QUANTIZE_RULES,
     *OPTIMIZER_RULES,
     *STABILITY_RULES,
+    *CHECKPOINT_RULES,
+    *REPRODUCIBLE_RULES,
     data_path_given,
     data_flags_have_effect,
     virtual_shards_split,

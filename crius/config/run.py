@@ -9,6 +9,7 @@ from crius.config.compile import CompileConfig
 from crius.config.data import DataConfig
 from crius.config.debug import DebugConfig
 from crius.config.job import JobConfig
+from crius.config.launch import LaunchConfig
 from crius.config.lr_scheduler import LRSchedulerConfig
 from crius.config.metrics import MetricsConfig
 from crius.config.model import ModelConfig
@@ -16,10 +17,12 @@ from crius.config.optimizer import OptimizerConfig
 from crius.config.parallelism import ParallelismConfig
 from crius.config.profiler import ProfilerConfig
 from crius.config.quantize import QuantizeConfig
+from crius.config.sdc import SdcConfig
 from crius.config.stability import StabilityConfig
 from crius.config.tokenizer import TokenizerConfig
 from crius.config.training import TrainingConfig
 from crius.config.validation import ValidationConfig
+from crius.config.watchdog import WatchdogConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +38,10 @@ class RunConfig:
     compile: CompileConfig = field(default_factory=CompileConfig)
     quantize: QuantizeConfig = field(default_factory=QuantizeConfig)
     stability: StabilityConfig = field(default_factory=StabilityConfig)
+    sdc: SdcConfig = field(default_factory=SdcConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     data: DataConfig = field(default_factory=DataConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)

@@ -46,6 +46,15 @@ class TrainingConfig:
     enable_cpu_offload: bool = False
     """Keep sharded weights, gradients and optimizer state in host memory: least device memory, slow."""
 
+    reproducible: bool = False
+    """Sum gradients in an order that does not depend on the number of data-parallel ranks, so that the curve is the
+    same to the last bit on 1, 2, 4, ... of them. The batch is cut into virtual_shards, each computed by itself. Slower;
+    see docs/reproducible.md."""
+
+    virtual_shards: int = 8
+    """Parts of the global batch under reproducible, a power of two that the data-parallel ranks divide. Each is a
+    microbatch."""
+
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where torch can use a GPU, else cpu."""
 

@@ -1,0 +1,112 @@
+"""What differs between the settings of a checkpoint and those of the run that goes on from it, and what that means."""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from crius.config.patterns import fits
+from crius.errors import ConfigError
+
+Kind = Literal["refuse", "warn", "free"]
+
+KINDS: tuple[tuple[str, Kind], ...] = (
+    ("model.*", "refuse"),  # other weights
+    ("tokenizer.*", "refuse"),  # other ids for the same text
+    ("training.seq_len", "refuse"),  # a sample id stands for another sequence
+    ("training.dtype", "refuse"),
+    ("optimizer.name", "refuse"),  # other state
+    ("debug.seed", "refuse"),  # another order of the data
+    ("training.local_batch_size", "free"),
+    ("training.device", "free"),
+    ("training.gc_interval", "free"),
+    ("training.enable_cpu_offload", "free"),
+    ("training.gradient_sync", "free"),
+    ("training.*", "warn"),
+    ("optimizer.*", "warn"),
+    ("lr_scheduler.*", "warn"),
+    ("quantize.*", "warn"),
+    ("stability.*", "warn"),
+    ("data.prefetch", "free"),
+    ("data.*", "warn"),  # the fingerprint of the data says whether it is another
+    ("validation.*", "warn"),
+    ("debug.*", "warn"),
+    ("compile.*", "warn"),
+    ("*", "free"),  # layout, reports and all that no curve depends on
+)
+"""What a changed setting means; the first pattern that fits. ``refuse``: the curve would not be that of the run any
+more. ``warn``: the curve changes, as it may be meant to. ``free``: it stays, up to the order of sums."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A setting that differs.
+
+    Attributes:
+        name: dotted field.
+        old: value in the checkpoint; None where that does not know the setting.
+        new: value now; None where this version does not know it.
+        kind: what it means.
+    """
+
+    name: str
+    old: Any
+    new: Any
+    kind: Kind
+
+    def __str__(self) -> str:
+        return f"{self.name}: {_shown(self.old)} -> {_shown(self.new)} ({self.kind})"
+
+
+def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
+    """The differences of two flat configs, in the order of the new one, settings that only one knows included."""
+    plain_old, plain_new = (json.loads(json.dumps(dict(config))) for config in (old, new))
+    names = [*plain_new, *(name for name in plain_old if name not in plain_new)]
+    return [
+        Change(name, plain_old.get(name), plain_new.get(name), kind_of(name))
+        for name in names
+        if plain_old.get(name) != plain_new.get(name)
+    ]
+
+
+def kind_of(name: str) -> Kind:
+    """What a change of a setting means."""
+    return next(kind for pattern, kind in KINDS if fits(pattern, name))
+
+
+def check_changes(found: Iterable[Change], allowed: Iterable[str], where: str) -> None:
+    """Refuse the changes that a resume must not make.
+
+    Args:
+        found: from ``changes``.
+        allowed: patterns of settings that may change all the same.
+        where: the checkpoint.
+
+    Raises:
+        ConfigError: names all of them, old and new.
+    """
+    patterns = tuple(allowed)
+    refused = [
+        change for change in found if change.kind == "refuse" and not any(fits(p, change.name) for p in patterns)
+    ]
+    if not refused:
+        return
+    names = " ".join(dict.fromkeys([*patterns, *(change.name for change in refused)]))
+    back = " ".join(f"--{change.name} {_typed(change.old)}" for change in refused if change.old is not None)
+    raise ConfigError(
+        f"the run cannot go on from its checkpoint with {'another setting' if len(refused) == 1 else 'other settings'}:"
+        + "".join(f"\n  {change.name}: {_shown(change.old)} -> {_shown(change.new)}" for change in refused),
+        where=where,
+        why="it would not be the same run any more",
+        fix=f"{back}, or --job.run_dir NEW for a new run, or --checkpoint.allow_changes {names}",
+    )
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "(unknown)"
+    return " ".join(map(str, value)) or "(empty)" if isinstance(value, list) else str(value) or "(empty)"
+
+
+def _typed(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
