@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import (
     _compute_local_shape_and_global_offset,
     compute_local_shape_and_global_offset,
@@ -24,6 +25,14 @@ def local_tensor(tensor: Tensor) -> Tensor:
     detached = tensor.detach()
     local = detached.to_local() if isinstance(detached, DTensor) else detached
     return getattr(local, "_tensor", local)
+
+
+def laid_out(local: Tensor, like: Tensor) -> Tensor:
+    """``local``, this rank's part, as a tensor laid out as ``like``; shares its memory, wherever that is."""
+    if not isinstance(like, DTensor):
+        return local
+    meta = TensorMeta(like.shape, like.stride(), local.dtype)
+    return DTensor(local, DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta), requires_grad=False)
 
 
 def num_shards(tensor: Tensor, axis: str | None = None) -> int:

@@ -18,6 +18,12 @@ Groups = list[dict[str, Any]]
 class AdamW(Optimizer, torch.optim.AdamW):
     """``torch.optim.AdamW``, to the last bit."""
 
+    def start(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+        """See ``Optimizer``; what torch's first step does."""
+        device = local_tensor(parameter).device if group["fused"] else "cpu"
+        moments = {name: torch.zeros_like(parameter, requires_grad=False) for name in MOMENTS}
+        self.state[parameter] = {"step": torch.zeros((), device=device), **moments}
+
 
 class CompactAdamW(Optimizer):
     """AdamW whose weights or moments are kept in fewer bits than the step is computed in.
@@ -48,12 +54,17 @@ class CompactAdamW(Optimizer):
                 if parameter.grad is not None:
                     self._update(parameter, group)
 
+    def start(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+        """See ``Optimizer``."""
+        state = self.state[parameter]
+        state["step"] = torch.zeros((), device=local_tensor(parameter).device if group["fused"] else "cpu")
+        self._storage.start(state, parameter, MOMENTS)
+
     def _update(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
         storage, state, skip = self._storage, self.state[parameter], self.found_inf
         gradient = local_tensor(parameter.grad).reshape(-1)  # type: ignore[arg-type]
         if not state:
-            state["step"] = torch.zeros((), device=gradient.device if group["fused"] else "cpu")
-            storage.start(state, parameter, MOMENTS)
+            self.start(parameter, group)
         held = [
             storage.weight(parameter),
             storage.moment(state, MOMENTS[0], field=1, signed=True),

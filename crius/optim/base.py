@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -18,6 +18,10 @@ class Optimizer(torch.optim.Optimizer):
 
     takes_found_inf: bool = False
     found_inf: Tensor | None = None
+
+    def start(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+        """Give a parameter the state that it has before its first update: moments of 0, step 0."""
+        raise NotImplementedError
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, which would give every tensor the dtype of its parameter: bfloat16 moments, 8-bit codes."""
@@ -56,6 +60,11 @@ class Joint(Optimizer):
         """See ``Optimizer``."""
         super().load_state_dict(state_dict)
         self._share()
+
+    def start(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+        """See ``Optimizer``."""
+        owner = next(part for part in self._parts if any(own is group for own in part.param_groups))
+        owner.start(parameter, group)
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update all parameters that have a gradient."""

@@ -127,14 +127,19 @@ class Muon(Optimizer):
             for start in range(0, len(jobs), size):
                 yield self._holders[mesh], jobs[start : start + size]
 
+    def start(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+        """See ``Optimizer``."""
+        state = self.state[parameter]
+        state["step"] = torch.zeros((), device=local_tensor(parameter).device)
+        self._storage.start(state, parameter, (MOMENT,))
+
     def _direction(self, job: _Job) -> Tensor:
         """Take the gradient of this rank's shard into the momentum; returns what is to be made orthogonal."""
         matrix, group, state = job.matrix, job.group, self.state[job.matrix]
         assert matrix.grad is not None
         gradient = local_tensor(matrix.grad)
         if not state:
-            state["step"] = torch.zeros((), device=gradient.device)
-            self._storage.start(state, matrix, (MOMENT,))
+            self.start(matrix, group)
         everything = slice(0, gradient.numel())
         held = self._storage.moment(state, MOMENT, field=1, signed=True)
         mean, flat = held.load(everything), gradient.reshape(-1).float()

@@ -1,0 +1,206 @@
+"""Loads of a run: the newest checkpoint of which every byte is right, into any layout."""
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner
+
+from crius.checkpoint.dtypes import DTYPES
+from crius.checkpoint.folder import CheckpointFolder
+from crius.checkpoint.manifest import Manifest
+from crius.checkpoint.names import step_name
+from crius.checkpoint.planner import Gather
+from crius.checkpoint.reader import ShardReader
+from crius.checkpoint.state import read_state
+from crius.checkpoint.verify import damages, extra_files, read_manifest
+from crius.errors import CheckpointError
+
+SHOWN = 8
+"""Tensors or damages that a message names; it counts the others."""
+
+log = logging.getLogger("crius.checkpoint")
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint to load from.
+
+    Attributes:
+        folder: of the checkpoints.
+        manifest: of this one.
+        state: what is no tensor.
+        damaged: newer steps that cannot be used.
+    """
+
+    folder: CheckpointFolder
+    manifest: Manifest
+    state: dict[str, Any]
+    damaged: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """Of its folder."""
+        return step_name(self.manifest.step)
+
+
+def find(
+    folder: CheckpointFolder,
+    load_step: int,
+    *,
+    rank: int,
+    size: int,
+    gather: Gather,
+    verify: bool,
+    beat: Callable[[], None] = lambda: None,
+) -> Found | None:
+    """The checkpoint to go on from; None where the folder has none. Every rank calls this and gets the same.
+
+    Ranks share the files to verify. A damaged checkpoint is named loudly, with file and tensor, and the one before it
+    is tried.
+
+    Args:
+        folder: of checkpoints.
+        load_step: the one to take; -1 for the newest good one.
+        rank, size: of this process.
+        gather: see ``crius.checkpoint.planner.Gather``.
+        verify: hash every byte.
+        beat: called while bytes move.
+
+    Raises:
+        CheckpointError: there are checkpoints and none is good, or ``load_step`` is not there or not good.
+    """
+    steps = gather(folder.steps() if rank == 0 else None)[0]
+    if load_step >= 0 and load_step not in steps:
+        raise CheckpointError(
+            f"there is no checkpoint of step {load_step} in {folder.disk.where}.",
+            where="--checkpoint.load_step",
+            why=f"there are: {', '.join(map(str, steps)) or 'none'}",
+            fix=f"--checkpoint.load_step {steps[-1]}" if steps else "leave out --checkpoint.load_step",
+        )
+    damaged: list[int] = []
+    for step in [load_step] if load_step >= 0 else reversed(steps):
+        problems, manifest, state = _look(folder, step, rank, size, gather, verify, beat)
+        if manifest and not problems:
+            if damaged and rank == 0:
+                log.warning("checkpoint: FALLING BACK to step %d; step %s damaged", step, _listed(damaged))
+            return Found(folder, manifest, state, tuple(damaged))
+        damaged.append(step)
+        if rank == 0:
+            for line in _shortened(problems):
+                log.warning("checkpoint: step %d IS DAMAGED: %s", step, line)
+    if not damaged:
+        return None
+    raise CheckpointError(
+        f"no checkpoint in {folder.disk.where} is good; damaged: step {_listed(damaged)}.",
+        where="--checkpoint.load_step" if load_step >= 0 else "--checkpoint.folder",
+        why=problems[0],
+        fix="crius checkpoint verify says more; --checkpoint.folder NEW starts from the beginning",
+    )
+
+
+def _look(
+    folder: CheckpointFolder,
+    step: int,
+    rank: int,
+    size: int,
+    gather: Gather,
+    verify: bool,
+    beat: Callable[[], None],
+) -> tuple[list[str], Manifest | None, dict[str, Any]]:
+    """What is wrong with a checkpoint, found by all ranks together; its manifest and its state."""
+    manifest, state, problems = None, {}, []
+    try:
+        manifest = read_manifest(folder.disk, step_name(step))
+        if verify:
+            mine = sorted(manifest.files)[rank::size]
+            found = damages(folder.disk, step_name(step), manifest, mine, beat)
+            if rank == 0:
+                found += extra_files(folder.disk, step_name(step), manifest)
+            problems = [str(damage) for damage in found]
+        if not problems:
+            state = read_state(folder.disk, step_name(step), manifest)
+    except CheckpointError as error:
+        problems = [str(error.what)]
+    except OSError as error:
+        problems = [f"{type(error).__name__}: {error}"]
+    everyones = [line for of_rank in gather(problems) for line in of_rank]
+    return list(dict.fromkeys(everyones)), manifest, state
+
+
+def _listed(steps: Iterable[int]) -> str:
+    return ", ".join(map(str, steps))
+
+
+def _shortened(lines: list[str]) -> list[str]:
+    return lines if len(lines) <= SHOWN else [*lines[:SHOWN], f"and {len(lines) - SHOWN} more"]
+
+
+def check_tensors(
+    manifest: Manifest, wanted: dict[str, tuple[tuple[int, ...], str]], may_lack: Callable[[str], bool]
+) -> list[str]:
+    """Compare the tensors of a run with those of a checkpoint.
+
+    Args:
+        manifest: of the checkpoint.
+        wanted: shape and dtype, as manifests name it, of every tensor that the run takes, by name.
+        may_lack: names of which either side may have more.
+
+    Returns:
+        Dtypes that change, as ``name: F32 -> BF16``.
+
+    Raises:
+        CheckpointError: a tensor is missing, is too many, or has another shape; names all of them.
+    """
+    there = manifest.tensors
+    missing = sorted(name for name in wanted.keys() - there.keys() if not may_lack(name))
+    extra = sorted(name for name in there.keys() - wanted.keys() if not may_lack(name))
+    both = sorted(wanted.keys() & there.keys())
+    shapes = [
+        f"{name}: {list(there[name].shape)} in the checkpoint, {list(wanted[name][0])} in the run"
+        for name in both
+        if there[name].shape != wanted[name][0]
+    ]
+    problems = [
+        f"{len(names)} {what}: {', '.join(_shortened(names))}"
+        for names, what in (
+            (missing, "that the run has and the checkpoint lacks"),
+            (extra, "that the checkpoint has and the run lacks"),
+            (shapes, "of another shape"),
+        )
+        if names
+    ]
+    if problems:
+        raise CheckpointError(
+            f"the tensors of the checkpoint of step {manifest.step} are not those of the run.",
+            where="--checkpoint.folder or --checkpoint.load_path",
+            why="; ".join(problems),
+            fix="give the settings that it was saved with (they are in its manifest.json), or start in another folder",
+        )
+    return [
+        f"{name}: {there[name].dtype} -> {wanted[name][1]}" for name in both if there[name].dtype != wanted[name][1]
+    ]
+
+
+def load_tensors(found: Found, tensors: dict[str, Tensor], beat: Callable[[], None] = lambda: None) -> None:
+    """Fill ``tensors``, laid out in any way, from a checkpoint, in place. No collective.
+
+    Args:
+        found: the checkpoint.
+        tensors: by name; all of them are in it, with the same shape.
+        beat: called while bytes move.
+
+    Raises:
+        CheckpointError: a part is not what was written.
+    """
+    reader = ShardReader(found.folder.disk, found.name, found.manifest, beat)
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(tensors), reader.read_metadata(), is_coordinator=True)
+    reader.read_data(planner.create_local_plan(), planner).value()  # each rank plans and reads for itself
+
+
+def dtype_of(manifest: Manifest, name: str) -> Any:
+    """torch's dtype of a tensor of a checkpoint."""
+    return DTYPES[manifest.tensors[name].dtype]

@@ -1,0 +1,330 @@
+"""``manifest.json``: all that a checkpoint consists of, with the hash of every file, of every part and of itself.
+
+Its first line holds its own hash, computed with the digits as zeros, so that no bit of it can change unseen::
+
+    {"digest": "xxh3-128:<32 hex digits>",
+    "format": "crius-checkpoint",
+    "version": 1,
+    "step": 20, "run_id": "...", "versions": {}, "config": {}, "layout": "fsdp4", "num_ranks": 4, "dataset": "...",
+    "files": {"rank-00000.safetensors": [size, digest], ...},
+    "tensors": {"model.norm.weight": ["F32", [256], [["rank-00000.safetensors", begin, end, [0], [256], digest]]], ...}}
+"""
+
+import itertools
+import json
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from crius.checkpoint.digest import ALGORITHM, digest_of, is_digest
+from crius.checkpoint.names import MANIFEST, MAX_STEP, check_name, is_state
+from crius.checkpoint.strict_json import load_object
+from crius.checkpoint.tiles import MAX_SPLIT_DIMS, cover, fits, split_dims
+from crius.errors import CheckpointError
+
+FORMAT, VERSION = "crius-checkpoint", 1
+ITEM_BYTES = {
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0"), 1),
+}
+"""Dtypes by their names in safetensors files, with the bytes of an element."""
+
+MAX_MANIFEST_BYTES = 1 << 30
+MAX_BYTES = 1 << 60
+MAX_DIMS = 16
+MAX_TEXT = 1024
+
+_HEAD = f'{{"digest": "{ALGORITHM}:'.encode()
+_ZEROS = b"0" * 32
+_DIGITS = slice(len(_HEAD), len(_HEAD) + len(_ZEROS))
+_KEYS = ("digest", "format", "version", "step", "run_id", "versions", "config", "layout", "num_ranks", "dataset")
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """A file: its bytes and the hash of them."""
+
+    size: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A part of a tensor.
+
+    Attributes:
+        file: where it is.
+        begin, end: its bytes in the file, in C order, little endian.
+        offset: where it starts in the tensor, for each dim.
+        shape: of the part.
+        digest: hash of its bytes.
+    """
+
+    file: str
+    begin: int
+    end: int
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    digest: str
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor: dtype as safetensors names it, shape, and the parts that together are it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint holds and where it comes from.
+
+    Attributes:
+        step: steps done.
+        run_id: of the run that saved it.
+        versions: of Crius, torch and what else counts, by name.
+        config: the settings of the run; infinities come back as text.
+        layout: such as ``fsdp2_tp2``.
+        num_ranks: that saved it.
+        dataset: fingerprint of the data.
+        files: by name, all but the manifest.
+        tensors: by name.
+        digest: of the encoded manifest; empty before it is decoded, for encoding computes it.
+    """
+
+    step: int
+    run_id: str
+    versions: dict[str, str]
+    config: dict[str, Any]
+    layout: str
+    num_ranks: int
+    dataset: str
+    files: dict[str, FileEntry]
+    tensors: dict[str, TensorEntry]
+    digest: str = ""
+
+    @property
+    def state_file(self) -> str:
+        """The file with what is no tensor; empty where there is none."""
+        return next((name for name in self.files if is_state(name)), "")
+
+    def encode(self) -> bytes:
+        """The bytes of ``manifest.json``.
+
+        Raises:
+            CheckpointError: ``decode`` would refuse them.
+        """
+        plain = {key: _plain(getattr(self, key)) for key in _KEYS if key not in ("digest", "format", "version")}
+        lines = [
+            _HEAD.decode() + _ZEROS.decode() + '"',
+            *(f"{json.dumps(key)}: {_dump(value)}" for key, value in (("format", FORMAT), ("version", VERSION))),
+            *(f"{json.dumps(key)}: {_dump(value)}" for key, value in plain.items()),
+            _section("files", {name: [entry.size, entry.digest] for name, entry in self.files.items()}),
+            _section("tensors", {name: _rows_of(entry) for name, entry in self.tensors.items()}),
+        ]
+        data = bytearray((",\n".join(lines) + "}\n").encode("ascii"))
+        data[_DIGITS] = digest_of(data).encode()
+        encoded = bytes(data)
+        Manifest.decode(encoded, MANIFEST)
+        return encoded
+
+    @classmethod
+    def decode(cls, data: bytes, where: str) -> "Manifest":
+        """The manifest in ``data``, with every name, number and place in it checked; ``where`` is for messages.
+
+        Raises:
+            CheckpointError: it is damaged, is of a newer Crius, names anything outside its folder, or what it says of
+                files and tensors does not fit together.
+        """
+        if len(data) > MAX_MANIFEST_BYTES:
+            _refuse(where, f"has {len(data):,} bytes, the limit is {MAX_MANIFEST_BYTES:,}")
+        if not data.startswith(_HEAD):
+            _refuse(where, "is damaged, or is no manifest of Crius", "it does not start with its own hash")
+        said = data[_DIGITS]
+        if digest_of(data[: _DIGITS.start] + _ZEROS + data[_DIGITS.stop :]).encode() != said:
+            _refuse(where, "is damaged", "its hash is another one than it says")
+        try:
+            record = load_object(data)
+        except ValueError as error:
+            _refuse(where, f"is no JSON that Crius writes: {str(error)[:200]}")
+        if record.get("format") != FORMAT or record.get("version") != VERSION:
+            version = record.get("version")
+            is_newer = type(version) is int and version > VERSION
+            raise CheckpointError(
+                f"{where} is of version {_shown(version)} of the format {_shown(record.get('format'))}.",
+                where=where,
+                why=f"this Crius reads version {VERSION} of {FORMAT}",
+                fix="load it with the newer Crius that wrote it" if is_newer else "",
+            )
+        return _checked(record, said.decode(), where)
+
+
+def _plain(value: Any) -> Any:
+    """``value`` with text in place of numbers that JSON does not have, such as a limit that is infinite."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+
+
+def _section(name: str, entries: dict[str, Any]) -> str:
+    """One entry a line, so that two manifests can be compared by eye."""
+    rows = ",\n".join(f" {json.dumps(key)}: {_dump(value)}" for key, value in entries.items())
+    return f'"{name}": {{\n{rows}}}'
+
+
+def _rows_of(entry: TensorEntry) -> list[Any]:
+    chunks = [[c.file, c.begin, c.end, c.offset, c.shape, c.digest] for c in entry.chunks]
+    return [entry.dtype, entry.shape, chunks]
+
+
+def _shown(value: object) -> str:
+    text = ascii(value)
+    return text if len(text) <= 100 else text[:100] + "..."
+
+
+def _refuse(where: str, what: str, why: str = "") -> NoReturn:
+    raise CheckpointError(
+        f"{where} {what}.", where=where, why=why, fix="resume from another step: --checkpoint.load_step N"
+    )
+
+
+def _checked(record: dict[str, Any], digest: str, where: str) -> Manifest:
+    """The manifest that a decoded ``record`` says, or CheckpointError."""
+    if set(record) != {*_KEYS, "files", "tensors"}:
+        _refuse(where, f"has the keys {_shown(sorted(record))}")
+    for key in ("run_id", "layout", "dataset"):
+        _check_text(record[key], where, key, may_be_empty=True)
+    versions = _typed(record["versions"], dict, where, "versions")
+    for name, version in versions.items():
+        _check_text(name, where, "versions")
+        _check_text(version, where, f"the version of {name}", may_be_empty=True)
+    files = {
+        check_name(name, where): _file(name, row, where)
+        for name, row in _typed(record["files"], dict, where, "files").items()
+    }
+    tensors = {
+        _check_text(name, where, "the name of a tensor"): _tensor(name, row, files, where)
+        for name, row in _typed(record["tensors"], dict, where, "tensors").items()
+    }
+    _check_places(tensors, where)
+    return Manifest(
+        step=_integer(record["step"], MAX_STEP - 1, where, "step"),
+        run_id=record["run_id"],
+        versions=versions,
+        config=_typed(record["config"], dict, where, "config"),
+        layout=record["layout"],
+        num_ranks=_integer(record["num_ranks"], 10**7, where, "num_ranks"),
+        dataset=record["dataset"],
+        files=files,
+        tensors=tensors,
+        digest=digest,
+    )
+
+
+def _file(name: str, row: Any, where: str) -> FileEntry:
+    if name == MANIFEST:
+        _refuse(where, "names itself among its files")
+    size, digest = _row(row, 2, where, f"file {name}")
+    if not is_digest(digest):
+        _refuse(where, f"has {_shown(digest)} for the hash of {name}")
+    return FileEntry(_integer(size, MAX_BYTES, where, f"the size of {name}"), digest)
+
+
+def _tensor(name: str, row: Any, files: dict[str, FileEntry], where: str) -> TensorEntry:
+    what = f"tensor {name}"
+    dtype, shape, rows = _row(row, 3, where, what)
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+        _refuse(where, f"has {_shown(dtype)} for the dtype of {what}", f"known are {', '.join(ITEM_BYTES)}")
+    dims = _integers(shape, where, what)
+    if math.prod(dims) * ITEM_BYTES[dtype] > MAX_BYTES:
+        _refuse(where, f"has a shape of {what} that no disk can hold: {_shown(dims)}")
+    chunks = tuple(
+        _chunk(part, ITEM_BYTES[dtype], dims, files, where, what) for part in _typed(rows, list, where, what)
+    )
+    _check_tiling(dims, chunks, where, what)
+    return TensorEntry(dtype, dims, chunks)
+
+
+def _chunk(
+    row: Any, item_bytes: int, dims: tuple[int, ...], files: dict[str, FileEntry], where: str, what: str
+) -> Chunk:
+    file, first, last, start, size, digest = _row(row, 6, where, what)
+    if type(file) is not str or file not in files:
+        _refuse(where, f"has a part of {what} in {_shown(file)}, which is none of its files")
+    begin, end = _integers([first, last], where, what)
+    if not begin <= end <= files[file].size:
+        _refuse(where, f"has {what} at bytes {begin:,} to {end:,} of {file}", f"that has {files[file].size:,}")
+    offset, shape = _integers(start, where, what), _integers(size, where, what)
+    if not fits(dims, (offset, shape)):
+        _refuse(where, f"has a part of {what} at {_shown(offset)} of shape {_shown(shape)}", f"it is {_shown(dims)}")
+    if math.prod(shape) * item_bytes != end - begin:
+        _refuse(where, f"has {end - begin:,} bytes for a part of {what} of shape {_shown(shape)}")
+    if not is_digest(digest):
+        _refuse(where, f"has {_shown(digest)} for the hash of a part of {what}")
+    return Chunk(file, begin, end, offset, shape, digest)
+
+
+def _check_tiling(dims: tuple[int, ...], chunks: tuple[Chunk, ...], where: str, what: str) -> None:
+    """Every element is in one part, and in one only."""
+    boxes = [(chunk.offset, chunk.shape) for chunk in chunks]
+    if len(split := split_dims(dims, boxes)) > MAX_SPLIT_DIMS:
+        _refuse(where, f"splits {what} along {len(split)} dims, the limit is {MAX_SPLIT_DIMS}")
+    if not cover(dims, boxes):
+        _refuse(where, f"has parts of {what} that leave a hole or overlap", f"of {_shown(dims)}")
+
+
+def _check_places(tensors: dict[str, TensorEntry], where: str) -> None:
+    """No byte of a file belongs to two parts."""
+    places = defaultdict(list)
+    for name, entry in tensors.items():
+        for chunk in entry.chunks:
+            if chunk.end > chunk.begin:
+                places[chunk.file].append((chunk.begin, chunk.end, name))
+    for file, of_file in places.items():
+        for (_, end, one), (begin, _, other) in itertools.pairwise(sorted(of_file)):
+            if begin < end:
+                _refuse(where, f"has tensors {one} and {other} in the same bytes of {file}")
+
+
+def _typed(value: Any, kind: Callable[..., Any], where: str, what: str) -> Any:
+    if type(value) is not kind:
+        _refuse(where, f"has {_shown(value)} for {what}")
+    return value
+
+
+def _row(value: Any, length: int, where: str, what: str) -> Iterable[Any]:
+    if type(value) is not list or len(value) != length:
+        _refuse(where, f"has {_shown(value)} for {what}")
+    return value
+
+
+def _integer(value: Any, most: int, where: str, what: str) -> int:
+    if type(value) is not int or not 0 <= value <= most:  # True is an int too, and is none here
+        _refuse(where, f"has {_shown(value)} for {what}")
+    return value
+
+
+def _integers(value: Any, where: str, what: str) -> tuple[int, ...]:
+    if type(value) is list and len(value) <= MAX_DIMS:
+        if all([type(item) is int and 0 <= item <= MAX_BYTES for item in value]):  # a list: there are millions of calls
+            return tuple(value)
+    _refuse(where, f"has {_shown(value)} among the places of {what}")
+
+
+def _check_text(value: Any, where: str, what: str, *, may_be_empty: bool = False) -> str:
+    """Text that can be printed: no control characters, which would act on a terminal."""
+    if not isinstance(value, str) or len(value) > MAX_TEXT or not (value.isprintable() and (value or may_be_empty)):
+        _refuse(where, f"has {_shown(value)} for {what}")
+    return value

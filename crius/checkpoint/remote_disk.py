@@ -1,0 +1,340 @@
+"""Checkpoints behind an fsspec URL, where nothing can be renamed: a checkpoint counts once its manifest is there.
+
+The files of every attempt have names of their own, so that no file of a committed checkpoint is ever written to.
+"""
+
+import io
+import os
+import re
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC
+from typing import Any, BinaryIO, TypeVar
+
+from crius.checkpoint.manifest import Manifest
+from crius.checkpoint.names import MANIFEST, check_name, is_plain, is_set_aside, step_name
+from crius.errors import CheckpointError, ConfigError, EnvironmentError
+from crius.install import install_line
+
+PAUSES = (0.2, 1.0, 5.0)
+"""Seconds between the tries of an operation that failed as one does when a network or a server has a bad moment."""
+
+_FINAL = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
+_SECRETS = re.compile(r"(?<=://)[^/@\s]*@|\?[^\s'\"]*")
+_READ_BYTES = 8 << 20  # read ahead of small reads
+_RANGE_BYTES = 64 << 20  # of one request
+
+Result = TypeVar("Result")
+
+
+class _Buffer:
+    """A small file that is put in one piece."""
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+
+    def write(self, data: bytes | bytearray | memoryview, /) -> None:
+        self.data += data
+
+
+class _Stream:
+    """A file that is sent while it is written."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def write(self, data: bytes | bytearray | memoryview, /) -> None:
+        view = memoryview(data)
+        if view.nbytes:
+            self._file.write(view.cast("B"))
+
+
+class _Reader(io.RawIOBase):
+    """A file that is read in ranges, each tried again where it fails."""
+
+    def __init__(self, disk: "FsspecDisk", path: str) -> None:
+        self._disk, self._path, self._size, self._at = disk, path, disk.size(path), 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        self._at = max(start + offset, 0)
+        return self._at
+
+    def readinto(self, buffer: Any, /) -> int:
+        end = max(self._at, min(self._at + min(len(buffer), _RANGE_BYTES), self._size))
+        data = self._disk.read(self._path, self._at, end)
+        buffer[: len(data)] = data
+        self._at = end
+        return len(data)
+
+
+class FsspecDisk:
+    """See ``Disk``.
+
+    Listing, reading, removing and writing a manifest are tried four times. A file that is sent in parts is not sent
+    again here: fsspec's file systems repeat parts themselves, and the next save writes all of it anew.
+    """
+
+    is_local = False
+
+    def __init__(self, url: str) -> None:
+        self.where = _redacted(url).rstrip("/")
+        self._fs, root = _file_system(url)
+        self._root = root.rstrip("/")
+        self._has_links = "file" in self._fs.protocol
+
+    def stage(self, step: int, attempt: str) -> str:
+        """The folder of the step itself."""
+        return step_name(step)
+
+    def file_name(self, stem: str, attempt: str) -> str:
+        """``stem-attempt``."""
+        return check_name(f"{stem}-{attempt}", self.where)
+
+    def prepare(self, folder: str) -> None:
+        """Make the folder, where the file system knows any."""
+        place = self._place(folder)
+        self._tried("cannot be made", folder, lambda: self._fs.makedirs(place, exist_ok=True))
+
+    @contextmanager
+    def create(self, path: str) -> Iterator[_Buffer | _Stream]:
+        """Write a new file; a manifest takes the place of one that there is, in one piece."""
+        place = self._place(path)
+        if not path.endswith(f"/{MANIFEST}") and self._tried("cannot be read", path, lambda: self._fs.exists(place)):
+            raise CheckpointError(f"{self.where}/{path} is there already.", why="no file is written a second time")
+        if path.endswith(".json"):
+            whole = _Buffer()
+            yield whole
+            self._tried("cannot be written", path, lambda: self._fs.pipe_file(place, bytes(whole.data)))
+            return
+        with self._said("cannot be written", path):
+            file = self._fs.open(place, "wb")
+            try:
+                yield _Stream(file)
+                file.close()
+            except BaseException:
+                with suppress(Exception):
+                    _abort(file)
+                with suppress(Exception):
+                    self._fs.rm_file(place)
+                raise
+
+    def read(self, path: str, begin: int = 0, end: int | None = None) -> bytes:
+        """The bytes from ``begin`` up to ``end``."""
+        place = self._place(path)
+        stop = self.size(path) if end is None else end
+        if begin == stop:
+            return b""
+        data = self._tried("cannot be read", path, lambda: self._fs.cat_file(place, start=begin, end=stop))
+        if len(data) != stop - begin:
+            raise CheckpointError(f"{path} has no bytes {begin:,} to {stop:,}.", where=self.where)
+        return bytes(data)
+
+    def open(self, path: str) -> BinaryIO:
+        """The file, to read from its start."""
+        return io.BufferedReader(_Reader(self, path), _READ_BYTES)
+
+    def size(self, path: str) -> int:
+        """Bytes of a file."""
+        return int(self._info(path)["size"])
+
+    def age_seconds(self, path: str) -> float | None:
+        """Seconds since a file was written, where the file system knows."""
+        place = self._place(path)
+        try:
+            written = self._fs.modified(place)
+            return time.time() - written.replace(tzinfo=written.tzinfo or UTC).timestamp()
+        except Exception:  # many file systems do not know, and say so in ways of their own
+            return None
+
+    def files(self, folder: str) -> list[str]:
+        """Names of all that is in a folder."""
+        return sorted(name for name, _ in self._list(folder))
+
+    def folders(self) -> list[str]:
+        """Names of the folders; links are none."""
+        return sorted(name for name, info in self._list("") if info["type"] == "directory")
+
+    def commit(self, folder: str, step: int) -> None:
+        """Remove what the manifest of the step, which is there, does not name."""
+        if folder != step_name(step) or MANIFEST not in self.files(folder):
+            raise CheckpointError(f"{self.where}/{folder} has no manifest of step {step}.")
+        self.sweep(folder)
+
+    def set_aside(self, step: int) -> str:
+        """Give the manifest another name."""
+        folder = step_name(step)
+        kept = f"{folder}/manifest-aside-{uuid.uuid4().hex[:12]}.json"
+        self._move(f"{folder}/{MANIFEST}", kept)
+        return kept
+
+    def put_back(self, name: str) -> None:
+        """Give the manifest its name again."""
+        folder, _, file = name.partition("/")
+        if not is_set_aside(file) or MANIFEST in self.files(folder):
+            raise CheckpointError(f"{name} cannot be put back: its place is taken.", where=self.where)
+        self._move(name, f"{folder}/{MANIFEST}")
+
+    def sweep(self, folder: str, attempt: str = "") -> list[str]:
+        """Remove files of other attempts that no manifest names."""
+        files = self.files(folder)
+        manifests = [file for file in files if file == MANIFEST or is_set_aside(file)]
+        named = set(manifests)
+        for manifest in manifests:
+            path = f"{folder}/{manifest}"
+            try:
+                named.update(Manifest.decode(self.read(path), f"{self.where}/{path}").files)
+            except CheckpointError:
+                return []  # nobody knows what belongs to it
+        gone = [file for file in files if _is_saved(file) and file not in named and not _is_of(file, attempt)]
+        for file in gone:
+            self._unlink(f"{folder}/{file}")
+        if not manifests and len(gone) == len(files):
+            self._remove_empty(folder)
+        return [f"{folder}/{file}" for file in gone]
+
+    def remove(self, folder: str) -> None:
+        """Remove the manifest, then the rest, but for what was set aside."""
+        files = self.files(folder)
+        if MANIFEST in files:
+            self._unlink(f"{folder}/{MANIFEST}")
+        if any(map(is_set_aside, files)):
+            self.sweep(folder)
+            return
+        for file in files:
+            self._unlink(f"{folder}/{file}")
+        self._remove_empty(folder)
+
+    def free_bytes(self) -> int | None:
+        """None: object stores do not say."""
+        return None
+
+    def _place(self, path: str, *, may_be_link: bool = False) -> str:
+        """The path as the file system takes it, without links on the way, and at its end only where that is allowed."""
+        parts = path.split("/")
+        if len(parts) > 2:
+            raise CheckpointError(f"{path!r} is neither a folder nor a file in one.", where=self.where)
+        place = self._root
+        for number, part in enumerate(parts, start=1):
+            place = f"{place}/{check_name(part, self.where)}"
+            if self._has_links and os.path.islink(place) and not (may_be_link and number == len(parts)):
+                raise CheckpointError(f"{self.where}/{path} is a symbolic link, which is not followed.")
+        return place
+
+    def _info(self, path: str) -> dict[str, Any]:
+        place = self._place(path)
+        info: dict[str, Any] = self._tried("cannot be read", path, lambda: self._fs.info(place))
+        if info["type"] != "file":
+            raise CheckpointError(f"{path} is no plain file.", where=self.where)
+        return info
+
+    def _list(self, folder: str) -> list[tuple[str, dict[str, Any]]]:
+        place = self._place(folder) if folder else self._root
+
+        def listed() -> list[dict[str, Any]]:
+            self._fs.invalidate_cache()  # other hosts write too
+            try:
+                return list(self._fs.ls(place, detail=True))
+            except FileNotFoundError:
+                return []
+
+        found = [(str(info["name"]).rstrip("/"), info) for info in self._tried("cannot be listed", folder, listed)]
+        # object stores may have an entry for the folder itself
+        return [(name.rpartition("/")[2], info) for name, info in found if name.strip("/") != place.strip("/")]
+
+    def _move(self, source: str, target: str) -> None:
+        data = self.read(source)
+        self._tried("cannot be written", target, lambda: self._fs.pipe_file(self._place(target), data))
+        self._unlink(source)
+
+    def _unlink(self, path: str) -> None:
+        place = self._place(path, may_be_link=True)
+
+        def unlink() -> None:
+            with suppress(FileNotFoundError):  # a try that seemed to fail may have worked
+                self._fs.rm_file(place)
+
+        self._tried("cannot be removed", path, unlink)
+
+    def _remove_empty(self, folder: str) -> None:
+        with suppress(Exception):  # most object stores have no folders
+            self._fs.rmdir(self._place(folder))
+
+    def _tried(self, what: str, path: str, operation: Callable[[], Result]) -> Result:
+        """The result of an operation, tried again after a pause where the failure may pass."""
+        with self._said(what, path):
+            for pause in PAUSES:
+                try:
+                    return operation()
+                except _FINAL:
+                    raise
+                except OSError:
+                    time.sleep(pause)
+            return operation()
+
+    @contextmanager
+    def _said(self, what: str, path: str) -> Iterator[None]:
+        """Turn any failure into an error that says what could not be done where: packages raise their own."""
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except Exception as error:
+            place = f"{self.where}/{path}" if path else self.where
+            reason = f"{type(error).__name__}: {_redacted(str(error))}".rstrip(": ")
+            raise CheckpointError(f"{place} {what}: {reason}.") from error
+
+
+def _file_system(url: str) -> tuple[Any, str]:
+    """fsspec's file system for ``url``, and the path in it."""
+    import fsspec  # noqa: PLC0415
+
+    kind = url.partition("://")[0]
+    try:
+        fs, root = fsspec.core.url_to_fs(url)
+    except ImportError as error:
+        package = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}.get(kind, kind)
+        raise EnvironmentError(
+            f"{kind}:// needs a package that is not installed: {error}.",
+            where=_redacted(url),
+            fix=install_line(package),
+        ) from error
+    except ValueError as error:
+        raise ConfigError(
+            f"{kind}:// is no kind of URL that fsspec knows.",
+            where=_redacted(url),
+            fix="give a path, or a URL such as s3://bucket/run",
+        ) from error
+    return fs, str(root)
+
+
+def _abort(file: Any) -> None:
+    """Give up what was sent of a file. Closing it would make the part a file."""
+    try:
+        file.closed = True  # also for the garbage collector, which closes what it finds open
+    except AttributeError:  # one of those that send nothing before they are closed, or write in place
+        file.close()
+    else:
+        file.discard()
+
+
+def _is_saved(file: str) -> bool:
+    """Whether a save may have written a file; who knows what others put there."""
+    return is_plain(file) and file.endswith((".safetensors", ".json"))
+
+
+def _is_of(file: str, attempt: str) -> bool:
+    return bool(attempt) and file.rpartition(".")[0].endswith(f"-{attempt}")
+
+
+def _redacted(text: str) -> str:
+    """``text`` without user, password and query of URLs in it."""
+    return _SECRETS.sub("", text)

@@ -1,0 +1,294 @@
+"""Saves of a run: staged to the host, written by a thread, committed by rank 0, failures counted.
+
+Ranks tell each other how their writes went through the store that they met in, not by collectives: a slow disk holds up
+no collective, and so trips no timeout of theirs.
+"""
+
+import dataclasses
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint import Metadata, SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
+
+from crius.checkpoint.folder import CheckpointFolder
+from crius.checkpoint.manifest import Manifest
+from crius.checkpoint.planner import Gather, StagedPlanner
+from crius.checkpoint.writer import ShardWriter, Written
+from crius.config.checkpoint import CheckpointConfig
+from crius.errors import CriusError
+
+POLL_SECONDS = 0.02
+MIB = 2**20
+
+log = logging.getLogger("crius.checkpoint")
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """This process among those that save together.
+
+    Attributes:
+        rank, size: of the run.
+        ranks_here: processes on this host, which share its memory.
+        store: key-value store of all ranks.
+        gather: see ``crius.checkpoint.planner.Gather``.
+        attempt: a word for this start of the run, the same on all ranks, of no other start.
+    """
+
+    rank: int
+    size: int
+    ranks_here: int
+    store: dist.Store
+    gather: Gather
+    attempt: str
+
+
+@dataclasses.dataclass
+class _Pending:
+    """A save that is under way."""
+
+    step: int
+    key: str
+    mode: str
+    num_bytes: int
+    began: float
+    is_awaited: bool = False
+    blocked: float = 0.0
+    thread: threading.Thread | None = None
+
+
+class Saver:
+    """Saves checkpoints into one folder. Every rank makes the same calls at the same steps.
+
+    Args:
+        folder: where to.
+        config: how, and what to keep.
+        place: this process.
+        beat: called while a save makes progress, for the watchdog; also where a planted fault of the disk comes up.
+
+    Attributes:
+        failures: saves in a row that failed; known on rank 0.
+        last_error: of the last of them.
+        blocked_seconds: time that training waited for saves, in all.
+    """
+
+    def __init__(
+        self, folder: CheckpointFolder, config: CheckpointConfig, place: Place, beat: Callable[[], None]
+    ) -> None:
+        self._folder, self._config, self._place, self._beat = folder, config, place, beat
+        self._planner = StagedPlanner()
+        self._pending: _Pending | None = None
+        self._count = 0
+        self.failures = 0
+        self.last_error = ""
+        self.blocked_seconds = 0.0
+
+    def save(
+        self, step: int, tensors: dict[str, Tensor], state: dict[str, Any], head: Manifest, *, wait: bool = False
+    ) -> None:
+        """Save ``tensors`` and ``state`` as the checkpoint of ``step``.
+
+        Waits for the save before, if that is still under way. Failures are counted and logged, not raised.
+
+        Args:
+            step: steps done.
+            tensors: by name, DTensors and whole ones; each rank gives those that it has.
+            state: what is no tensor; that of rank 0 is written.
+            head: the manifest, but for files and tensors; likewise.
+            wait: until it is committed, whatever the mode.
+        """
+        begin = time.monotonic()
+        self.wait()
+        self._count += 1
+        place = self._place
+        plan, metadata = self._planner.agree(tensors, place.rank, place.gather)
+        num_bytes = self._planner.num_bytes()
+        pending = _Pending(step, f"save/{place.attempt}/{self._count}", self._config.mode, num_bytes, begin)
+        self._pending = pending
+        if problem := self._lacks_space(num_bytes):
+            if place.rank == 0:
+                place.store.set(f"{pending.key}/outcome", problem)
+            pending.mode = "sync"
+        elif self._config.mode == "async" and self._has_memory(num_bytes):
+            self._planner.stage()
+            writer = self._writer(step, head, state)
+            pending.thread = threading.Thread(
+                target=self._write, args=(pending, writer, plan, metadata), name="crius-checkpoint", daemon=True
+            )
+            pending.thread.start()
+        else:
+            pending.mode = "sync"
+            self._planner.drop_copies()
+            self._write(pending, self._writer(step, head, state), plan, metadata)
+        pending.is_awaited = wait or pending.mode == "sync"
+        if pending.is_awaited:
+            self.wait()
+        blocked = time.monotonic() - begin
+        self.blocked_seconds += blocked
+        pending.blocked += blocked
+
+    def poll(self) -> None:
+        """Look whether the save that is under way has ended, and say so. Costs nothing where none is."""
+        if self._pending and self._place.store.check([f"{self._pending.key}/outcome"]):
+            self._conclude(self._pending)
+
+    def wait(self) -> None:
+        """Wait until no save is under way."""
+        begin = time.monotonic()
+        while self._pending:
+            self.poll()
+            if self._pending:
+                time.sleep(POLL_SECONDS)
+                thread = self._pending.thread
+                if self._place.rank == 0 and thread and not thread.is_alive():
+                    self.poll()
+                    if self._pending:
+                        self._tell_outcome(self._pending, "the thread that writes has died")
+        self.blocked_seconds += time.monotonic() - begin
+
+    def _writer(self, step: int, head: Manifest, state: dict[str, Any]) -> ShardWriter:
+        return ShardWriter(
+            self._folder.disk,
+            step,
+            self._place.attempt,
+            self._place.rank,
+            head=head,
+            state=state,
+            verify=self._config.verify_on_save,
+            beat=self._beat,
+        )
+
+    def _write(self, pending: _Pending, writer: ShardWriter, plan: SavePlan, metadata: Metadata) -> None:
+        """This rank's part of a save, in a thread or not; rank 0 also waits for the others and commits."""
+        place = self._place
+        try:
+            self._beat()
+            writer.set_up_storage_writer(place.rank == 0)
+            results = writer.write_data(plan, self._planner).value()
+            report: dict[str, Any] = {"written": [dataclasses.astuple(result.storage_data) for result in results]}
+        except BaseException as error:  # also MemoryError and what a library below raises: no rank may wait for ever
+            report = {"error": _words(error)}
+        place.store.set(f"{pending.key}/{place.rank}", json.dumps(report))
+        if place.rank == 0:
+            self._tell_outcome(pending, self._commit(pending, writer, metadata))
+
+    def _commit(self, pending: _Pending, writer: ShardWriter, metadata: Metadata) -> str:
+        """Finish a save when all ranks have written; returns why not, or nothing."""
+        try:
+            reports = [self._report(f"{pending.key}/{rank}") for rank in range(self._place.size)]
+            errors = [f"rank {rank}: {report['error']}" for rank, report in enumerate(reports) if "error" in report]
+            if errors:
+                self._remove_quietly(writer.folder)
+                return "; ".join(errors[:3])
+            plans = self._planner.global_plan
+            writer.finish(
+                metadata,
+                [
+                    [
+                        WriteResult(item.index, 0, Written(*record))
+                        for item, record in zip(plan.items, report["written"], strict=True)
+                    ]
+                    for plan, report in zip(plans, reports, strict=True)
+                ],
+            )
+        except BaseException as error:
+            self._remove_quietly(writer.folder)
+            return _words(error)
+        try:
+            removed = self._folder.prune(self._config.keep_last, self._config.keep_every)
+        except Exception as error:  # the checkpoint is there; what is too much stays until the next one
+            log.warning("checkpoint: old ones could not be removed (%s)", error)
+        else:
+            if removed:
+                log.info("checkpoint: removed step %s", ", ".join(map(str, removed)))
+        return ""
+
+    def _report(self, key: str) -> dict[str, Any]:
+        while not self._place.store.check([key]):
+            time.sleep(POLL_SECONDS)
+        found: dict[str, Any] = json.loads(self._place.store.get(key))
+        self._place.store.delete_key(key)
+        return found
+
+    def _remove_quietly(self, folder: str) -> None:
+        try:
+            if folder in self._folder.disk.folders():
+                self._folder.disk.sweep(folder)
+        except Exception as error:  # it is collected at the next start
+            log.warning("checkpoint: %s could not be removed (%s)", folder, error)
+
+    def _tell_outcome(self, pending: _Pending, problem: str) -> None:
+        self._place.store.set(f"{pending.key}/outcome", problem)
+
+    def _conclude(self, pending: _Pending) -> None:
+        problem = self._place.store.get(f"{pending.key}/outcome").decode()
+        self._pending = None
+        seconds = time.monotonic() - pending.began
+        if problem:
+            self.failures += 1
+            self.last_error = problem
+        else:
+            self.failures = 0
+        if self._place.rank:
+            return
+        if problem:
+            log.warning(
+                "checkpoint: step %d could not be saved (%s); failure %d in a row of at most %d",
+                pending.step,
+                problem,
+                self.failures,
+                self._config.max_failures,
+            )
+        else:
+            log.info(
+                "checkpoint: step %d saved, %.1f MiB on rank 0, %.2f s in all, training waited %.2f s (%s)",
+                pending.step,
+                pending.num_bytes / MIB,
+                seconds,
+                seconds if pending.is_awaited else pending.blocked,
+                pending.mode,
+            )
+
+    def _lacks_space(self, num_bytes: int) -> str:
+        """Why the disk cannot take what all ranks write together; nothing where it can, or does not say."""
+        free = self._folder.disk.free_bytes() if self._place.rank == 0 else None
+        wanted = self._place.gather([num_bytes, free])
+        needed = sum(of_rank[0] for of_rank in wanted)
+        free = wanted[0][1]
+        if free is not None and free < needed:
+            return f"{self._folder.disk.where} has {free / MIB:,.1f} MiB free, {needed / MIB:,.1f} MiB are needed"
+        return ""
+
+    def _has_memory(self, num_bytes: int) -> bool:
+        available = available_host_bytes()
+        needed = num_bytes * self._place.ranks_here
+        if self._planner.has_copies or available is None or needed < available:
+            return True
+        log.warning(
+            "checkpoint: the copies of an async save need %.1f GiB of host memory, %.1f GiB are free: saved in sync",
+            needed / 2**30,
+            available / 2**30,
+        )
+        return False
+
+
+def _words(error: BaseException) -> str:
+    return error.what.rstrip(".") if isinstance(error, CriusError) else f"{type(error).__name__}: {error}"
+
+
+def available_host_bytes() -> int | None:
+    """Memory of this host that programs can have without swapping; None where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    found = next((line for line in lines if line.startswith("MemAvailable:")), None)
+    return int(found.split()[1]) * 1024 if found else None

@@ -1,0 +1,32 @@
+"""JSON from outside: one object, no key twice, no number that JSON does not have. No torch."""
+
+import json
+from collections import Counter
+from typing import Any, NoReturn
+
+
+def load_object(data: bytes) -> dict[str, Any]:
+    """The object that ``data`` is, in UTF-8.
+
+    Raises:
+        ValueError: it is none, has a key twice, has NaN or an infinity, or is nested too deeply.
+    """
+    try:
+        found = json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(found, dict):
+        raise ValueError("it is no object")
+    return found
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"the key {ascii(twice)[:100]} is there twice")
+    return found
+
+
+def _no_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no number of JSON")

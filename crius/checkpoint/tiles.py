@@ -1,0 +1,45 @@
+"""Whether parts of a tensor cover it exactly. No torch."""
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+MAX_SPLIT_DIMS = 6
+"""Dims along which a tensor may be split; sharding, tensor and expert parallelism together split three."""
+
+Box = tuple[Sequence[int], Sequence[int]]
+"""Where a part starts, and its shape."""
+
+
+def fits(shape: Sequence[int], box: Box) -> bool:
+    """Whether a part lies inside a tensor of ``shape``."""
+    offset, size = box
+    if not len(offset) == len(size) == len(shape):
+        return False
+    # a list, not a generator: large checkpoints have millions of parts
+    return all([start + length <= dim for start, length, dim in zip(offset, size, shape, strict=True)])
+
+
+def split_dims(shape: Sequence[int], boxes: Iterable[Box]) -> list[int]:
+    """The dims along which parts are smaller than the whole."""
+    sizes = [size for _, size in boxes]
+    return [dim for dim in range(len(shape)) if any(size[dim] != shape[dim] for size in sizes)]
+
+
+def cover(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
+    """Whether every element is in one part, and in one only. Parts fit, and split few dims.
+
+    The corners of a box, each with a sign, determine it: they are the mixed derivative of "inside or not". So boxes
+    tile the whole exactly where their signed corners sum to those of the whole. That takes linear time.
+    """
+    split = split_dims(shape, boxes)
+    corners: Counter[tuple[int, ...]] = Counter()
+    signed = [(offset, size, 1) for offset, size in boxes if math.prod(size)]
+    whole = [((0,) * len(shape), shape, -1)] if math.prod(shape) else []
+    signs = [(-1) ** sum(upper) for upper in itertools.product((0, 1), repeat=len(split))]
+    for offset, size, sign in [*signed, *whole]:
+        edges = [(offset[dim], offset[dim] + size[dim]) for dim in split]
+        for corner, of_corner in zip(itertools.product(*edges), signs, strict=True):
+            corners[corner] += sign * of_corner
+    return not any(corners.values())

@@ -1,0 +1,107 @@
+"""The state of an optimizer as tensors by name, each as large as its parameter: any layout loads it."""
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from crius.optim.base import Optimizer
+from crius.optim.storage import BLOCK, EightBit, code_table
+from crius.shards import laid_out, local_shard, local_tensor
+
+SIGNED = {"exp_avg": True, "exp_avg_sq": False, "momentum_buffer": True}
+"""Moments, and whether their numbers may be negative."""
+
+SCALE = "_scale"
+
+
+def scale_key(moment: str, parameter: Tensor) -> str:
+    """Where the scales of a moment in 8 bits are kept: they belong to the blocks of one shard."""
+    local, offset = local_shard(parameter)
+    place = "-".join("_".join(map(str, numbers)) for numbers in (offset, local.shape))
+    return f"{moment}{SCALE}.{place}"
+
+
+def to_save(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> dict[str, Tensor]:
+    """The state by ``<parameter>.<moment>`` and ``<parameter>.step``; no entry for a parameter without state.
+
+    Moments in 8 bits are given in float32, whatever the shards were, with the scales of this rank's shard beside them,
+    so that a rank with the same shard gets its codes back to the last bit.
+    """
+    found = {}
+    for parameter, _ in _members(optimizer):
+        state, name = optimizer.state.get(parameter, {}), names[parameter]
+        for key, value in state.items():
+            if key.endswith(SCALE):
+                continue
+            if value.dtype == torch.uint8:
+                numbers = _kept(state, key).load(slice(0, local_tensor(parameter).numel()))
+                found[f"{name}.{key}"] = laid_out(numbers.view(local_tensor(parameter).shape), parameter)
+                found[f"{name}.{scale_key(key, parameter)}"] = state[f"{key}{SCALE}"]
+            else:
+                found[f"{name}.{key}"] = value.detach()
+    return found
+
+
+def to_load(
+    optimizer: Optimizer, names: Mapping[nn.Parameter, str], saved: Collection[str]
+) -> tuple[dict[str, Tensor], Callable[[], None]]:
+    """Tensors to be filled with a saved state, and what to call when they are.
+
+    Args:
+        optimizer: has no state yet.
+        names: of its parameters.
+        saved: names that were saved; a parameter of which they lack some, as of another optimizer, keeps no state.
+    """
+    targets: dict[str, Tensor] = {}
+    raised: list[tuple[dict[str, Any], str, nn.Parameter, Tensor]] = []
+    for parameter, group in _members(optimizer):
+        name = names[parameter]
+        if f"{name}.step" not in saved:
+            continue
+        optimizer.start(parameter, group)
+        state = optimizer.state[parameter]
+        if any(f"{name}.{key}" not in saved for key in state if not key.endswith(SCALE)):
+            del optimizer.state[parameter]  # of another optimizer: its count of steps means nothing to new moments
+            continue
+        for key, value in state.items():
+            if key.endswith(SCALE):
+                place = f"{name}.{scale_key(key.removesuffix(SCALE), parameter)}"
+                if place in saved:
+                    targets[place] = value
+            elif value.dtype == torch.uint8:
+                numbers = torch.zeros_like(local_tensor(parameter), dtype=torch.float32)
+                targets[f"{name}.{key}"] = laid_out(numbers, parameter)
+                raised.append((state, key, parameter, numbers))
+            else:
+                targets[f"{name}.{key}"] = value.detach()
+
+    def finish() -> None:
+        for state, key, parameter, numbers in raised:
+            has_scale = f"{names[parameter]}.{scale_key(key, parameter)}" in saved
+            _lower(_kept(state, key), numbers.view(-1), has_scale)
+
+    return targets, finish
+
+
+def _members(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
+    return ((parameter, group) for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _kept(state: Mapping[str, Tensor], key: str) -> EightBit:
+    codes = state[key]
+    return EightBit(codes, state[f"{key}{SCALE}"], SIGNED[key], code_table(SIGNED[key], codes.device))
+
+
+def _lower(kept: EightBit, numbers: Tensor, has_scale: bool) -> None:
+    """Numbers to codes; with the scales that are there already, or with new ones of this shard's blocks."""
+    if not has_scale:
+        kept.save(slice(0, numbers.numel()), numbers, None, None)
+        return
+    scale = kept.scale.repeat_interleave(BLOCK)[: numbers.numel()]
+    shares = torch.where(scale > 0, numbers / scale, torch.zeros_like(numbers))
+    middles = (kept.table[1:] + kept.table[:-1]) / 2
+    codes = torch.bucketize(shares, middles).to(torch.uint8)
+    # any code is 0 times the scale 0: a block that was never written keeps the code it starts with
+    kept.codes[: numbers.numel()] = torch.where(scale > 0, codes, kept.codes[: numbers.numel()])
