@@ -29,6 +29,11 @@ class Placement:
     """How ranks meet: "" alone, ``file:<path>`` by FileStore, ``env`` by env://, ``tcp:<host>:<port>`` by TCPStore."""
     log_dir: Path | None = None
     """Folder of ``rank-N.log`` and ``rank-N.error.json``; None until ``run_single`` or ``run_workers`` sets it."""
+    attempt: int = 0
+    """Restarts of this run so far, by its launcher; 0 is the first start."""
+    scratch: Path | None = None
+    """Private folder that lives over all attempts of one command; ``attempts.json`` lists those that failed. None
+    without our launcher."""
 
 
 def single_placement() -> Placement:

@@ -1,4 +1,4 @@
-"""Local workers: start them, keep them together, end them all, and say once why a run failed.
+"""Local workers: start them, keep them together, start them again, end them all, and say once why a run failed.
 
 Output: rank 0 writes straight to the console, so that it knows whether that is a terminal, and what its C code writes
 to stderr is seen; the job adds a logging handler for ``logs/rank-0.log``. The output of every other rank goes to
@@ -7,25 +7,21 @@ to stderr is seen; the job adds a logging handler for ``logs/rank-0.log``. The o
 
 import contextlib
 import math
-import multiprocessing
 import os
 import shutil
 import signal
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from multiprocessing import connection
-from multiprocessing.process import BaseProcess
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import FrameType
 
+from crius.config.watchdog import WatchdogConfig
 from crius.errors import EnvironmentError
+from crius.launch.crew import Crew, Exit, Stop, caught_signals, worker_processes
 from crius.launch.environment import Placement
 from crius.launch.report import (
     Blame,
-    ErrorReport,
     Failure,
     failure_of_exit,
     failure_of_report,
@@ -33,82 +29,175 @@ from crius.launch.report import (
     read_report,
     render,
     report_path,
+    report_to_torchrun,
     root_cause,
-    write_json,
+    say,
 )
-from crius.launch.status import read_mirror
-from crius.launch.worker import HANDLED_SIGNALS, attempt, worker_main
-
-PREEMPTED = 75
-"""Exit code of a worker that was asked to stop and saved first: no failure."""
-
-# fork: a worker has the parent's torch from the start and begins in milliseconds. macOS's frameworks do not survive it.
-_Process: type[BaseProcess] = (
-    multiprocessing.get_context("fork").Process
-    if sys.platform == "linux"
-    else multiprocessing.get_context("spawn").Process
-)
-_POLL_SECONDS = 0.1
+from crius.launch.sentry import sentry
+from crius.launch.status import Heartbeat, mirror_path, read_mirror
+from crius.launch.stop import PREEMPTED, STOP_SIGNALS
+from crius.launch.supervision import Attempt, History, Supervision, reason_to_stop
+from crius.launch.watchdog import Hang, Watch
+from crius.launch.worker import attempt
 
 
-@dataclass(frozen=True)
-class _Stop:
-    """A signal that the launcher caught, and when in seconds of ``time.monotonic``."""
+@dataclass
+class _Run:
+    """One command: what all its attempts share, and the attempt that is on.
 
-    signal: signal.Signals
-    monotonic: float
+    Attributes:
+        target: the job of one rank.
+        grace_seconds: after a failure, time for the other ranks to report.
+        stop_seconds: after a signal, time for the workers to save and end.
+        is_patient: after a failure the other ranks get SIGTERM before they are killed.
+        threads: of a worker; None shares the cores out.
+        stops: signals to this process.
+    """
 
+    target: Callable[[Placement], None]
+    num_ranks: int
+    run_dir: Path
+    scratch: Path
+    grace_seconds: float
+    stop_seconds: float
+    threads: int | None
+    supervision: Supervision | None
+    stops: list[Stop]
+    history: History = field(default_factory=History)
+    crew: Crew = field(default_factory=Crew)
+    number: int = 0
+    started: float = 0.0
+    hang: Hang | None = None
 
-@dataclass(frozen=True)
-class _Exit:
-    code: int
-    """Minus the signal's number when a signal ended the process."""
-    monotonic: float
+    @property
+    def log_dir(self) -> Path:
+        return self.run_dir / "logs"
 
+    @property
+    def folder(self) -> Path:
+        """Private folder of the attempt."""
+        return self.scratch / f"attempt-{self.number}"
 
-class _Crew:
-    """The workers of a run, those that live and those that have ended."""
+    def attempt(self) -> None:
+        """Start the workers and wait until all have ended."""
+        for stale in self.log_dir.glob("rank-*.error.json"):
+            stale.unlink()
+        self.folder.mkdir()
+        self.crew, self.started = Crew(), time.monotonic()
+        target, num_ranks, watch = self.target, self.num_ranks, None
+        if self.supervision:
+            if self.supervision.assignment:
+                target, num_ranks = self.supervision.assignment(self.number)
+            if self.supervision.watchdog.enable:
+                watch = Watch(self.supervision.watchdog, self.started)
+        self.crew.start(
+            worker_processes(
+                target,
+                num_ranks,
+                self.log_dir,
+                self.folder,
+                self.threads,
+                number=self.number,
+                is_watched=watch is not None,
+            )
+        )
+        self._supervise(watch)
 
-    def __init__(self) -> None:
-        self.alive: dict[int, BaseProcess] = {}
-        self.exits: dict[int, _Exit] = {}
-        self.signalled_at = math.inf
-        """When the launcher first sent a signal, in seconds of ``time.monotonic``."""
+    def _supervise(self, watch: Watch | None) -> None:
+        """Wait for the workers; after a failure, a signal or a hang make sure that all of them end."""
+        crew, term_at, kill_at = self.crew, math.inf, math.inf
+        while crew.alive:
+            crew.poll()
+            now = time.monotonic()
+            if self.supervision and self.supervision.on_poll:
+                self.supervision.on_poll(self.number, crew.pids())
+            if self.stops and crew.signalled_at == math.inf:
+                crew.send(signal.SIGTERM)
+                kill_at = min(kill_at, now + self.stop_seconds)
+            if crew.failed() and term_at == math.inf:
+                term_at = now + self.grace_seconds
+                # who saves when asked to stop cannot do so without its peers: it is not asked
+                kill_at = min(kill_at, term_at if self.supervision else term_at + self.grace_seconds)
+            if now >= term_at and crew.signalled_at == math.inf:
+                crew.send(signal.SIGKILL if self.supervision else signal.SIGTERM)
+            if now >= kill_at or len(self.stops) > 1:
+                crew.send(signal.SIGKILL)
+            if self.hang or self.stops or crew.failed() or watch is None:
+                continue  # they end already, or nobody watches
+            if watch.is_late(self.beats(crew.alive), now):
+                self.hang = watch.examine(crew.pids(), self.folder, self.beats(crew.alive))
+                crew.send(signal.SIGKILL)
 
-    def start(self, processes: Iterator[tuple[int, BaseProcess]]) -> None:
-        # a signal that comes between a fork and the worker's own handlers would be noted in a copy of our list
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED_SIGNALS)
-        try:
-            for rank, process in processes:
-                process.start()
-                self.alive[rank] = process
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    def beats(self, ranks: Iterable[int]) -> dict[int, Heartbeat]:
+        """Where each of ``ranks`` is, or was when it ended."""
+        return {rank: read_mirror(mirror_path(self.folder, rank)) for rank in ranks}
 
-    def poll(self) -> None:
-        """Wait a moment and note who has ended."""
-        connection.wait([process.sentinel for process in self.alive.values()], timeout=_POLL_SECONDS)
+    def failures(self) -> list[Failure]:
+        """The ranks that failed in this attempt."""
+        return [self._failure(rank, end) for rank, end in self.crew.failed().items()]
+
+    def _failure(self, rank: int, end: Exit) -> Failure:
+        report = read_report(self.folder, rank)
+        if report is not None:
+            failure = failure_of_report(report)
+            ended = failure.monotonic > self.crew.signalled_at and not self.stops
+        else:
+            beat = read_mirror(mirror_path(self.folder, rank))
+            failure = failure_of_exit(rank, end.code, (beat.step, beat.phase), end.monotonic)
+            # `timeout`, a container's stop and the like send their signal to the workers as well as to us
+            ended = end.monotonic > self.crew.signalled_at or (bool(self.stops) and -end.code in STOP_SIGNALS)
+        return replace(failure, blame=Blame.ENDED) if ended else failure
+
+    def can_go_on(self) -> bool:
+        """Whether a new attempt makes sense; then what failed is said, counted and written for it."""
+        failures = self.failures()
+        if self.supervision is None or self.stops or self.hang or not failures:
+            return False
+        root = root_cause(failures)
+        step = max((beat.step or 0 for beat in self.beats(self.crew.exits).values()), default=0)
+        cause = f"rank {root.rank}: {root.headline.splitlines()[0]}"
         now = time.monotonic()
-        for rank, process in list(self.alive.items()):
-            # not by the sentinel: it stays silent while a process that the worker forked holds its other end
-            if process.exitcode is not None:
-                self.exits[rank] = _Exit(process.exitcode, now)
-                del self.alive[rank]
+        ended = Attempt(self.number, self.started, now, step, cause, root.rank, root.phase, root.monotonic)
+        self.history.add(ended)
+        self.history.write(self.scratch)
+        if self.supervision.on_failure:
+            self.supervision.on_failure(ended)
+        if reason_to_stop(root, self.history, self.supervision.launch):
+            return False
+        say(render(failures, self.log_dir))
+        self.number += 1
+        say(f"restarting from the newest checkpoint ({self.number} of {self.supervision.launch.max_restarts})")
+        shutil.rmtree(self.scratch / f"attempt-{self.number - 1}", ignore_errors=True)
+        return True
 
-    def send(self, number: signal.Signals) -> None:
-        self.signalled_at = min(self.signalled_at, time.monotonic())
-        for process in self.alive.values():
-            assert process.pid is not None
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, number)
+    def conclude(self) -> int:
+        """Print what is to be said and choose the exit code."""
+        if self.hang:
+            say(self.hang.publish(self.run_dir / "incidents"))
+            return self.hang.error.exit_code
+        failures, stops = self.failures(), self.stops
+        root = root_cause(failures) if failures else None
+        if not stops or (root is not None and root.blame is not Blame.ENDED and root.monotonic < stops[0].monotonic):
+            if root is None:
+                return max(end.code for end in self.crew.exits.values())
+            say(render(failures, self.log_dir, tries=self._tries(root)))
+            return root.exit_code
+        if root is not None and root.blame is Blame.ERROR:  # such as a full disk while saving
+            say(render(failures, self.log_dir))
+        by = stops[0].signal
+        if all(end.code == 0 for end in self.crew.exits.values()):  # the signal came after the last step
+            return 0
+        saved = all(end.code == PREEMPTED for end in self.crew.exits.values())
+        say(f"stopped by {by.name}" + (", saved first" if saved else ""))
+        # a script may start again what exits with 75, but not what a person stopped
+        return PREEMPTED if saved and by is not signal.SIGINT else 128 + by
 
-    def failed(self) -> dict[int, _Exit]:
-        return {rank: end for rank, end in self.exits.items() if end.code not in (0, PREEMPTED)}
-
-    def end(self) -> None:
-        while self.alive:
-            self.send(signal.SIGKILL)
-            self.poll()
+    def _tries(self, root: Failure) -> str:
+        """How often the run was started, and why it is given up; empty where it was started once."""
+        if self.supervision is None or len(self.history.attempts) < 2:
+            return ""
+        reason = reason_to_stop(root, self.history, self.supervision.launch)
+        return f"{len(self.history.attempts)}, given up: {reason}"
 
 
 def run_workers(
@@ -119,6 +208,7 @@ def run_workers(
     grace_seconds: float = 2.0,
     stop_seconds: float = 30.0,
     threads: int | None = None,
+    supervision: Supervision | None = None,
 ) -> int:
     """Run ``target`` in ``num_ranks`` processes of this host and wait for all of them.
 
@@ -126,45 +216,59 @@ def run_workers(
     operation. A forked torch keeps the parent's thread count, so ``target`` calls
     ``torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))``. Elsewhere ``target`` must be picklable.
 
-    The first rank that fails ends the run, and the last thing on stderr is one block about the root cause. SIGINT,
-    SIGTERM and SIGUSR1 reach the workers as SIGTERM; a second one kills them. No worker outlives this process.
+    The first rank that fails ends the attempt. Under ``supervision`` all ranks may then start again, and go on from
+    their newest checkpoint; the last thing on stderr is one block about the root cause. SIGINT, SIGTERM and SIGUSR1
+    reach the workers as SIGTERM; a second one kills them. No worker outlives this process.
 
     Args:
         target: the job of one rank. It returns, raises, or leaves with ``SystemExit(75)`` for "preempted and saved".
         num_ranks: at least 1.
         run_dir: folder of the run; logs and error reports go to ``run_dir/logs``.
-        grace_seconds: after a failure, time for the other ranks to report, and again to end after SIGTERM.
-        stop_seconds: after a signal to this process, time for the workers to save and end.
+        grace_seconds: after a failure, time for the other ranks to report, and without ``supervision`` again to end
+            after SIGTERM.
+        stop_seconds: after a signal to this process, time for the workers to save and end; under ``supervision`` it is
+            ``launch.grace_seconds``.
         threads: ``OMP_NUM_THREADS`` of a worker; None keeps the user's, else the cores are shared out.
+        supervision: restarts and the watchdog; None: one attempt, and a rank may hang for ever.
 
     Returns:
-        0, 75 when all ranks left with it, 1 or the CriusError's code after a failure, 130 or 143 after a signal.
+        0, 75 when all ranks left with it, 1 or the CriusError's code after a failure, 1 after a hang, 130 or 143 after
+        a signal.
 
     Raises:
         EnvironmentError: ``run_dir`` cannot be written.
     """
     assert num_ranks >= 1
-    log_dir = _prepare_logs(run_dir, 0)
-    for stale in log_dir.glob("rank-*.error.json"):
-        stale.unlink()
+    _prepare_logs(run_dir, 0)
+    if supervision:
+        stop_seconds = supervision.launch.grace_seconds
     scratch = Path(tempfile.mkdtemp(prefix="crius-"))
-    crew = _Crew()
-    try:
-        with _caught_signals() as stops:
-            crew.start(_processes(target, num_ranks, log_dir, scratch, threads))
-            _supervise(crew, stops, grace_seconds, stop_seconds)
-            return _conclude(crew, stops, scratch, log_dir)
-    finally:
-        crew.end()
-        shutil.rmtree(scratch, ignore_errors=True)
+    with caught_signals() as stops:
+        run = _Run(target, num_ranks, run_dir, scratch, grace_seconds, stop_seconds, threads, supervision, stops)
+        try:
+            run.attempt()
+            while run.can_go_on():
+                run.attempt()
+            return run.conclude()
+        finally:
+            run.crew.end()
+            shutil.rmtree(scratch, ignore_errors=True)
 
 
-def run_single(target: Callable[[Placement], None], placement: Placement, run_dir: Path) -> int:
+def run_single(
+    target: Callable[[Placement], None], placement: Placement, run_dir: Path, watchdog: WatchdogConfig | None = None
+) -> int:
     """Run ``target`` in this process, as the only rank or as one that torchrun or Slurm started.
 
     Errors are reported as ``run_workers`` does, every rank for itself; torchrun also gets its error file.
     The caller ends with ``crius.launch.worker.leave(code)`` when a rank of many failed: a normal exit can wait for
     peers that are gone.
+
+    Args:
+        target: the job of this rank.
+        placement: its place.
+        run_dir: folder of the run.
+        watchdog: watches the ranks of this host from a thread of each; None, or one process alone: nobody does.
 
     Returns:
         The exit code: 0, that of a CriusError or SystemExit, 130 after Ctrl-C, else 1.
@@ -174,20 +278,13 @@ def run_single(target: Callable[[Placement], None], placement: Placement, run_di
     """
     log_dir = _prepare_logs(run_dir, placement.rank)
     report_path(log_dir, placement.rank).unlink(missing_ok=True)
-    code, report = attempt(target, replace(placement, log_dir=log_dir))
+    is_watched = watchdog is not None and watchdog.enable and placement.launcher != "single"
+    with sentry(watchdog, placement, run_dir) if watchdog and is_watched else contextlib.nullcontext():
+        code, report = attempt(target, replace(placement, log_dir=log_dir))
     if report is not None:
-        _report_to_torchrun(report, os.environ)
-        _say(render([failure_of_report(report)], log_dir))
+        report_to_torchrun(report, os.environ)
+        say(render([failure_of_report(report)], log_dir))
     return code
-
-
-def _report_to_torchrun(report: ErrorReport, environ: Mapping[str, str]) -> None:
-    """Write the file from which torchrun takes the error it shows, in the form its ``record`` decorator uses."""
-    path = environ.get("TORCHELASTIC_ERROR_FILE")
-    if path:
-        extra = {"py_callstack": "\n".join(report.traceback), "timestamp": str(int(report.wall))}
-        text = report.rendered or f"{report.exception}: {report.message}"
-        write_json(Path(path), {"message": {"message": text, "extraInfo": extra}})
 
 
 def _prepare_logs(run_dir: Path, rank: int) -> Path:
@@ -202,97 +299,3 @@ def _prepare_logs(run_dir: Path, rank: int) -> Path:
             fix="name a folder that you may write: --job.run_dir DIR",
         ) from error
     return log_dir
-
-
-def _processes(
-    target: Callable[[Placement], None], num_ranks: int, log_dir: Path, scratch: Path, threads: int | None
-) -> Iterator[tuple[int, BaseProcess]]:
-    num_threads = str(threads or os.environ.get("OMP_NUM_THREADS") or max(1, _num_cores() // num_ranks))
-    loopback = "lo0" if sys.platform == "darwin" else "lo"  # so that gloo listens on no network
-    for rank in range(num_ranks):
-        placement = Placement(rank, rank, num_ranks, num_ranks, "local", f"file:{scratch / 'store'}", log_dir)
-        exports = {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(num_ranks),
-            "LOCAL_WORLD_SIZE": str(num_ranks),
-            "OMP_NUM_THREADS": num_threads,
-            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME") or loopback,
-        }
-        args = (target, placement, exports, scratch, os.getpid())
-        yield rank, _Process(target=worker_main, args=args, name=f"rank-{rank}")
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-
-
-@contextlib.contextmanager
-def _caught_signals() -> Iterator[list[_Stop]]:
-    """The list that the signals to this process go to, instead of ending it."""
-    stops: list[_Stop] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        stops.append(_Stop(signal.Signals(number), time.monotonic()))
-
-    before = {number: signal.signal(number, note) for number in HANDLED_SIGNALS}
-    try:
-        yield stops
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _supervise(crew: _Crew, stops: list[_Stop], grace_seconds: float, stop_seconds: float) -> None:
-    """Wait for the workers; after a failure or a signal make sure that all of them end."""
-    term_at = kill_at = math.inf
-    while crew.alive:
-        crew.poll()
-        now = time.monotonic()
-        if stops and crew.signalled_at == math.inf:
-            crew.send(signal.SIGTERM)
-            kill_at = min(kill_at, now + stop_seconds)
-        if crew.failed() and term_at == math.inf:
-            term_at = now + grace_seconds
-            kill_at = min(kill_at, now + 2 * grace_seconds)
-        if now >= term_at and crew.signalled_at == math.inf:
-            crew.send(signal.SIGTERM)
-        if now >= kill_at or len(stops) > 1:
-            crew.send(signal.SIGKILL)
-
-
-def _conclude(crew: _Crew, stops: list[_Stop], scratch: Path, log_dir: Path) -> int:
-    """Print what is to be said and choose the exit code."""
-    failures = [_failure(crew, stops, rank, end, scratch) for rank, end in crew.failed().items()]
-    root = root_cause(failures) if failures else None
-    if not stops or (root is not None and root.blame is not Blame.ENDED and root.monotonic < stops[0].monotonic):
-        if root is None:
-            return max(end.code for end in crew.exits.values())
-        _say(render(failures, log_dir))
-        return root.exit_code
-    if root is not None and root.blame is Blame.ERROR:  # such as a full disk while saving
-        _say(render(failures, log_dir))
-    by = stops[0].signal
-    saved = all(end.code == PREEMPTED for end in crew.exits.values())
-    _say(f"stopped by {by.name}" + (", saved first" if saved else ""))
-    # a script may start again what exits with 75, but not what a person stopped
-    return PREEMPTED if saved and by is not signal.SIGINT else 128 + by
-
-
-def _failure(crew: _Crew, stops: list[_Stop], rank: int, end: _Exit, scratch: Path) -> Failure:
-    report = read_report(scratch, rank)
-    if report is not None:
-        failure = failure_of_report(report)
-        ended = failure.monotonic > crew.signalled_at and not stops
-    else:
-        step_and_phase = read_mirror(scratch / f"rank-{rank}.status")
-        failure = failure_of_exit(rank, end.code, step_and_phase, end.monotonic)
-        # `timeout`, a container's stop and the like send their signal to the workers as well as to us
-        ended = end.monotonic > crew.signalled_at or (bool(stops) and -end.code in HANDLED_SIGNALS)
-    return replace(failure, blame=Blame.ENDED) if ended else failure
-
-
-def _say(text: str) -> None:
-    with contextlib.suppress(OSError):  # nobody reads any more
-        sys.stderr.write(f"\n{text}\n")
-        sys.stderr.flush()

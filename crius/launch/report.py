@@ -5,15 +5,17 @@ import json
 import os
 import re
 import signal
+import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 from pathlib import Path
 
 from crius.errors import CriusError
 from crius.launch.status import status
+from crius.redact import redact
 
 _NUM_FRAMES = 10
 _NUM_LINES = 10
@@ -51,7 +53,7 @@ class ErrorReport:
 
 
 def report_of(error: BaseException, rank: int) -> ErrorReport:
-    """The report of ``error``, with the step and the phase that this process is in now."""
+    """The report of ``error``, with the step and the phase that this process is in now, and without secrets."""
     frames = "".join(traceback.format_tb(error.__traceback__, limit=-_NUM_FRAMES)).splitlines()
     crius_error = error if isinstance(error, CriusError) else None
     return ErrorReport(
@@ -59,13 +61,13 @@ def report_of(error: BaseException, rank: int) -> ErrorReport:
         step=status.step,
         phase=status.phase,
         exception=type(error).__name__,
-        message=crius_error.what if crius_error else str(error),
-        traceback=tuple(line for line in frames if line.strip(" ~^")),  # without the rows of ^^^^
+        message=redact(crius_error.what if crius_error else str(error)),
+        traceback=tuple(redact(line) for line in frames if line.strip(" ~^")),  # without the rows of ^^^^
         monotonic=time.monotonic(),
         wall=time.time(),
         is_crius_error=crius_error is not None,
         exit_code=crius_error.exit_code if crius_error else 1,
-        rendered=str(crius_error) if crius_error else "",
+        rendered=redact(str(crius_error)) if crius_error else "",
         peer_loss=_is_peer_loss(error),
     )
 
@@ -91,6 +93,7 @@ def write_json(path: Path, record: object) -> None:
     """Write ``record`` so that a reader sees all of it or nothing. A full disk is no second error: it is ignored."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     with contextlib.suppress(OSError):
+        partial.touch(mode=0o600)
         partial.write_text(json.dumps(record, indent=1), encoding="utf-8")
         partial.replace(path)
 
@@ -176,8 +179,14 @@ def root_cause(failures: Sequence[Failure]) -> Failure:
     return min(failures, key=lambda failure: (failure.blame, failure.monotonic, failure.rank))
 
 
-def render(failures: Sequence[Failure], log_dir: Path) -> str:
-    """The block that says which rank failed, where and why; the other ranks share its last line."""
+def render(failures: Sequence[Failure], log_dir: Path, *, tries: str = "") -> str:
+    """The block that says which rank failed, where and why; the other ranks share its last line.
+
+    Args:
+        failures: of one attempt.
+        log_dir: of the run.
+        tries: how often the run was started, and why not again; empty says nothing.
+    """
     root = root_cause(failures)
     twins = [failure for failure in failures if _same(failure, root)]
     others = [failure for failure in failures if not _same(failure, root)]
@@ -188,6 +197,8 @@ def render(failures: Sequence[Failure], log_dir: Path) -> str:
         lines = [f"FAILED {place}: {root.headline}", *root.traceback, f"  {'phase':<6} {root.phase}"]
     if (root.step is not None or not root.rendered) and log_path(log_dir, root.rank).exists():
         lines.append(f"  {'log':<6} {log_path(log_dir, root.rank)}")
+    if tries:
+        lines.append(f"  {'tries':<6} {tries}")
     if not root.rendered:
         others += [failure for failure in twins if failure is not root]
     if others:
@@ -219,3 +230,19 @@ def _reason(failure: Failure, root: Failure) -> str:
         at = "before step 1" if failure.step is None else f"at step {failure.step}"
         return f"ended by the launcher {at}, {failure.phase}"
     return failure.headline.splitlines()[0][:100]
+
+
+def report_to_torchrun(report: ErrorReport, environ: Mapping[str, str]) -> None:
+    """Write the file from which torchrun takes the error it shows, in the form its ``record`` decorator uses."""
+    path = environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        extra = {"py_callstack": "\n".join(report.traceback), "timestamp": str(int(report.wall))}
+        text = report.rendered or f"{report.exception}: {report.message}"
+        write_json(Path(path), {"message": {"message": text, "extraInfo": extra}})
+
+
+def say(text: str) -> None:
+    """Print a block to stderr."""
+    with contextlib.suppress(OSError):  # nobody reads any more
+        sys.stderr.write(f"\n{redact(text)}\n")
+        sys.stderr.flush()

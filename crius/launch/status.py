@@ -1,46 +1,88 @@
-"""Where this process is in the run, for error reports: one object that the training loop updates."""
+"""Where this process is in the run, for error reports and the watchdog: one object that the training loop updates."""
 
 import contextlib
+import json
 import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-_RECORD_BYTES = 96
+_RECORD_BYTES = 128
+
+PHASES = ("start", "load", "data", "forward", "backward", "pipeline", "optimizer", "save", "validation")
+"""What a rank can be at. ``pipeline`` is forward and backward under a schedule; the schedule mixes them."""
+
+STEP_PHASES = ("data", "forward", "backward", "pipeline", "optimizer")
+"""Phases that every step has; the others take their own time."""
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """Where a process is.
+
+    Attributes:
+        step: the step that is being computed, 1 is the first; None before it.
+        phase: one of ``PHASES``.
+        since: seconds of ``time.monotonic`` when it last said so.
+        limit_seconds: how long it may stay there; 0 where that is not known yet.
+    """
+
+    step: int | None = None
+    phase: str = "start"
+    since: float = 0.0
+    limit_seconds: float = 0.0
 
 
 class Status:
     """The step and the phase a process is in.
 
-    Inside a local worker every update also goes to a small file, because a worker that is killed cannot report and
-    the launcher still wants to say at which step it was. That costs one ``pwrite``, about a microsecond.
+    Inside a local worker every update also goes to a small file, because a worker that is killed or stopped cannot
+    report and the launcher still wants to say where it was. That costs one ``pwrite``, a few microseconds.
     """
 
     def __init__(self) -> None:
         self.step: int | None = None
         self.phase = "start"
+        self.since = time.monotonic()
+        self.limit_seconds = 0.0
         self._mirror: int | None = None
+        self._listeners: list[Callable[[int | None, str], None]] = []
 
     def update(self, *, step: int | None = None, phase: str | None = None) -> None:
-        """Note a new ``step`` (the one being computed, 1 is the first) or ``phase`` (one word, such as "data")."""
+        """Note a new ``step`` (the one being computed, 1 is the first) or ``phase``, or that a long one goes on."""
         self.step = self.step if step is None else step
         self.phase = self.phase if phase is None else phase
+        self.since = time.monotonic()
         if self._mirror is not None:
-            record = f"{'' if self.step is None else self.step}\n{self.phase}".encode()[:_RECORD_BYTES]
+            beat = Heartbeat(self.step, self.phase, self.since, self.limit_seconds)
+            record = json.dumps(list(asdict(beat).values())).encode()
             with contextlib.suppress(OSError):  # a full disk must not end a run that works
                 os.pwrite(self._mirror, record.ljust(_RECORD_BYTES), 0)
+        for listener in self._listeners:
+            listener(self.step, self.phase)
 
     def mirror_to(self, path: Path) -> None:
         """Keep ``path`` equal to this status from now on."""
         self._mirror = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600)
         self.update()
 
+    def listen(self, listener: Callable[[int | None, str], None]) -> None:
+        """Call ``listener(step, phase)`` after each update, as planted faults do."""
+        self._listeners.append(listener)
 
-def read_mirror(path: Path) -> tuple[int | None, str]:
-    """Step and phase that a process mirrored to ``path``; ``(None, "start")`` when it did not get that far."""
+
+def mirror_path(folder: Path, rank: int) -> Path:
+    """Where the status of ``rank`` lies in ``folder``."""
+    return folder / f"rank-{rank}.status"
+
+
+def read_mirror(path: Path) -> Heartbeat:
+    """What a process mirrored to ``path``; ``Heartbeat()`` where it did not get that far."""
     try:
-        step, phase = path.read_bytes().decode(errors="replace").split("\n", 1)
-    except (OSError, ValueError):
-        return None, "start"
-    return int(step) if step else None, phase.strip()
+        return Heartbeat(*json.loads(path.read_bytes()[:_RECORD_BYTES]))
+    except (OSError, ValueError, TypeError):
+        return Heartbeat()
 
 
 status = Status()

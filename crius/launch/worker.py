@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import os
 import signal
 import sys
@@ -16,21 +17,22 @@ from typing import NoReturn
 
 from crius.launch.environment import Placement
 from crius.launch.report import ErrorReport, log_path, report_of, write_report
-from crius.launch.status import status
+from crius.launch.status import mirror_path, status
+from crius.launch.stop import STOP_SIGNALS
+from crius.launch.witness import testify
+from crius.redact import redact
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PARENT_POLL_SECONDS = 0.5
-
-HANDLED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""What the launcher catches and hands on as SIGTERM; blocked while workers start, so that none gets lost."""
 
 
 def worker_main(
     target: Callable[[Placement], None],
     placement: Placement,
     exports: Mapping[str, str],
-    scratch: Path,
+    folder: Path,
     parent: int,
+    is_watched: bool,
 ) -> NoReturn:
     """Run ``target`` as one local worker and end the process.
 
@@ -38,22 +40,26 @@ def worker_main(
         target: the job; what it opens it closes itself, nothing (``atexit``, threads) runs after it.
         placement: the place of this worker; ``log_dir`` is set.
         exports: environment variables to set.
-        scratch: private folder of this run: the mirrored status and a second copy of the error report, which the
+        folder: private folder of this attempt: the mirrored status and a second copy of the error report, which the
             launcher reads even when the disk of the run is full.
         parent: process id of the launcher.
+        is_watched: the launcher may ask where this process hangs.
     """
     code = 1
     try:
         _end_with(parent)
         _take_signals()
+        gc.freeze()  # a collection writes to all that it looks at: it would copy the launcher's memory, page by page
         _redirect(placement)
         os.environ.update(exports)
-        status.mirror_to(scratch / f"rank-{placement.rank}.status")
+        if is_watched:
+            testify(folder, placement.rank)
+        status.mirror_to(mirror_path(folder, placement.rank))
         code, report = attempt(target, placement)
         if report is not None:
-            write_report(report, scratch)
+            write_report(report, folder)
     except BaseException:  # an error in these lines themselves; the launcher then says that no report was left
-        traceback.print_exc()
+        sys.stderr.write(redact(traceback.format_exc()))
     finally:
         leave(code)
 
@@ -80,7 +86,7 @@ def attempt(target: Callable[[Placement], None], placement: Placement) -> tuple[
     report = report_of(error, placement.rank)
     write_report(report, placement.log_dir)
     with contextlib.suppress(OSError), log_path(placement.log_dir, placement.rank).open("a", encoding="utf-8") as log:
-        log.writelines(traceback.format_exception(error))
+        log.write(redact("".join(traceback.format_exception(error))))
     return report.exit_code, report
 
 
@@ -114,7 +120,7 @@ def _take_signals() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all; the launcher hands it on as SIGTERM
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED_SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # blocked while the launcher forked
 
 
 def _redirect(placement: Placement) -> None:

@@ -26,6 +26,8 @@ from crius.config.pipeline import placement
 from crius.parallel.fsdp import fsdp_modules
 from crius.parallel.stages import TORCH_SCHEDULES, order_of
 
+_HIDDEN_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
 Loss = Callable[[Tensor, Tensor], Tensor]
 """Output of the last stage and labels ``(B, T)`` to the sum of the token losses, a float64 scalar."""
 
@@ -178,15 +180,14 @@ class Pipeline:
     def _hidden_like(self, tokens_BT: Tensor, positions_BT: Tensor) -> tuple[torch.Size, torch.dtype]:
         """Shape and dtype of the hidden state between stages, found by the first stage, once for each input shape."""
         if tokens_BT.shape not in self._hidden:
-            found: list[tuple[torch.Size, torch.dtype] | None] = [None]
+            found = torch.zeros(4, dtype=torch.int64, device=self._device)  # numbers: objects would travel as pickles
             if 0 in self._parts:
                 output = self._parts[0](tokens_BT, positions_BT=positions_BT)
-                found = [(output.shape, output.dtype)]
+                found = torch.tensor([_HIDDEN_DTYPES.index(output.dtype), *output.shape], device=self._device)
             first = next(rank for rank, held in enumerate(self._ranks) if 0 in held)
-            source = dist.get_global_rank(self._group, first)
-            dist.broadcast_object_list(found, src=source, group=self._group, device=self._device)
-            assert found[0] is not None
-            self._hidden[tokens_BT.shape] = found[0]
+            dist.broadcast(found, src=dist.get_global_rank(self._group, first), group=self._group)
+            dtype, *shape = found.tolist()
+            self._hidden[tokens_BT.shape] = torch.Size(shape), _HIDDEN_DTYPES[dtype]
         return self._hidden[tokens_BT.shape]
 
     def _exchange(self, way: Callable[..., Any], tensor: Tensor, peer: int) -> dist.P2POp:

@@ -1,19 +1,24 @@
 """The process group, for any number of processes: one process is a world of one, without a port."""
 
 import datetime
+import json
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from crius.errors import EnvironmentError
+
+_LOOPBACK = ("127.0.0.1", "localhost")
 
 
 @dataclass(frozen=True)
@@ -23,6 +28,8 @@ class World:
     rank: int
     size: int
     device: torch.device
+    store: dist.Store | None = None
+    """Key-value store of all ranks, for words between them that no collective carries; None on fake ranks."""
 
     def sum(self, values: Tensor) -> Tensor:
         """``values`` summed over all ranks, in place; any shape, the same on every rank."""
@@ -34,6 +41,16 @@ class World:
         parts = [torch.empty_like(values) for _ in range(self.size)]
         dist.all_gather(parts, values)
         return torch.stack(parts)
+
+    def gather_json(self, value: Any) -> list[Any]:
+        """``value`` of all ranks, anything that JSON can say, in the order of the ranks. No pickle on the way."""
+        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        sizes = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(sizes, torch.tensor([data.numel()]))
+        longest = max(int(size) for size in sizes)
+        parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(parts, F.pad(data, (0, longest - data.numel())))
+        return [json.loads(part[: int(size)].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
 
 
 def pick_device(wanted: Literal["auto", "cpu", "cuda"], local_rank: int) -> torch.device:
@@ -54,8 +71,8 @@ def pick_device(wanted: Literal["auto", "cpu", "cuda"], local_rank: int) -> torc
     return torch.device("cuda", local_rank)
 
 
-def _store(rendezvous: str, rank: int, size: int, timeout: datetime.timedelta) -> dist.Store | None:
-    """The key-value store that ranks meet in; None leaves it to ``env://``."""
+def _store(rendezvous: str, rank: int, size: int, timeout: datetime.timedelta) -> dist.Store:
+    """The key-value store that ranks meet in."""
     kind, _, place = rendezvous.partition(":")
     if size == 1:
         return dist.HashStore()
@@ -63,8 +80,27 @@ def _store(rendezvous: str, rank: int, size: int, timeout: datetime.timedelta) -
         return dist.FileStore(place, size)
     if kind == "tcp":
         host, _, port = place.rpartition(":")
-        return dist.TCPStore(host, int(port), size, is_master=rank == 0, timeout=timeout)
-    return None
+        return _tcp_store(host, int(port), rank, size, timeout)
+    store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
+    # torchrun keeps its store over a restart, and with it the addresses of the ranks that are gone
+    return dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _tcp_store(host: str, port: int, rank: int, size: int, timeout: datetime.timedelta) -> dist.Store:
+    """A store that rank 0 serves at ``host``.
+
+    Its server would listen on all interfaces whatever the host, and it asks nobody for a password: where all ranks
+    are on one machine it gets a socket that only this machine can reach.
+    """
+    listener = socket.create_server((host, port)).detach() if rank == 0 and host in _LOOPBACK else None
+    return dist.TCPStore(host, port, size, is_master=rank == 0, timeout=timeout, master_listen_fd=listener)
+
+
+def _is_one_machine(rendezvous: str, size: int) -> bool:
+    """Whether all ranks are on this host, as far as their meeting place says."""
+    kind, _, place = rendezvous.partition(":")
+    host = place.rpartition(":")[0] if kind == "tcp" else os.environ.get("MASTER_ADDR") if kind == "env" else ""
+    return size == 1 or kind == "file" or host in _LOOPBACK
 
 
 @contextmanager
@@ -85,12 +121,14 @@ def world(rank: int, size: int, device: torch.device, rendezvous: str, timeout_s
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(device)
-    if size == 1:  # needs no other host, so the name of this one need not resolve
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    if _is_one_machine(rendezvous, size):  # then nothing listens on a network, and the host's name need not resolve
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(name, "lo0" if sys.platform == "darwin" else "lo")
+    store = _store(rendezvous, rank, size, timeout)
     try:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-            store=_store(rendezvous, rank, size, timeout),
+            store=store,
             rank=rank,
             world_size=size,
             timeout=timeout,
@@ -105,7 +143,7 @@ def world(rank: int, size: int, device: torch.device, rendezvous: str, timeout_s
             fix="bring it up (ip link set lo up), or export GLOO_SOCKET_IFNAME=<an interface that is up>",
         ) from error
     try:
-        yield World(rank, size, device)
+        yield World(rank, size, device, dist.PrefixStore("crius", store))
     except BaseException:
         if size == 1:
             dist.destroy_process_group()

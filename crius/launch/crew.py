@@ -1,0 +1,162 @@
+"""The processes of one attempt: started together, polled together, ended together."""
+
+import contextlib
+import math
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import FrameType
+
+from crius.launch.environment import Placement
+from crius.launch.stop import PREEMPTED, STOP_SIGNALS
+from crius.launch.witness import QUESTIONS
+from crius.launch.worker import worker_main
+
+# fork: a worker has the parent's torch from the start and begins in milliseconds. macOS's frameworks do not survive it.
+_Process: type[BaseProcess] = (
+    multiprocessing.get_context("fork").Process
+    if sys.platform == "linux"
+    else multiprocessing.get_context("spawn").Process
+)
+_POLL_SECONDS = 0.1
+_ECHO_SECONDS = 0.25
+"""``timeout`` sends its signal to its child and then to the whole group: two signals, but one wish."""
+
+
+@dataclass(frozen=True)
+class Stop:
+    """A signal that the launcher caught, and when in seconds of ``time.monotonic``."""
+
+    signal: signal.Signals
+    monotonic: float
+
+
+@dataclass(frozen=True)
+class Exit:
+    """The end of a worker."""
+
+    code: int
+    """Minus the signal's number when a signal ended the process."""
+    monotonic: float
+
+
+class Crew:
+    """The workers of an attempt, those that live and those that have ended."""
+
+    def __init__(self) -> None:
+        self.alive: dict[int, BaseProcess] = {}
+        self.exits: dict[int, Exit] = {}
+        self.signalled_at = math.inf
+        """When the launcher first sent a signal, in seconds of ``time.monotonic``."""
+
+    def start(self, processes: Iterator[tuple[int, BaseProcess]]) -> None:
+        """Start the workers, by rank."""
+        # a signal that comes between a fork and the worker's own handlers would be noted in a copy of our list
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, (*STOP_SIGNALS, *QUESTIONS))
+        try:
+            for rank, process in processes:
+                process.start()
+                self.alive[rank] = process
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def pids(self) -> dict[int, int]:
+        """Process ids of the live workers, by rank."""
+        return {rank: process.pid for rank, process in self.alive.items() if process.pid is not None}
+
+    def poll(self, seconds: float = _POLL_SECONDS) -> None:
+        """Wait a moment and note who has ended."""
+        connection.wait([process.sentinel for process in self.alive.values()], timeout=seconds)
+        now = time.monotonic()
+        for rank, process in list(self.alive.items()):
+            # not by the sentinel: it stays silent while a process that the worker forked holds its other end
+            if process.exitcode is not None:
+                self.exits[rank] = Exit(process.exitcode, now)
+                del self.alive[rank]
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to all live workers."""
+        self.signalled_at = min(self.signalled_at, time.monotonic())
+        for pid in self.pids().values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def failed(self) -> dict[int, Exit]:
+        """The workers that ended otherwise than done or saved."""
+        return {rank: end for rank, end in self.exits.items() if end.code not in (0, PREEMPTED)}
+
+    def end(self) -> None:
+        """Kill whoever lives, and wait."""
+        while self.alive:
+            self.send(signal.SIGKILL)
+            self.poll()
+
+
+def worker_processes(
+    target: Callable[[Placement], None],
+    num_ranks: int,
+    log_dir: Path,
+    folder: Path,
+    threads: int | None,
+    *,
+    number: int = 0,
+    is_watched: bool = False,
+) -> Iterator[tuple[int, BaseProcess]]:
+    """The workers of one attempt, not started, by rank.
+
+    Args:
+        target: the job of one rank.
+        num_ranks: of this host, which are all.
+        log_dir: of the run.
+        folder: private folder of this attempt; its parent is the scratch folder of the command.
+        threads: of each worker; None keeps the user's, else the cores are shared out.
+        number: the attempt.
+        is_watched: the launcher may ask the workers where they hang.
+    """
+    num_threads = str(threads or os.environ.get("OMP_NUM_THREADS") or max(1, _num_cores() // num_ranks))
+    loopback = "lo0" if sys.platform == "darwin" else "lo"  # so that nothing listens on a network
+    for rank in range(num_ranks):
+        meeting = f"file:{folder / 'store'}"
+        placement = Placement(
+            rank, rank, num_ranks, num_ranks, "local", meeting, log_dir, attempt=number, scratch=folder.parent
+        )
+        exports = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(num_ranks),
+            "LOCAL_WORLD_SIZE": str(num_ranks),
+            "OMP_NUM_THREADS": num_threads,
+            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME") or loopback,
+            "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME") or loopback,
+        }
+        args = (target, placement, exports, folder, os.getpid(), is_watched)
+        yield rank, _Process(target=worker_main, args=args, name=f"rank-{rank}")
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+@contextlib.contextmanager
+def caught_signals() -> Iterator[list[Stop]]:
+    """The list that the stop signals to this process go to, instead of ending it."""
+    stops: list[Stop] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if not stops or now - stops[-1].monotonic > _ECHO_SECONDS:
+            stops.append(Stop(signal.Signals(number), now))
+
+    before = {number: signal.signal(number, note) for number in STOP_SIGNALS}
+    try:
+        yield stops
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

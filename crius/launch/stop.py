@@ -1,0 +1,81 @@
+"""The wish that a run ends: a signal that a worker notes and its training loop asks for between two steps."""
+
+import os
+import signal
+import sys
+import time
+from types import FrameType
+from typing import NoReturn
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""What a person, a scheduler or a container sends to stop a run; the launcher hands them on as SIGTERM."""
+
+PREEMPTED = 75
+"""Exit code of a process that was asked to stop and saved first: no failure."""
+
+STOPPED = (PREEMPTED, *(128 + number for number in STOP_SIGNALS))
+"""Exit codes of a run that was asked to stop."""
+
+ECHO_SECONDS = 1.0
+"""A signal to a whole process group comes a second time from the launcher, which got it too and hands it on."""
+
+
+class StopRequest:
+    """What the stop signals of this process said so far.
+
+    Attributes:
+        number: the first signal; None while there was none.
+        monotonic: when it came, in seconds of ``time.monotonic``; 0.0 while there was none.
+    """
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self.monotonic = 0.0
+
+
+def catch_stop_signals(*, has_launcher: bool = False) -> StopRequest:
+    """Note the first of SIGTERM, SIGUSR1 and SIGINT in the returned object instead of dying of it.
+
+    A second one, more than ``ECHO_SECONDS`` later, ends this process at once with ``128 + number``. What is ignored,
+    such as SIGINT in a local worker or in a background job, stays ignored. Call it in the main thread.
+
+    Args:
+        has_launcher: Crius' own launcher started this process. It hands signals on, and it is the one that kills
+            after a second signal, so that this process only ever notes the first.
+    """
+    request = StopRequest()
+
+    def note(number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if request.number is None:
+            request.number, request.monotonic = number, now
+        elif not has_launcher and now - request.monotonic > ECHO_SECONDS:
+            os._exit(128 + number)
+
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, note)
+    return request
+
+
+def leave_on_stop_signals() -> None:
+    """Let the stop signals end this process as one that saved: there is nothing yet that could be lost.
+
+    With ``PREEMPTED``, after SIGINT with 130. What is ignored stays ignored. Call it in the main thread.
+    """
+
+    def leave(number: int, frame: FrameType | None) -> NoReturn:
+        name = signal.Signals(number).name
+        sys.stderr.write(f"\nstopped by {name} before anything was started; all that was saved is as it was\n")
+        sys.stderr.flush()
+        os._exit(128 + number if number == signal.SIGINT else PREEMPTED)  # an import may swallow an exception
+
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, leave)
+
+
+def ignore_stop_signals() -> None:
+    """Let no stop signal change the exit code that is known already: a process with torch takes seconds to leave."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)

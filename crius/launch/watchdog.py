@@ -1,0 +1,235 @@
+"""The watchdog: finds a rank that does not go on, and says which, where, and what all the others wait for."""
+
+import contextlib
+import platform
+import shutil
+import signal
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from crius.config.watchdog import WatchdogConfig
+from crius.errors import HangError
+from crius.launch.report import write_json
+from crius.launch.status import PHASES, STEP_PHASES, Heartbeat
+from crius.launch.witness import (
+    QUESTIONS,
+    Collective,
+    ask,
+    flight_path,
+    pending_collective,
+    process_state,
+    read,
+    stack_path,
+    threads_path,
+    wait_for_answers,
+)
+
+_ANSWER_SECONDS = 1.0
+_PAUSE_SECONDS = 3.0
+"""A launcher that did not run for so long was stopped with its workers, as by Ctrl-Z; nobody hung meanwhile."""
+_NUM_NEWEST, _NUM_FRAMES = 3, 12  # of a stack, on the screen; the report has all
+HEADINGS = ("rank", "host", "process", "phase", "step", "seconds", "pending collective")
+_STATES = {"T": "stopped (SIGSTOP)", "t": "stopped by a debugger"}
+
+
+def limit_seconds(beat: Heartbeat, config: WatchdogConfig) -> float:
+    """How long a rank may stay where it is."""
+    if beat.phase in ("start", "load"):
+        return config.startup_seconds
+    if config.limit_seconds > 0:
+        return config.limit_seconds
+    return beat.limit_seconds if beat.phase in STEP_PHASES and beat.limit_seconds > 0 else config.startup_seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Witness:
+    """What is known of one rank of a run that hangs.
+
+    Attributes:
+        seconds: in the phase.
+        limit_seconds: that it may stay there.
+        state: stopped (SIGSTOP) or the like; empty for a process that runs or waits.
+        pending: the collective it waits in, if it told; a stopped process cannot.
+        stack: lines of the main thread's stack, most recent call first; empty if it did not answer.
+        threads: the stacks of all its threads, most recent call last; empty if it did not answer.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    step: int | None
+    phase: str
+    seconds: float
+    limit_seconds: float
+    state: str = ""
+    pending: Collective | None = None
+    stack: tuple[str, ...] = ()
+    threads: str = ""
+
+    @property
+    def place(self) -> str:
+        """Phase and step."""
+        return f"{self.phase} of step {self.step}" if self.step is not None else f"{self.phase}, before step 1"
+
+    def row(self) -> tuple[str, ...]:
+        """A row of the table that ``HEADINGS`` is over."""
+        step = "-" if self.step is None else str(self.step)
+        waits = self.pending or self.state or ("none" if self.threads else "no answer")
+        return str(self.rank), self.host, str(self.pid), self.phase, step, f"{self.seconds:.1f}", str(waits)
+
+    def frames(self) -> tuple[str, ...]:
+        """Where the main thread is: its newest frames, then those of other files than libraries', down to the job."""
+        end = next((index for index, line in enumerate(self.stack) if "launch/worker.py" in line), len(self.stack))
+        shown = [*self.stack[:_NUM_NEWEST], *(line for line in self.stack[_NUM_NEWEST:end] if not _is_library(line))]
+        return tuple(shown[: min(end, _NUM_FRAMES)]) or ("  no answer",)
+
+
+def _is_library(line: str) -> bool:
+    return any(part in line for part in ("site-packages", "dist-packages", "/lib/python"))
+
+
+def choose_culprit(witnesses: list[Witness]) -> Witness:
+    """The rank that the others most likely wait for.
+
+    A stopped process first; else one that got least far: step, then phase, then its collective, where one that has
+    entered none, or an earlier one of the same group, is behind the others; else the one that is there longest.
+    """
+
+    def progress(witness: Witness) -> tuple[bool, int, int]:
+        phase = PHASES.index(witness.phase) if witness.phase in PHASES else len(PHASES)
+        return not witness.state, witness.step or 0, phase
+
+    least = min(map(progress, witnesses))
+    behind = [witness for witness in witnesses if progress(witness) == least]
+
+    def waits(witness: Witness) -> tuple[bool, int]:
+        first = witness.pending
+        groups = {other.pending.group for other in behind if other.pending}
+        return first is not None, first.seq if first and len(groups) == 1 else 0
+
+    return min(behind, key=lambda witness: (waits(witness), -witness.seconds, witness.rank))
+
+
+@dataclass(frozen=True)
+class Hang:
+    """A run that hangs: the error, and what each rank was at."""
+
+    error: HangError
+    witnesses: list[Witness]
+    folder: Path
+    """With the dumps of the flight recorder."""
+
+    def publish(self, incidents: Path) -> str:
+        """Write the whole report to ``hang-N.txt`` and ``hang-N.json`` and return the block to print."""
+        number = next(number for number in range(10**6) if not (incidents / f"hang-{number}.json").exists())
+        text = incidents / f"hang-{number}.txt"
+        lines = [str(self.error), *_table([HEADINGS, *(witness.row() for witness in self.witnesses)])]
+        stacks: dict[tuple[str, ...], list[int]] = {}
+        for witness in self.witnesses:
+            stacks.setdefault(witness.frames(), []).append(witness.rank)
+        for frames, ranks in stacks.items():
+            lines += [f"stack of rank {', '.join(map(str, ranks))}, most recent call first:", *frames]
+        with contextlib.suppress(OSError):  # a full disk must not hide the report
+            incidents.mkdir(parents=True, exist_ok=True)
+            write_json(incidents / f"hang-{number}.json", [asdict(witness) for witness in self.witnesses])
+            threads = [f"\nall threads of rank {witness.rank}\n{witness.threads}" for witness in self.witnesses]
+            text.write_text("\n".join([*lines, *threads]) + "\n", encoding="utf-8")
+            for witness in self.witnesses:
+                dump = flight_path(self.folder, witness.rank)
+                if dump.exists():
+                    shutil.copy(dump, incidents / f"hang-{number}.{dump.name}")
+        return "\n".join([*lines, f"report: {text} (all threads; beside it the flight recorders)"])
+
+
+class Watch:
+    """Looks at the heartbeats of one attempt.
+
+    Args:
+        config: the limits.
+        started: of the attempt, in seconds of ``time.monotonic``.
+    """
+
+    def __init__(self, config: WatchdogConfig, started: float) -> None:
+        self._config = config
+        self._from = self._looked = started
+        self._was_late = False
+
+    def is_late(self, beats: Mapping[int, Heartbeat], now: float) -> bool:
+        """Whether a rank is in its phase for longer than its limit, at this and the last call. Call it at each poll."""
+        if now - self._looked > _PAUSE_SECONDS:
+            self._from = now
+        self._looked = now
+        # twice: a beat that is read while it is written says nothing
+        was_late = self._was_late
+        self._was_late = any(self._seconds(beat, now) > limit_seconds(beat, self._config) for beat in beats.values())
+        return was_late and self._was_late
+
+    def _seconds(self, beat: Heartbeat, now: float) -> float:
+        return now - max(beat.since, self._from)
+
+    def examine(
+        self,
+        pids: Mapping[int, int],
+        folder: Path,
+        beats: Mapping[int, Heartbeat],
+        questions: Iterable[int] = QUESTIONS,
+        *,
+        wakes: bool = True,
+    ) -> Hang:
+        """Ask all ranks where they are, and choose whom to name. Takes up to about 1.5 s.
+
+        Args:
+            pids: process ids of the live ranks.
+            folder: where they answer.
+            beats: where they said they are.
+            questions: the signals that ask them.
+            wakes: stopped ranks too are asked, which has to wake them: the run may then go on until it is ended.
+        """
+        now, host = time.monotonic(), platform.node()
+        states = {rank: _STATES.get(process_state(pid), "") for rank, pid in pids.items()}
+        ask(pids, questions)
+        wait_for_answers([rank for rank in pids if not states[rank]], folder, _ANSWER_SECONDS)
+        stopped = [rank for rank in pids if wakes and states[rank] == _STATES["T"]]
+        ask({rank: pids[rank] for rank in stopped}, (signal.SIGCONT,))  # it answers before it does anything else
+        wait_for_answers(stopped, folder, _ANSWER_SECONDS / 2)
+        witnesses = [
+            Witness(
+                rank=rank,
+                host=host,
+                pid=pid,
+                step=beats[rank].step,
+                phase=beats[rank].phase,
+                seconds=self._seconds(beats[rank], now),
+                limit_seconds=limit_seconds(beats[rank], self._config),
+                state=states[rank],
+                pending=None if states[rank] else pending_collective(flight_path(folder, rank)),
+                stack=tuple(line for line in read(stack_path(folder, rank)).splitlines() if line.startswith(" ")),
+                threads=read(threads_path(folder, rank)),
+            )
+            for rank, pid in sorted(pids.items())
+        ]
+        return Hang(_error(witnesses), witnesses, folder)
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
+def _error(witnesses: list[Witness]) -> HangError:
+    culprit = choose_culprit(witnesses)
+    state = f"{culprit.state} in" if culprit.state else "in"
+    return HangError(
+        f"rank {culprit.rank} does not go on: {state} {culprit.place} for {culprit.seconds:.1f} s.",
+        where=f"host {culprit.host}, process {culprit.pid}",
+        why=_why(witnesses),
+        fix="look at the stacks below; if that was work and no hang, raise --watchdog.limit_seconds or "
+        "--watchdog.startup_seconds",
+    )
+
+
+def _why(witnesses: list[Witness]) -> str:
+    late = max(witnesses, key=lambda witness: witness.seconds - witness.limit_seconds)
+    return f"rank {late.rank} is in {late.place} for {late.seconds:.1f} s, and the limit is {late.limit_seconds:.1f} s"

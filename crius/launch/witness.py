@@ -1,0 +1,182 @@
+"""What a process that hangs can still say: its Python stacks and the collectives it waits in.
+
+Two signals ask. ``STACKS`` is answered by ``faulthandler``'s C handler with the stack of the main thread, whatever that
+thread is blocked in. Not of all threads: the handler would walk the frames of threads that run, and crash. ``FLIGHT``
+wakes a thread that waits for nothing else; if it gets the interpreter's lock it writes the stacks of all threads and
+torch's flight recorder.
+"""
+
+import contextlib
+import ctypes
+import faulthandler
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from crius.launch.report import write_json
+
+STACKS = signal.SIGUSR2
+FLIGHT: int | None = getattr(signal, "SIGRTMIN", None)
+"""macOS has no such signal: there are no dumps of the flight recorder then."""
+
+QUESTIONS = tuple(number for number in (STACKS, FLIGHT) if number is not None)
+"""The signals that ask; they kill a process that is not prepared, so they are blocked until it is."""
+
+_FLIGHT_DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")  # of NCCL's groups, of Gloo's
+_RECORDS = "2000"  # collectives that the flight recorder keeps
+_POLL_SECONDS = 0.02
+
+
+def stack_path(folder: Path, rank: int) -> Path:
+    """Where the stack of the main thread of ``rank`` goes."""
+    return folder / f"rank-{rank}.stack"
+
+
+def threads_path(folder: Path, rank: int) -> Path:
+    """Where the stacks of all threads of ``rank`` go."""
+    return folder / f"rank-{rank}.threads"
+
+
+def flight_path(folder: Path, rank: int) -> Path:
+    """Where the dump of the flight recorder of ``rank`` goes, after its threads."""
+    return folder / f"rank-{rank}.flight.json"
+
+
+def record_stack(folder: Path, rank: int) -> None:
+    """Answer ``STACKS`` from now on, and let torch record its collectives, which it decides at the first group."""
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDS)
+    file = stack_path(folder, rank).open("w", encoding="utf-8")
+    faulthandler.register(STACKS, file=file, all_threads=False)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (STACKS,))
+
+
+def testify(folder: Path, rank: int) -> None:
+    """Answer ``QUESTIONS`` from now on. Call it in the main thread of a process that has no other threads yet."""
+    record_stack(folder, rank)
+    if FLIGHT is not None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, (FLIGHT,))  # in this thread and those that it starts
+        threading.Thread(target=_answer, args=(FLIGHT, folder, rank), name="crius-flight", daemon=True).start()
+
+
+def _answer(number: int, folder: Path, rank: int) -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, (STACKS,))  # that is for the main thread, also where it is sent to all
+    while True:
+        signal.sigwait((number,))
+        write_flight(folder, rank)
+
+
+def write_flight(folder: Path, rank: int) -> None:
+    """Write the stacks of all threads of this process, and its flight recorders. What fails is ignored."""
+    with contextlib.suppress(Exception):
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        frames = sys._current_frames().items()
+        stacks = [f"{names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}" for ident, frame in frames]
+        threads_path(folder, rank).write_text("\n".join(stacks), encoding="utf-8")
+    with contextlib.suppress(Exception):
+        write_json(flight_path(folder, rank), _flight_records())
+
+
+def _flight_records() -> list[Any]:
+    """Dumps of the recorders of this process; empty without torch."""
+    torch = sys.modules.get("torch")
+    c10d = getattr(getattr(torch, "_C", None), "_distributed_c10d", None)
+    dumps = (getattr(c10d, name, None) for name in _FLIGHT_DUMPS)
+    return [json.loads(dump()) for dump in dumps if dump is not None]
+
+
+def ask(pids: Mapping[int, int], numbers: Iterable[int]) -> None:
+    """Send each of the signals to each of the processes; ``STACKS`` to their main threads alone."""
+    # a signal to a process that is stopped goes to whichever of its threads wakes first: they may know no Python
+    to_thread = getattr(ctypes.CDLL(None), "tgkill", None)  # of Linux, where glibc is 2.30 or newer
+    for pid in pids.values():
+        for number in numbers:
+            if number == STACKS and to_thread is not None:
+                to_thread(pid, pid, int(number))
+            else:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+
+
+def wait_for_answers(ranks: Iterable[int], folder: Path, seconds: float) -> None:
+    """Wait until ``ranks`` have written what they were asked for, but not longer than ``seconds``."""
+    deadline = time.monotonic() + seconds
+    sizes = {rank: 0 for rank in ranks}
+    while sizes and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+        before, sizes = sizes, {rank: len(read(stack_path(folder, rank))) for rank in sizes}
+        for rank, size in list(sizes.items()):
+            is_written = 0 < size == before[rank]  # it grew no more since the last look
+            if is_written and (FLIGHT is None or flight_path(folder, rank).exists()):
+                del sizes[rank]
+
+
+def read(path: Path) -> str:
+    """What an answer says; empty where there is none."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def process_state(pid: int) -> str:
+    """The kernel's letter for the state of a process, such as R, S, D, T (stopped) or t (traced); empty off Linux."""
+    return _stat(pid, 0)
+
+
+def process_start(pid: int) -> str:
+    """When a process began, in the kernel's ticks since boot; empty off Linux."""
+    return _stat(pid, 19)
+
+
+def _stat(pid: int, column: int) -> str:
+    """A column of ``/proc/PID/stat``, counted from the state, which follows the name in parentheses."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        return text.rpartition(")")[2].split()[column]
+    except (OSError, IndexError):
+        return ""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective that a rank has entered and not left.
+
+    Attributes:
+        name: such as ``gloo:all_reduce``.
+        group: description of its process group.
+        seq: its number in that group, from 1.
+        sizes: shapes of its inputs.
+    """
+
+    name: str
+    group: str
+    seq: int
+    sizes: list[list[int]]
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.sizes} seq {self.seq} of {self.group}"
+
+
+def pending_collective(path: Path) -> Collective | None:
+    """The oldest collective of a dump that is not done; None where there is none, or no dump."""
+    try:
+        records = json.loads(path.read_text(encoding="utf-8"))
+        entries = [entry for record in records for entry in record.get("entries", ())]
+        waiting = [entry for entry in entries if not entry["retired"] and entry["state"] != "completed"]
+        first = min(waiting, key=lambda entry: int(entry["time_created_ns"]), default=None)
+        return None if first is None else _collective(first)
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        return None
+
+
+def _collective(entry: Mapping[str, Any]) -> Collective:
+    seq = entry["p2p_seq_id"] if entry.get("is_p2p") else entry["collective_seq_id"]
+    return Collective(entry["profiling_name"], str(entry["process_group"][-1]), int(seq), entry["input_sizes"])
