@@ -4,7 +4,7 @@ B batch, T tokens
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -40,6 +40,12 @@ class Batch:
         for start in range(0, len(self), size):
             rows = slice(start, start + size)
             yield Batch(self.tokens_BT[rows], self.labels_BT[rows], self.positions_BT[rows], self.sample_ids[rows])
+
+    def grouped(self, num_groups: int) -> "Batch":
+        """The rows with ``sample_id % num_groups`` 0 first, then 1, and so on; within a group as they were."""
+        rows = sorted(range(len(self)), key=lambda row: self.sample_ids[row] % num_groups)
+        ordered = self.map(lambda tensor: torch.stack([tensor[row] for row in rows]))
+        return replace(ordered, sample_ids=tuple(self.sample_ids[row] for row in rows))
 
     def to(self, device: torch.device | str) -> "Batch":
         """A copy on ``device``; it overlaps with the host where the batch is pinned. This batch if it is there."""

@@ -58,5 +58,15 @@ class ParallelDims:
         """Ranks that read different sequences."""
         return self.dp_replicate * self.dp_shard
 
+    @property
+    def layout(self) -> str:
+        """The layout as it is spelled everywhere, such as ``pp2_hsdp2x2_tp2``; ``1`` for one device."""
+        data = f"hsdp{self.dp_replicate}x{self.dp_shard}"
+        if 1 in (self.dp_replicate, self.dp_shard):
+            data = f"ddp{self.dp_replicate}" if self.dp_replicate > 1 else f"fsdp{self.dp_shard}"
+        terms = [("pp", self.pp), (data, self.batch), ("cp", self.cp), ("tp", self.tp)]
+        named = [name if name == data else f"{name}{degree}" for name, degree in terms if degree > 1]
+        return "_".join(named) or "1"
+
     def __str__(self) -> str:
         return " x ".join(f"{axis} {degree}" for axis, degree in self.degrees.items())

@@ -13,8 +13,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from crius.config.parallelism import ParallelismConfig
 from crius.config.training import TrainingConfig
 from crius.models.plan import ShardingPlan
+from crius.parallel.bits import HashedReduceScatter, PlainReduceScatter
 from crius.parallel.dims import ParallelDims
 from crius.parallel.mesh import Mesh
+from crius.parallel.reproducible import TreeAccumulation, TreeReduceScatter, describe_trees, install_trees
 from crius.shards import local_tensor, num_shards
 
 
@@ -90,27 +92,48 @@ def _reshard(parallelism: ParallelismConfig, is_last: bool) -> tuple[bool | int,
 
 
 def shard(model: nn.Module, units: list[FsdpUnit], mesh: Mesh, training: TrainingConfig) -> None:
-    """Shard ``model`` in place. Gradients are summed over ranks, never averaged: the loss is already normalised."""
+    """Shard ``model`` in place. Gradients are summed over ranks, never averaged: the loss is already normalised.
+
+    Under ``training.reproducible`` FSDP knows nothing of the replicas, over which ``GradientSync`` sums.
+    """
     precision = MixedPrecisionPolicy(
         param_dtype=getattr(torch, training.mixed_precision_param),
         reduce_dtype=getattr(torch, training.mixed_precision_reduce),
         cast_forward_inputs=False,  # the only float inputs of a block are its activations and the rotary cos and sin
     )
-    on_gpu = mesh.fsdp.device_type == "cuda"
+    axes = mesh.shards if training.reproducible else mesh.fsdp
+    on_gpu = axes.device_type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=on_gpu) if training.enable_cpu_offload else OffloadPolicy()
     for unit in units:
         modules = [model.get_submodule(name) for name in unit.modules]
         fully_shard(
             modules,
-            mesh=mesh.fsdp,
+            mesh=axes,
             reshard_after_forward=unit.reshard_after_forward,
             mp_policy=precision,
             offload_policy=offload,
         )
-    fully_shard(model, mesh=mesh.fsdp, mp_policy=precision, offload_policy=offload)
+    fully_shard(model, mesh=axes, mp_policy=precision, offload_policy=offload)
     for module in fsdp_modules(model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # Gloo cannot pre-multiply; a plain sum is NCCL's fast path too
+
+
+def show_gradients(
+    model: nn.Module, units: list[FsdpUnit], mesh: Mesh, training: TrainingConfig
+) -> dict[str, HashedReduceScatter]:
+    """Have FSDP show the gradient of each unit of a sharded model, as this rank has it before it is summed.
+
+    Returns what sums them now, by the names of the units' modules, in the order of the forward pass.
+    """
+    shown = {}
+    for unit in units:
+        inner = TreeReduceScatter(mesh.dims.cp) if training.reproducible else PlainReduceScatter()
+        shown["+".join(unit.modules)] = scatter = HashedReduceScatter(inner)
+        module = model.get_submodule(unit.modules[0])  # the modules of a unit share its state
+        assert isinstance(module, FSDPModule)
+        module.set_custom_reduce_scatter(scatter)
+    return shown
 
 
 def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
@@ -119,17 +142,33 @@ def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
 
 
 class GradientSync:
-    """When the gradients of a step's microbatches are synchronised, and how long gathered weights stay."""
+    """When the gradients of a step's microbatches are synchronised, and how long gathered weights stay.
 
-    def __init__(self, model: nn.Module, parallelism: ParallelismConfig, training: TrainingConfig) -> None:
+    Args:
+        model: laid out on ``mesh``.
+        parallelism: the section.
+        training: the section.
+        mesh: needed under ``training.reproducible``.
+    """
+
+    def __init__(
+        self, model: nn.Module, parallelism: ParallelismConfig, training: TrainingConfig, mesh: Mesh | None = None
+    ) -> None:
         assert isinstance(model, FSDPModule)
         self._model = model
+        self._trees: list[TreeAccumulation] = []
+        if training.reproducible:
+            assert mesh is not None
+            self._trees = install_trees(model, mesh)
+            self._sharded = list(model.parameters())  # not those that are gathered, which take their names
         self._mode = "auto" if training.gradient_sync == "default" else training.gradient_sync
         self._reduce_dtype = getattr(torch, training.mixed_precision_reduce)
         self._keep_weights = parallelism.reshard_after_forward_mode == "never"
 
     def describe(self, dims: ParallelDims, num_microbatches: int) -> str:
         """What the mode does to a step of ``num_microbatches`` on this layout, and what it costs."""
+        if self._trees:
+            return describe_trees(dims, num_microbatches)
         scatters = 1 if self._mode == "deferred" else num_microbatches
         reduces = num_microbatches if self._mode == "immediate" else 1
         counts = []
@@ -148,7 +187,12 @@ class GradientSync:
 
     def start_microbatch(self, is_last: bool) -> None:
         """Call before the forward of each microbatch."""
-        if self._mode == "deferred":
+        if self._trees:
+            for parameter in self._sharded:
+                parameter.grad = None  # what the microbatch before left is in the trees
+            for tree in self._trees:
+                tree.is_last = is_last
+        elif self._mode == "deferred":
             self._model.set_requires_gradient_sync(is_last)
         elif self._mode == "auto":
             self._model.set_requires_all_reduce(is_last)

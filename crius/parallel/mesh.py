@@ -15,6 +15,7 @@ class Mesh:
     Attributes:
         dims: the degrees.
         fsdp: what ``fully_shard`` takes: one axis of ``dp_shard * cp`` shards, or ``(dp_replicate, fsdp)``.
+        shards: the axis ``fsdp`` alone: ranks that weights are split over.
         tp: ranks that share the matmuls of a layer; None at degree 1.
         cp: ranks that share a sequence; None at degree 1.
         pp: ranks that hold the stages of one pipeline; None at degree 1.
@@ -23,6 +24,7 @@ class Mesh:
 
     dims: ParallelDims
     fsdp: DeviceMesh
+    shards: DeviceMesh
     tp: DeviceMesh | None
     cp: DeviceMesh | None
     pp: DeviceMesh | None
@@ -46,6 +48,7 @@ def build_mesh(dims: ParallelDims, device_type: str) -> Mesh:
     return Mesh(
         dims=dims,
         fsdp=mesh["dp_replicate", "fsdp"] if "dp_replicate" in axes else mesh["fsdp"],
+        shards=mesh["fsdp"],
         tp=mesh["tp"] if "tp" in axes else None,
         cp=cp,
         pp=mesh["pp"] if "pp" in axes else None,

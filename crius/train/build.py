@@ -3,12 +3,13 @@
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from crius.config.batch import BatchSizes
+from crius.config.optimizer import OptimizerConfig
 from crius.config.pipeline import describe_microbatches, describe_stages, num_stages, placement, split_stages
 from crius.config.run import RunConfig
 from crius.models import registry
@@ -16,14 +17,17 @@ from crius.models.spec import ModelFacts
 from crius.parallel.apply import Applied, materialize, parallelize
 from crius.parallel.compile import compile_loss
 from crius.parallel.fsdp import GradientSync
+from crius.parallel.gradients import Gradients
 from crius.parallel.mesh import Mesh
 from crius.parallel.pipeline import Pipeline
+from crius.parallel.reproducible import ReproducibleGradients
 from crius.parallel.runtime import World
 from crius.parallel.stages import order_of, prune, simulate, stage_costs, stage_indices, stage_table
 from crius.quantize.convert import Converted
-from crius.train.fault import Fault, planted
+from crius.train.fault import Fault
 from crius.train.inputs import run_modules
 from crius.train.loss import LossSum, loss_sum
+from crius.train.planted import planted_in_loss
 from crius.train.precision import LowPrecision, low_precision
 from crius.train.step import Accumulation, Pipelined, Runner
 
@@ -99,6 +103,28 @@ def build_model(config: RunConfig, facts: ModelFacts, mesh: Mesh, ranks: World) 
     return built
 
 
+def run_optimizer(config: RunConfig) -> OptimizerConfig:
+    """``[optimizer]``; under ``training.reproducible`` with kernels that round a number alike wherever it is.
+
+    On a CPU torch's fused AdamW rounds the last numbers of a tensor, those that do not fill a vector, in another way,
+    and which ones they are depends on how a weight is split.
+    """
+    if not config.training.reproducible or config.optimizer.implementation != "fused":
+        return config.optimizer
+    log.info("reproducible: adamw foreach instead of fused, whose last bits depend on how weights are split")
+    return replace(config.optimizer, implementation="foreach")
+
+
+def build_gradients(
+    config: RunConfig, parameters: Sequence[tuple[str, nn.Parameter]], mesh: Mesh, ranks: World
+) -> Gradients:
+    """The gradients of ``parameters``, those of this rank by their names, with how they are summed over the ranks."""
+    trained = [parameter for _, parameter in parameters]
+    if config.training.reproducible:
+        return ReproducibleGradients(trained, mesh, ranks)
+    return Gradients(trained, ranks.size // mesh.dims.pp, ranks.device)
+
+
 def build_runner(
     config: RunConfig,
     facts: ModelFacts,
@@ -106,16 +132,18 @@ def build_runner(
     built: Built,
     mesh: Mesh,
     ranks: World,
-    fault: Fault | None = None,
+    faults: Sequence[Fault] = (),
 ) -> Runner:
-    """What runs the parts over a batch: an accumulation loop, or a pipeline; with ``fault`` planted in the loss."""
+    """What runs the parts over a batch: an accumulation loop, or a pipeline; with ``faults`` planted in the loss."""
     parallelism, training = config.parallelism, config.training
     loss: LossSum = compile_loss(loss_sum, config.compile) if config.compile.loss else loss_sum
-    if fault:
-        loss = planted(fault, loss, len(built.modules) - 1 in built.stages, ranks)
+    loss = planted_in_loss(faults, loss, len(built.modules) - 1 in built.stages, ranks)
     if mesh.pp is None:
-        sync = GradientSync(built.parts[0], parallelism, training)
-        if sizes.accumulation > 1:
+        sync = GradientSync(built.parts[0], parallelism, training, mesh)
+        if training.reproducible:
+            shards = f"{training.virtual_shards} virtual shards of {sizes.local} sequences, {sizes.accumulation} a rank"
+            log.info("reproducible: %s, summed as a tree: %s", shards, sync.describe(mesh.dims, sizes.accumulation))
+        elif sizes.accumulation > 1:
             log.info("gradient_sync %s: %s", training.gradient_sync, sync.describe(mesh.dims, sizes.accumulation))
         return Accumulation(built.parts[0], sync, sizes.local, loss)
     modules = run_modules(config, facts)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from crius.data.batch import Batch
+from crius.launch.status import status
 from crius.parallel.dims import ParallelDims
 from crius.parallel.fsdp import GradientSync
 from crius.parallel.gradients import Gradients
@@ -73,10 +74,20 @@ class Accumulation:
         losses = []
         for index, part in enumerate(microbatches, start=1):
             self._sync.start_microbatch(is_last=index == len(microbatches))
-            loss = self._loss(self._model(part.tokens_BT, part.positions_BT), part.labels_BT) / valid_tokens
-            loss.backward()
-            losses.append(loss.detach())
+            losses.append(self._microbatch(part, valid_tokens))
         return torch.stack(losses)
+
+    def rehearse(self, batch: Batch) -> Tensor:
+        """The loss sum of the first microbatch alone, a float64 scalar; its gradients, summed over ranks, stay."""
+        self._sync.start_microbatch(is_last=True)
+        return self._microbatch(next(batch.microbatches(self._size)), torch.ones((), dtype=torch.float64))
+
+    def _microbatch(self, part: Batch, valid_tokens: Tensor) -> Tensor:
+        status.update(phase="forward")
+        loss = self._loss(self._model(part.tokens_BT, part.positions_BT), part.labels_BT) / valid_tokens
+        status.update(phase="backward")
+        loss.backward()
+        return loss.detach()
 
     def score(self, batch: Batch) -> Tensor:
         """See ``Runner``."""
@@ -95,6 +106,7 @@ class Pipelined:
 
     def forward_backward(self, batch: Batch, valid_tokens: Tensor) -> Tensor:
         """See ``Runner``."""
+        status.update(phase="pipeline")
         return self._pipeline.forward_backward(batch.tokens_BT, batch.positions_BT, batch.labels_BT, valid_tokens)
 
     def score(self, batch: Batch) -> Tensor:
@@ -113,7 +125,7 @@ def train_step(
     valid_tokens = world.sum(count_valid(batch.labels_BT)) / (dims.tp * dims.pp)
     losses = runner.forward_backward(batch, valid_tokens)
     squared_norms = gradients.squared_norms()
-    totals = world.sum(torch.stack((losses.sum() / dims.tp, squared_norms.sum())))
+    totals = gradients.totals(losses, squared_norms, world, dims)
     grad_norm = totals[1].sqrt()
     gradients.clip(grad_norm, max_norm)
     return StepResult(

@@ -1,0 +1,215 @@
+"""Gradients, norms and losses whose bits do not depend on the number of data-parallel ranks.
+
+The global batch is cut into V virtual shards, whatever the ranks; each is one microbatch. Their gradients are the
+leaves of a binary tree over v = 0 ... V - 1, neighbours first. Rank b of n takes v = k * n + b as its microbatch k, so
+the n ranks hold an aligned block of leaves at a time: FSDP's ranks sum the lowest levels of its tree, replicas those
+above, and each rank adds the blocks that follow each other as a binary counter carries. Which rank adds two numbers
+does not change their sum; which two are added is the same on 1, 2, 4, ... V ranks.
+
+Norms and losses are summed so that no order shows at all.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.nn import functional as F
+
+from crius.parallel.dims import ParallelDims
+from crius.parallel.gradients import Gradients
+from crius.parallel.mesh import Mesh
+from crius.parallel.runtime import World
+from crius.shards import num_shards
+
+CHUNK = 1 << 22
+"""Numbers that are squared in float64 at a time."""
+
+BITS = 20
+"""Of one slice of a squared number; 2**33 of them add up exactly in the 53 bits of float64."""
+
+SLICES = 3
+
+
+def tree_sum(parts: Tensor) -> Tensor:
+    """The sum over the first dim: neighbours are added, then the sums of neighbours. The order is part of the result.
+
+    Args:
+        parts: ``(n, ...)``, n at least 1; where n is no power of two, the last one waits for its neighbour.
+    """
+    while len(parts) > 1:
+        pairs = parts[0:-1:2] + parts[1::2]
+        parts = torch.cat((pairs, parts[-1:])) if len(parts) % 2 else pairs
+    return parts[0]
+
+
+class TreeReduceScatter(ReduceScatter):
+    """What ``FSDPModule.set_custom_reduce_scatter`` takes: the parts are exchanged, and added by the rank they are for.
+
+    Args:
+        innermost: ranks that share a sequence, neighbours on the axis; their parts are added first, the others' next.
+    """
+
+    def __init__(self, innermost: int = 1) -> None:
+        self._innermost = innermost
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A buffer of FSDP's."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        """``output_tensor``: this rank's part of the sum of all ranks' ``input_tensor``, n times as long."""
+        assert op == dist.ReduceOp.SUM and not async_op
+        received = torch.empty_like(input_tensor)
+        dist.all_to_all_single(received, input_tensor, group=group)
+        parts = received.view(-1, self._innermost, output_tensor.numel())
+        output_tensor.copy_(tree_sum(tree_sum(parts.transpose(0, 1))))
+
+
+def tree_all_reduce(values: Tensor, group: dist.ProcessGroup) -> None:
+    """``values``, flat, summed over the ranks of ``group`` as ``tree_sum`` does, in place, with the bytes of a ring."""
+    size, numel = group.size(), values.numel()
+    padded = F.pad(values, (0, -numel % size))
+    received = torch.empty_like(padded)
+    dist.all_to_all_single(received, padded, group=group)
+    mine = tree_sum(received.view(size, -1)).clone()
+    dist.all_gather(list(received.view(size, -1).unbind()), mine, group=group)
+    values.copy_(received[:numel])
+
+
+class TreeAccumulation:
+    """Adds the sharded gradient of an FSDP unit over replicas, then over microbatches, up the tree.
+
+    FSDP calls it with each microbatch's gradient, flat, on the stream of its all-reduces. That of the last microbatch
+    becomes the total; what the others leave in ``.grad`` is to be thrown away. It holds one more gradient for each
+    doubling of the microbatches, in the dtype that gradients are reduced in.
+
+    Args:
+        replicas: ranks that hold the same shards; None where there are no others.
+    """
+
+    def __init__(self, replicas: dist.ProcessGroup | None) -> None:
+        self._replicas = replicas
+        self._waiting: list[Tensor] = []
+        self._count = 0
+        self.is_last = True
+        """Whether this microbatch is the last of the step."""
+
+    def __call__(self, gradient: Tensor) -> None:
+        """``gradient``: summed over FSDP's ranks, flat; changed in place."""
+        if self._replicas is not None:
+            tree_all_reduce(gradient, self._replicas)
+        self._count += 1
+        total, carries = gradient, self._count
+        while carries % 2 == 0:
+            total = self._waiting.pop().add_(total)
+            carries //= 2
+        if not self.is_last:
+            self._waiting.append(total.clone() if total is gradient else total)
+            return
+        assert not self._waiting, f"{self._count} microbatches are no power of two"
+        self._count = 0
+        if total is not gradient:
+            gradient.copy_(total)
+
+
+def install_trees(model: nn.Module, mesh: Mesh) -> list[TreeAccumulation]:
+    """Have FSDP sum the gradients of ``model``, which is sharded over ``mesh.shards``, as trees."""
+    replicas = mesh.fsdp.get_group("dp_replicate") if mesh.dims.dp_replicate > 1 else None
+    scatter = TreeReduceScatter(mesh.dims.cp)
+    trees = []
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            trees.append(TreeAccumulation(replicas))
+            module.set_custom_reduce_scatter(scatter)
+            module.set_all_reduce_hook(trees[-1])
+    return trees
+
+
+def describe_trees(dims: ParallelDims, num_microbatches: int) -> str:
+    """What the trees do to a step of ``num_microbatches``, and what they cost, for the log."""
+    counts = [f"{num_microbatches} all-to-all instead of a reduce-scatter"] if dims.fsdp > 1 else []
+    if dims.dp_replicate > 1:
+        counts.append(f"{num_microbatches} all-to-all and all-gather over replicas")
+    levels = num_microbatches.bit_length() - 1
+    kept = f"{levels} sharded gradient{'' if levels == 1 else 's'} more {'stays' if levels == 1 else 'stay'}"
+    return f"{' + '.join(counts) or 'no collective'} a unit and step, {kept if levels else 'nothing more stays'}"
+
+
+class ReproducibleGradients(Gradients):
+    """Gradients whose norm has the same bits however they are sharded, and losses summed by virtual shard.
+
+    Args:
+        parameters: all trained parameters of this rank.
+        mesh: what they are laid out on.
+        world: all ranks.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], mesh: Mesh, world: World) -> None:
+        super().__init__(parameters, world.size, world.device)
+        self._world, self._dims = world, mesh.dims
+        place = {"fsdp": mesh.shards.get_local_rank()}
+        if mesh.dims.dp_replicate > 1:
+            place["dp_replicate"] = mesh.fsdp.get_local_rank("dp_replicate")
+        if mesh.tp is not None:
+            place["tp"] = mesh.tp.get_local_rank()
+        # of the ranks that hold the same shard, the first counts
+        counted = [
+            all(rank == 0 or num_shards(parameter, axis) > 1 for axis, rank in place.items())
+            for parameter in self._parameters
+        ]
+        self._is_counted = torch.tensor(counted, dtype=torch.float64, device=world.device)[:, None]
+
+    def _squared(self, tensors: Sequence[Tensor]) -> Tensor:
+        """See ``Gradients``; the whole is rank 0's share. What is not finite is also in the share of who holds it."""
+        largest = torch.stack(
+            [t.abs().amax().double() if t.numel() else t.new_zeros((), dtype=torch.float64) for t in tensors]
+        )
+        largest = largest.to(self._device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        scales = slice_scales(largest)
+        mine = torch.stack(
+            [
+                sliced_squares(tensor, scale.to(tensor.device)).to(self._device)
+                for tensor, scale in zip(tensors, scales, strict=True)
+            ]
+        )
+        slices = self._world.sum(mine * self._is_counted)
+        whole = (slices[:, 2] + slices[:, 1]) + slices[:, 0]
+        return whole if self._world.rank == 0 else mine.sum(dim=1) * 0.0
+
+    def totals(self, losses: Tensor, squared_norms: Tensor, world: World, dims: ParallelDims) -> Tensor:
+        """See ``Gradients``."""
+        by_rank = world.gather(losses).view(dims.batch, dims.cp * dims.tp, -1)
+        by_shard = by_rank.permute(2, 0, 1).reshape(-1, dims.cp * dims.tp)  # (V, ranks of one sequence)
+        return torch.stack((by_shard.sum(dim=1).sum() / dims.tp, world.sum(squared_norms.sum())))
+
+
+def slice_scales(largest: Tensor) -> Tensor:
+    """For numbers of at most ``largest``, float64 ``(n,)``: what cuts their squares into slices, ``(n, SLICES)``.
+
+    Adding and subtracting 1.5 * 2**(52 + e) rounds a float64 to a multiple of 2**e (Demmel and Nguyen 2013, "Fast
+    reproducible floating-point summation"). The first slice has the upper BITS bits of the largest square, the next the
+    BITS below. Those of all numbers are multiples of one power of two, so their sum is exact in any order.
+    """
+    exponent = torch.frexp(largest).exponent.to(torch.int64).clamp(-149, 129)  # largest < 2**exponent
+    steps = torch.arange(1, SLICES + 1, device=largest.device)
+    binary = (2 * exponent)[:, None] - BITS * steps + 52
+    return (((binary + 1023) << 52) | (1 << 51)).view(torch.float64)
+
+
+def sliced_squares(values: Tensor, scale: Tensor) -> Tensor:
+    """The squares of ``values``, cut into slices by ``scale``, and each slice summed: float64 ``(SLICES,)``."""
+    sums = torch.zeros(SLICES, dtype=torch.float64, device=values.device)
+    for part in values.reshape(-1).split(CHUNK) if values.numel() else ():
+        rest = part.double().square_()
+        for index in range(SLICES):
+            upper = (rest + scale[index]) - scale[index]
+            rest -= upper
+            sums[index] += upper.sum()
+    return sums

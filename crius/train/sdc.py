@@ -1,0 +1,263 @@
+"""Silent data corruption: work that is repeated and replicas that are compared, bit by bit.
+
+Two checks, each every so many steps. One computes the first microbatch of the step twice before the step, with the same
+random numbers, and compares the loss and each FSDP unit's gradient, as this rank has it before it is summed with those
+of others. The other compares the weights of ranks that hold the same shard.
+"""
+
+import logging
+import math
+import platform
+import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from crius.config.run import RunConfig
+from crius.data.batch import Batch
+from crius.errors import CorruptionError
+from crius.models import registry
+from crius.models.spec import ModelFacts
+from crius.parallel.bits import HashedReduceScatter, hash_bits
+from crius.parallel.fsdp import plan_units, show_gradients
+from crius.parallel.mesh import Mesh
+from crius.parallel.runtime import World
+from crius.shards import local_shard
+from crius.train.build import Built
+from crius.train.rng import restore_streams, streams
+from crius.train.step import Accumulation, Runner
+
+log = logging.getLogger("crius.train")
+
+FIX = "leave that host out and start again: a run with --checkpoint.enable goes on from its last good step"
+
+Named = Sequence[tuple[str, nn.Parameter]]
+
+
+class Recompute:
+    """Computes a microbatch twice and compares what came out.
+
+    Args:
+        runner: of the whole model.
+        units: what sums the gradients of each FSDP unit, by its name, in the order of the forward pass.
+        parameters: of this rank.
+        world: all ranks.
+    """
+
+    def __init__(
+        self, runner: Accumulation, units: dict[str, HashedReduceScatter], parameters: Named, world: World
+    ) -> None:
+        self._runner, self._units, self._world = runner, units, world
+        self._parameters = [parameter for _, parameter in parameters]  # while they are sharded
+
+    def check(self, step: int, batch: Batch) -> None:
+        """Compare; weights, gradients and random numbers are as before.
+
+        Raises:
+            CorruptionError: a rank computed something else the second time; the same on every rank.
+        """
+        before = streams(self._world.device)
+        first = self._once(batch)
+        restore_streams(before, self._world.device)
+        second = self._once(batch)
+        restore_streams(before, self._world.device)
+        differs = self._world.gather((first != second).any(dim=1).to(torch.uint8)).cpu()  # (ranks, 1 + units)
+        if differs.any():
+            self._report(step, differs.bool())
+
+    def _once(self, batch: Batch) -> Tensor:
+        """Bits of the loss, then a hash of each unit's gradient, int64 ``(1 + units, 2)``."""
+        for unit in self._units.values():
+            unit.is_on, unit.hashes = True, []
+        loss = self._runner.rehearse(batch)
+        for parameter in self._parameters:
+            parameter.grad = None
+        for name, unit in self._units.items():
+            assert len(unit.hashes) == 1, f"{name}: {len(unit.hashes)} gradients of one backward pass"
+            unit.is_on = False
+        bits = loss.reshape(1).view(torch.int64)
+        return torch.stack([bits.repeat(2), *(unit.hashes[0] for unit in self._units.values())])
+
+    def _report(self, step: int, differs: Tensor) -> None:
+        hosts = self._world.gather_json(platform.node())
+        names = list(self._units)
+        found = []
+        for rank in differs.any(dim=1).nonzero().flatten().tolist():
+            wrong = [name for name, is_wrong in zip(names, differs[rank, 1:].tolist(), strict=True) if is_wrong]
+            parts = ["loss"] if differs[rank, 0] else []
+            # the backward pass runs from the last unit to the first, and takes what is wrong along
+            parts += [f"gradients of {len(wrong)} of {len(names)} units, first {wrong[-1]}"] if wrong else []
+            found.append(f"rank {rank} on host {hosts[rank]}: {' and '.join(parts)}")
+        raise CorruptionError(
+            f"step {step}, computed twice, is not the same the second time: {'; '.join(found)}.",
+            where="--sdc.recompute_interval",
+            why="same weights, samples and random numbers: a device, its memory or a kernel is at fault. Kernels with "
+            "atomic additions differ too; --debug.deterministic does without",
+            fix=FIX,
+        )
+
+
+class Replicas:
+    """Compares the weights of ranks that hold the same shard.
+
+    Args:
+        parameters: of this rank, by their names in the whole model.
+        all_names: of the whole model, in order; a pipeline stage has some of them.
+        world: all ranks.
+    """
+
+    def __init__(self, parameters: Named, all_names: Sequence[str], world: World) -> None:
+        self._names, self._world = list(all_names), world
+        places = {name: place for place, name in enumerate(all_names)}
+        self._held: list[tuple[int, int, nn.Parameter]] = []
+        for name, parameter in parameters:
+            local, offset = local_shard(parameter)
+            if local.numel():
+                start = sum(at * math.prod(parameter.shape[dim + 1 :]) for dim, at in enumerate(offset))
+                self._held.append((places[name], start + 1, parameter))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank hashes."""
+        return sum(local.numel() * local.element_size() for local in (local_shard(p)[0] for *_, p in self._held))
+
+    def check(self, step: int) -> None:
+        """Compare.
+
+        Raises:
+            CorruptionError: replicas of a weight differ; the same on every rank.
+        """
+        device = self._world.device
+        rows = torch.zeros((len(self._names), 3), dtype=torch.int64, device=device)  # start + 1 of the shard, its hash
+        for place, start, parameter in self._held:
+            rows[place, 0] = start
+            rows[place, 1:] = hash_bits(local_shard(parameter)[0]).to(device)
+        gathered = self._world.gather(rows).cpu().tolist()
+        found: dict[str, list[int]] = {}
+        for place, name in enumerate(self._names):
+            holders: dict[int, list[tuple[int, tuple[int, ...]]]] = defaultdict(list)
+            for rank, of_rank in enumerate(gathered):
+                start, *bits = of_rank[place]
+                if start:
+                    holders[start].append((rank, tuple(bits)))
+            wrong = [rank for held in holders.values() for rank in odd_ones(held)]
+            if wrong:
+                found[name] = sorted(wrong)
+        if found:
+            self._report(step, found)
+
+    def _report(self, step: int, found: dict[str, list[int]]) -> None:
+        hosts = self._world.gather_json(platform.node())
+        ranks = sorted({rank for wrong in found.values() for rank in wrong})
+        name, wrong = next(iter(found.items()))
+        more = f" and of {len(found) - 1} more weights" if len(found) > 1 else ""
+        held_by = ", ".join(f"rank {rank} on host {hosts[rank]}" for rank in ranks)
+        others = "the other replicas" if len(wrong) == 1 else "each other"
+        raise CorruptionError(
+            f"after step {step} replicas of {name}{more} differ: {held_by}: not the bits of {others}.",
+            where="--sdc.replica_interval",
+            why="replicas make the same updates: a device, its memory or the network changed a number. Of two, "
+            "nobody knows which",
+            fix=FIX,
+        )
+
+
+def odd_ones(held: Sequence[tuple[int, tuple[int, ...]]]) -> list[int]:
+    """The ranks whose hash is not that of the majority; all of them where there is none, nobody where all agree."""
+    counts = Counter(bits for _, bits in held).most_common()
+    if len(counts) == 1:
+        return []
+    majority = counts[0][0] if counts[0][1] > counts[1][1] else None
+    return [rank for rank, bits in held if bits != majority]
+
+
+class SdcCheck:
+    """The checks that are on, at their steps; says what the first of each took.
+
+    Args:
+        recompute: None where it is off.
+        recompute_interval: steps from one to the next.
+        replicas: None where it is off.
+        replica_interval: steps from one to the next.
+    """
+
+    def __init__(
+        self, recompute: Recompute | None, recompute_interval: int, replicas: Replicas | None, replica_interval: int
+    ) -> None:
+        self._recompute, self._recompute_interval = recompute, recompute_interval
+        self._replicas, self._replica_interval = replicas, replica_interval
+        self._said: set[str] = set()
+
+    def before_step(self, step: int, batch: Batch) -> None:
+        """Call with this rank's batch, on the device, before the step is computed.
+
+        Raises:
+            CorruptionError: a rank computed something else the second time.
+        """
+        if self._recompute and step % self._recompute_interval == 0:
+            begin = time.monotonic()
+            self._recompute.check(step, batch)
+            self._say("recompute", "bits identical", begin, self._recompute_interval)
+
+    def after_step(self, step: int) -> None:
+        """Call when the weights have the update of ``step``.
+
+        Raises:
+            CorruptionError: replicas of a weight differ.
+        """
+        if self._replicas and step % self._replica_interval == 0:
+            begin = time.monotonic()
+            self._replicas.check(step)
+            self._say("replicas", "weights identical", begin, self._replica_interval)
+
+    def _say(self, name: str, result: str, begin: float, interval: int) -> None:
+        if name not in self._said:  # the check waited for the device, so this is its time
+            self._said.add(name)
+            log.info("sdc: %s: %s, took %.3f s, every %d steps", name, result, time.monotonic() - begin, interval)
+
+
+def build_sdc(
+    config: RunConfig,
+    facts: ModelFacts,
+    built: Built,
+    runner: Runner,
+    parameters: Named,
+    mesh: Mesh,
+    ranks: World,
+    num_microbatches: int,
+) -> SdcCheck:
+    """The checks of ``[sdc]``; prints what they will cost.
+
+    Args:
+        config: the run; its rules have been checked.
+        facts: sizes of the model.
+        built: the model.
+        runner: of ``built``; an ``Accumulation`` where a microbatch is to be computed twice.
+        parameters: of this rank, by their names in the whole model.
+        mesh: what they are laid out on.
+        ranks: all ranks.
+        num_microbatches: of a step on this rank.
+    """
+    sdc, recompute, replicas = config.sdc, None, None
+    if sdc.recompute_interval:
+        assert isinstance(runner, Accumulation)
+        [model] = built.parts
+        units = plan_units(registry.SPECS[config.model.name].plan(facts), model, config.parallelism)
+        shown = show_gradients(model, units, mesh, config.training)
+        recompute = Recompute(runner, shown, parameters, ranks)
+        share = 2 / (sdc.recompute_interval * num_microbatches)
+        log.info(
+            "sdc: recompute every %d steps: 2 microbatches more, about %.2g %% of the time",
+            sdc.recompute_interval,
+            100 * share,
+        )
+    if sdc.replica_interval:
+        replicas = Replicas(parameters, built.names, ranks)
+        log.info(
+            "sdc: replicas compared every %d steps: hashes of %.1f MiB a rank, no weights are sent",
+            sdc.replica_interval,
+            replicas.nbytes / 2**20,
+        )
+    return SdcCheck(recompute, sdc.recompute_interval, replicas, sdc.replica_interval)
