@@ -138,6 +138,11 @@ class BatchLoader:
         self.source.restore({shard: saved[shard] for shard in self._shards})
         self._cursors = self.source.cursors(self._shards)
 
+    def start_at(self, step: int) -> None:
+        """Go on after ``step`` steps of today's batch size, where no state says more. Not for a stream."""
+        self._stop(timeout=None)
+        self.step, self._next_sample = step, step * self.global_batch_size
+
     def _start(self) -> "_Prefetcher":
         if self._shards and self._next_sample and not any(map(any, self._cursors.values())):
             raise DataError(

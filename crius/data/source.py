@@ -24,6 +24,10 @@ class TokenSource(Protocol):
         """Shards that are read in order, sample g from shard ``g % num_shards``; 0 where any sample can be read."""
 
     @property
+    def num_samples(self) -> int:
+        """Sequences in an epoch: samples ``e * num_samples`` on are epoch e; 0 where each shard has its own."""
+
+    @property
     def identity(self) -> str:
         """Changes when sample ids stand for other sequences; a resume under another identity is reported."""
 

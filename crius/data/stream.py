@@ -177,6 +177,8 @@ class StreamSource:
         identity: names the dataset and all that decides what a sample is.
     """
 
+    num_samples = 0
+
     def __init__(
         self, new_reader: Callable[[int], ShardReader], *, num_shards: int, seq_len: int, identity: str
     ) -> None:

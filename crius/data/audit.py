@@ -1,0 +1,344 @@
+"""``crius data audit``: was each sample trained on exactly once, over all attempts of a run and their numbers of ranks?
+
+The logs are those of ``sample_log``. An attempt that starts after step s takes back what earlier ones did beyond s.
+"""
+
+import json
+import re
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from crius.data.sample_log import Attempt, samples_path
+from crius.errors import ConfigError, DataError
+
+Ints = npt.NDArray[np.int64]
+
+_CHUNK = 1 << 22  # samples that are looked at together
+_MOST_SAMPLES = 1 << 24  # of a rank in a step; more is no log of ours
+_MOST_RANKS = 1 << 16  # of which those that are missing are named
+_MOST_NAMED = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditedAttempt:
+    """What an attempt logged, and what counts of it.
+
+    Attributes:
+        attempt: its number.
+        after: the step it started after.
+        ranks: data-parallel ranks.
+        last: the last step that counts; ``after`` where none does.
+        redone: steps that were logged and that a later attempt did again.
+    """
+
+    attempt: int
+    after: int
+    ranks: int
+    last: int
+    redone: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audit:
+    """The result.
+
+    Attributes:
+        steps: that count, over all attempts.
+        last_step: number of the last of them.
+        first_sample, end_sample: the samples that they should have had, up to and without ``end_sample``.
+        epoch_samples: sequences in an epoch; 0 where that is not known.
+        attempts: in order.
+        repeated: samples more than once each, counted as often as they were too many.
+        skipped: samples that are missing.
+        problems: what is wrong, named: at most so many of a kind.
+        notes: what to know besides.
+    """
+
+    steps: int
+    last_step: int
+    first_sample: int
+    end_sample: int
+    epoch_samples: int
+    attempts: tuple[AuditedAttempt, ...]
+    repeated: int
+    skipped: int
+    problems: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def epochs_crossed(self) -> int | None:
+        """Ends of epochs between the first and the last sample; None where that is not known."""
+        if not self.epoch_samples:
+            return None
+        last = max(self.first_sample, self.end_sample - 1)
+        return last // self.epoch_samples - self.first_sample // self.epoch_samples
+
+    def lines(self) -> list[str]:
+        """The result as text."""
+        samples, crossed = self.end_sample - self.first_sample, self.epochs_crossed
+        span = f" ({self.first_sample:,} to {self.end_sample - 1:,})" if samples else ""
+        epoch = "of unknown length" if crossed is None else f"{crossed} crossed (of {self.epoch_samples:,} samples)"
+        lines = [
+            f"{'attempt':>7}  {'ranks':>5}  {'steps':<15}  {'redone':>6}",
+            *(f"{one.attempt:>7}  {one.ranks:>5}  {_steps(one):<15}  {one.redone:>6}" for one in self.attempts),
+            f"steps    {self.steps:,}, the last is {self.last_step:,}",
+            f"samples  {samples:,}{span}",
+            f"epochs   {epoch}",
+            f"redone   {sum(one.redone for one in self.attempts):,} steps (work lost, not data)",
+            *(f"note     {note}" for note in self.notes),
+            *(f"problem  {problem}" for problem in self.problems),
+            f"{self.repeated:,} repeated, {self.skipped:,} skipped",
+        ]
+        return lines
+
+    def as_dict(self) -> dict[str, Any]:
+        """The result as data."""
+        names = [*("steps", "last_step", "first_sample", "end_sample", "epoch_samples", "epochs_crossed")]
+        names += [*("repeated", "skipped", "problems", "notes")]
+        return {name: getattr(self, name) for name in names} | {"attempts": [vars(one) for one in self.attempts]}
+
+
+@dataclass
+class _RankLog:
+    """A file: by attempt its start, and ``(step, first sample, end, stride)`` of each range, flat."""
+
+    starts: dict[int, Attempt] = field(default_factory=dict)
+    ranges: "dict[int, array[int]]" = field(default_factory=dict)
+    torn: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """The ranges that count of an attempt: arrays ``(n,)``, sorted by step, and the rank that each is of."""
+
+    attempt: int
+    step: Ints
+    rank: Ints
+    first: Ints
+    end: Ints
+    stride: Ints
+
+
+def audit(run_dir: Path) -> Audit:
+    """Look through the sample logs of a run.
+
+    Raises:
+        ConfigError: there are none.
+        DataError: they cannot be read.
+    """
+    logs = _read_all(run_dir)
+    attempts = sorted(logs[0].starts.values(), key=lambda start: start.attempt)
+    known = {start.attempt for start in attempts}
+    problems = [
+        f"attempt {attempt} has steps of rank {rank} and no start on rank 0"
+        for rank, log in logs.items()
+        for attempt in sorted(set(log.ranges) - known)
+    ]
+    kept, audited = [], []
+    for place, start in enumerate(attempts):
+        limit = min((later.after for later in attempts[place + 1 :]), default=None)
+        found = _gather(start, logs)
+        done, missing = _complete_steps(start, found, limit)
+        problems += missing
+        kept.append(_only(found, found.step <= done))
+        redone = np.unique(found.step[found.step > done]).size if limit is not None else 0
+        audited.append(
+            AuditedAttempt(attempt=start.attempt, after=start.after, ranks=start.ranks, last=done, redone=redone)
+        )
+    steps = sum(one.last - one.after for one in audited)
+    counted = [one for one, result in zip(attempts, audited, strict=True) if result.last > result.after]
+    first = counted[0].sample if counted else 0
+    expected = sum(start.batch * (one.last - one.after) for start, one in zip(attempts, audited, strict=True))
+    end, repeated, skipped = _coverage(kept, first, first + expected)
+    problems += _named(repeated, "repeated", kept) + _named(skipped, "skipped", kept)
+    notes = [line for rank in sorted(logs) for line in logs[rank].torn]
+    notes += [
+        f"attempt {b.attempt} read other data than attempt {a.attempt}: its samples are others under the same numbers"
+        for a, b in zip(attempts, attempts[1:], strict=False)
+        if a.source != b.source
+    ]
+    return Audit(
+        steps=steps,
+        last_step=max((one.last for one in audited if one.last > one.after), default=0),
+        first_sample=first,
+        end_sample=end,
+        epoch_samples=attempts[-1].epoch_samples if attempts else 0,
+        attempts=tuple(audited),
+        repeated=sum((stop - start) * times for start, stop, times in repeated),
+        skipped=sum(stop - start for start, stop, _ in skipped),
+        problems=tuple(problems),
+        notes=tuple(notes),
+    )
+
+
+def _read_all(run_dir: Path) -> dict[int, _RankLog]:
+    """The logs by rank; rank 0, which every attempt has, is there."""
+    first = samples_path(run_dir, 0)
+    if not first.exists():
+        raise ConfigError(
+            f"{run_dir} has no log of samples.",
+            where="command line",
+            why=f"a run with checkpoints writes {first.relative_to(run_dir)} from its first step on",
+            fix="give the folder of a run, such as runs/llama3_debug-20261121-120000",
+        )
+    found = (re.fullmatch(r"samples-rank-(\d{1,6})\.jsonl", path.name) for path in first.parent.iterdir())
+    return {rank: _read(samples_path(run_dir, rank)) for rank in sorted(int(match[1]) for match in found if match)}
+
+
+def _read(path: Path) -> _RankLog:
+    log = _RankLog()
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if not _take(log, line) and line.strip():
+                    log.torn.append(f"{path}:{number} cannot be read and does not count")
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}.", where=str(path)) from error
+    return log
+
+
+def _take(log: _RankLog, line: bytes) -> bool:
+    """Add ``line`` to ``log``; False where it is not one of a sample log."""
+    try:
+        record = json.loads(line)
+        if "ids" not in record:
+            start = Attempt(**record)
+            numbers = (value for name, value in record.items() if name != "source")
+            if not all(type(number) is int and 0 <= number < 1 << 62 for number in numbers):
+                return False
+            log.starts[start.attempt] = start
+            return True
+        flat = array("q")
+        for first, end, stride in record["ids"]:
+            if not (0 <= first < end < 1 << 62 and 0 < stride and (end - first) // stride <= _MOST_SAMPLES):
+                return False
+            flat.extend((record["step"], first, end, stride))
+        log.ranges.setdefault(record["attempt"], array("q")).extend(flat)
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
+        return False
+    return True
+
+
+def _gather(start: Attempt, logs: dict[int, _RankLog]) -> _Kept:
+    """What all ranks of an attempt logged."""
+    parts = []
+    for rank, log in logs.items():
+        if start.attempt in log.ranges:
+            rows = np.frombuffer(log.ranges[start.attempt], dtype=np.int64).reshape(-1, 4)
+            parts.append(np.column_stack((rows, np.full(len(rows), rank))))
+    rows = np.concatenate(parts) if parts else np.empty((0, 5), dtype=np.int64)
+    rows = rows[np.argsort(rows[:, 0], kind="stable")]
+    return _Kept(start.attempt, rows[:, 0], rows[:, 4], rows[:, 1], rows[:, 2], rows[:, 3])
+
+
+def _only(kept: _Kept, where: npt.NDArray[np.bool_]) -> _Kept:
+    return _Kept(
+        kept.attempt, kept.step[where], kept.rank[where], kept.first[where], kept.end[where], kept.stride[where]
+    )
+
+
+def _complete_steps(start: Attempt, found: _Kept, limit: int | None) -> tuple[int, list[str]]:
+    """The last step that counts, and which steps up to it have ranks that logged nothing.
+
+    Args:
+        start: the attempt.
+        found: all that it logged.
+        limit: the earliest step that a later attempt started after; None if there was none. Then the last step that
+            all ranks logged is the last one: the processes may have been killed before some of them could log more.
+    """
+    pairs = np.unique(np.column_stack((found.step, found.rank)), axis=0)
+    steps, ranks = np.unique(pairs[:, 0], return_counts=True)
+    complete = steps[(ranks == start.ranks) & (steps > start.after)]
+    if limit is None:
+        limit = int(complete[-1]) if complete.size else start.after
+    last = max(start.after, limit)
+    fences = np.concatenate(([start.after], complete[complete <= last], [last + 1]))
+    holes = np.flatnonzero(np.diff(fences) > 1)
+    lines = []
+    for first, end in zip((fences[holes] + 1).tolist(), fences[holes + 1].tolist(), strict=True):
+        there = pairs[(pairs[:, 0] >= first) & (pairs[:, 0] < end), 1]
+        number = np.bincount(there, minlength=min(start.ranks, _MOST_RANKS))
+        absent = ", ".join(map(str, np.flatnonzero(number < end - first)[:_MOST_NAMED]))
+        which = (
+            f"step {first} of attempt {start.attempt} was"
+            if end == first + 1
+            else (f"steps {first} to {end - 1} of attempt {start.attempt} were")
+        )
+        lines.append(f"{which} not logged by rank {absent}")
+    if len(lines) > _MOST_NAMED:
+        lines[_MOST_NAMED:] = [f"and {len(lines) - _MOST_NAMED} more spans of steps of attempt {start.attempt}"]
+    if outside := np.unique(found.step[found.step <= start.after]).tolist():
+        lines.append(f"attempt {start.attempt} starts after step {start.after} and logged step {outside[0]}")
+    return last, lines
+
+
+Span = tuple[int, int, int]
+"""First sample, end, and how many times too many they are; -1 where they are missing."""
+
+
+def _coverage(kept: list[_Kept], first: int, end: int) -> tuple[int, list[Span], list[Span]]:
+    """The end of what there should be, and the spans of samples that were repeated and skipped."""
+    starts, stops = [np.array([], dtype=np.int64)], [np.array([], dtype=np.int64)]
+    for attempt in kept:
+        for ids in _ids(attempt):
+            while ids.size:
+                is_new = np.append(True, ids[1:] != ids[:-1])
+                once, ids = ids[is_new], ids[~is_new]
+                breaks = np.flatnonzero(np.diff(once) != 1)
+                starts.append(once[np.append(0, breaks + 1)])
+                stops.append(once[np.append(breaks, -1)] + 1)
+    begin, finish = np.concatenate(starts), np.concatenate(stops)
+    end = max(end, int(finish.max(initial=first)))
+    first = min(first, int(begin.min(initial=first)))
+    points = np.unique(np.concatenate((begin, finish, [first, end])))
+    change = np.zeros(points.size, dtype=np.int64)
+    np.add.at(change, np.searchsorted(points, begin), 1)
+    np.add.at(change, np.searchsorted(points, finish), -1)
+    times = np.cumsum(change)[:-1] - 1
+    spans = list(zip(points[:-1].tolist(), points[1:].tolist(), times.tolist(), strict=True))
+    return end, [span for span in spans if span[2] > 0], [span for span in spans if span[2] < 0]
+
+
+def _ids(kept: _Kept) -> Iterator[Ints]:
+    """The samples of an attempt, sorted in chunks of successive steps."""
+    counts = -((kept.first - kept.end) // kept.stride)
+    chunks = np.cumsum(counts) // _CHUNK
+    for rows in np.split(np.arange(counts.size), np.flatnonzero(np.diff(chunks)) + 1):
+        number = counts[rows]
+        within = np.arange(number.sum()) - np.repeat(np.cumsum(number) - number, number)
+        yield np.sort(np.repeat(kept.first[rows], number) + within * np.repeat(kept.stride[rows], number))
+
+
+def _named(spans: list[Span], what: str, kept: list[_Kept]) -> list[str]:
+    """Lines that say which samples are repeated or skipped, and in or near which steps."""
+    lines = []
+    for first, end, _ in spans[:_MOST_NAMED]:
+        samples = f"sample {first:,}" if end == first + 1 else f"samples {first:,} to {end - 1:,}"
+        if what == "repeated":
+            lines.append(f"{samples} repeated: {', '.join(_users(first, kept))}")
+        else:
+            near = [*_users(first - 1, kept), *_users(end, kept)]
+            lines.append(f"{samples} skipped" + (f": near {near[0]}" if near else ""))
+    if len(spans) > _MOST_NAMED:
+        lines.append(f"and {len(spans) - _MOST_NAMED} more spans of samples {what}")
+    return lines
+
+
+def _users(sample: int, kept: list[_Kept]) -> list[str]:
+    """Who trained on ``sample``."""
+    found = []
+    for one in kept:
+        is_in = (one.first <= sample) & (sample < one.end) & ((sample - one.first) % one.stride == 0)
+        for step, rank in zip(one.step[is_in].tolist(), one.rank[is_in].tolist(), strict=True):
+            found.append(f"step {step} of attempt {one.attempt} on rank {rank}")
+    return found
+
+
+def _steps(one: AuditedAttempt) -> str:
+    return f"{one.after + 1:,} to {one.last:,}" if one.last > one.after else "none"

@@ -1,0 +1,126 @@
+"""Which samples each step trained on: a line a step in a file of each data-parallel rank, for ``crius data audit``.
+
+An attempt is one start of the processes of a run: the first, one by the launcher after a failure, or one by a person
+who goes on with the run. It begins with a line of its own, then has a line for each step that is done.
+"""
+
+import contextlib
+import json
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+_log = logging.getLogger("crius.data")
+_TAIL_BYTES = 1 << 16  # holds the last line: one of a step has about 60 bytes, that of an attempt a few hundred
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """The line that an attempt begins with.
+
+    Attributes:
+        attempt: its number in this run folder, from 0.
+        after: the step it starts after; 0 for a new run.
+        sample: the first sample that it reads.
+        ranks: data-parallel ranks, each of which has a file.
+        batch: sequences in a step, over all ranks.
+        epoch_samples: sequences in an epoch; 0 where that is not known, as of a stream.
+        source: digest of the identity of the data. A sample id stands for the same sequence where it is equal.
+    """
+
+    attempt: int
+    after: int
+    sample: int
+    ranks: int
+    batch: int
+    epoch_samples: int
+    source: str
+
+
+def samples_path(run_dir: Path, rank: int) -> Path:
+    """The file of data-parallel rank ``rank``."""
+    return run_dir / "data" / f"samples-rank-{rank}.jsonl"
+
+
+def next_attempt(run_dir: Path) -> int:
+    """The number of the attempt that begins now, as rank 0's file has it. One rank asks and tells the others."""
+    with contextlib.suppress(OSError), samples_path(run_dir, 0).open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        for line in reversed(file.read().splitlines()):
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # the last one may be torn
+                return int(json.loads(line)["attempt"]) + 1
+    return 0
+
+
+class SampleLog:
+    """Appends what one rank trained on to its file. A disk that fails is warned of once and never ends the run.
+
+    Args:
+        run_dir: folder of the run.
+        rank: data-parallel rank; None where another rank of the same data writes the log.
+        start: the attempt that begins.
+    """
+
+    def __init__(self, run_dir: Path, rank: int | None, start: Attempt) -> None:
+        self._attempt = start.attempt
+        self._file: int | None = None
+        self._path = samples_path(run_dir, rank or 0)
+        self._needs_newline = self._has_warned = False
+        if rank is None:
+            return
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            flags = os.O_CREAT | os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+            self._file = os.open(self._path, flags, 0o644)
+            size = os.fstat(self._file).st_size
+            self._needs_newline = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
+        except OSError as error:
+            self._warn(error)
+        self._append(asdict(start))
+
+    def write(self, step: int, sample_ids: Sequence[int]) -> None:
+        """Note that ``step`` is done and that this rank trained on ``sample_ids`` in it, in any order."""
+        ids = [[part.start, part.stop, part.step] for part in to_ranges(sample_ids)]
+        self._append({"attempt": self._attempt, "step": step, "ids": ids})
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _append(self, record: dict[str, object]) -> None:
+        """Write one line, at once: a process that is killed loses none."""
+        if self._file is None:
+            return
+        line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
+        if self._needs_newline:
+            line = b"\n" + line
+        try:
+            written = os.write(self._file, line)
+            self._needs_newline = written != len(line)
+            if self._needs_newline:
+                raise OSError(f"{written} of {len(line)} bytes written")
+        except OSError as error:
+            self._warn(error)
+
+    def _warn(self, error: OSError) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            why = error.strerror or error
+            _log.warning("%s cannot be written (%s): crius data audit will miss steps", self._path, why)
+
+
+def to_ranges(sample_ids: Sequence[int]) -> Iterator[range]:
+    """``sample_ids`` in ascending order, as ranges; those of a rank that takes every n-th are one."""
+    ids = sorted(sample_ids)
+    begin = 0
+    while begin < len(ids):
+        step = max(1, ids[begin + 1] - ids[begin]) if begin + 1 < len(ids) else 1
+        end = begin + 1
+        while end < len(ids) and ids[end] == ids[end - 1] + step:
+            end += 1
+        yield range(ids[begin], ids[end - 1] + step, step)
+        begin = end
