@@ -24,6 +24,7 @@ class StepMetrics:
         memory_gib: peak memory of rank 0 since the last report (GPU: allocated; CPU: resident set).
         skipped_steps: steps so far whose update was left out.
         rolled_back_steps: steps so far whose update was lost when the weights of a snapshot came back.
+        goodput: share in [0, 1] of the time since the command began that went into steps which count.
     """
 
     step: int
@@ -40,6 +41,7 @@ class StepMetrics:
     memory_gib: float
     skipped_steps: int = 0
     rolled_back_steps: int = 0
+    goodput: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

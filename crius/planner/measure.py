@@ -26,7 +26,7 @@ from crius.parallel.runtime import World
 from crius.planner.memory import Values
 from crius.planner.recorder import Recorder
 from crius.shards import local_tensor, named_parameters
-from crius.train.build import build_part
+from crius.train.build import build_gradients, build_part, run_optimizer
 from crius.train.loss import loss_sum
 from crius.train.precision import LowPrecision, keep_scales
 from crius.train.step import Accumulation, Runner, train_step
@@ -105,14 +105,13 @@ def _bench(job: Job, names: Sequence[str], groups: dict[str, str], *, fake: bool
         parameters = named_parameters([model])
         recorder.timeline.mark((local_tensor(p) for _, p in parameters), "parameters")
         plan = registry.SPECS[job.config.model.name].plan(job.facts)
-        optimizer = build_optimizer(parameters, plan, job.config.optimizer, seed=job.config.debug.seed)
+        optimizer = build_optimizer(parameters, plan, run_optimizer(job.config), seed=job.config.debug.seed)
         _fill_state(optimizer, parameters)
         keep_scales(job.config, [model], job.mesh)  # as the step before left them, whose collective it is
         recorder.collectives.clear()
         state = (item for held in optimizer.state.values() for item in held.values() if isinstance(item, Tensor))
         recorder.timeline.mark(map(local_tensor, state), "optimizer")
-        holders = job.world.size // job.mesh.dims.pp
-        gradients = Gradients([parameter for _, parameter in parameters], holders, job.world.device)
+        gradients = build_gradients(job.config, parameters, job.mesh, job.world)
         yield _Bench(job, model, recorder, parameters, gradients, optimizer)
 
 
@@ -134,7 +133,7 @@ class _WatchedSync(GradientSync):
     """The real gradient sync, which tells the recorder of each microbatch."""
 
     def __init__(self, bench: _Bench, num_microbatches: int) -> None:
-        super().__init__(bench.model, bench.job.config.parallelism, bench.job.config.training)
+        super().__init__(bench.model, bench.job.config.parallelism, bench.job.config.training, bench.job.mesh)
         self._recorder, self._count, self._started = bench.recorder, num_microbatches, 0
 
     def start_microbatch(self, is_last: bool) -> None:

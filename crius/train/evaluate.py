@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from crius.data.batch import IGNORE_INDEX, Batch
+from crius.launch.status import status
 from crius.metrics.record import ValidationMetrics
 from crius.parallel.dims import ParallelDims
 from crius.parallel.fsdp import fsdp_modules
@@ -45,6 +46,7 @@ def evaluate(
     for part in parts:
         part.eval()
     for batch in batches:
+        status.update()  # a long validation is no hang
         labels = batch.labels_BT
         valid = labels != IGNORE_INDEX
         seen = (count_valid(labels), token_bytes[labels[valid]].sum(), valid.any(dim=1).sum())

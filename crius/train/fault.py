@@ -1,38 +1,40 @@
-"""Faults that a user plants, to see what the run does: ``CRIUS_FAULT=nan:step=5``.
+"""Faults that a user plants, to see what the run does: the grammar of ``CRIUS_FAULT``. What they do is in planted.py.
 
-The loss function is where they are planted: the fault goes through the real backward pass, the real sums and the real
-checks, under every layout.
+Several are joined by semicolons: ``CRIUS_FAULT='kill:step=7,rank=1;kill:step=13,attempt=1'``.
 """
 
-import logging
 import math
 import re
-from collections.abc import Mapping
+import shlex
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
-
-import torch
-from torch import Tensor
+from typing import Any, Literal
 
 from crius.errors import ConfigError
-from crius.launch.status import status
-from crius.parallel.runtime import World
-from crius.train.loss import LossSum
+from crius.launch.status import PHASES
 
 VARIABLE = "CRIUS_FAULT"
-GRAMMAR = (
-    "nan:step=N[,rank=R][,where=loss|grad] or spike:step=N,factor=F[,rank=R][,where=loss|grad]; N or N-M counts from 1"
-)
+GRAMMAR = {
+    "nan": "nan:step=N[,rank=R][,where=loss|grad]",
+    "spike": "spike:step=N,factor=F[,rank=R][,where=loss|grad]",
+    "dropout": "dropout:p=P",
+    **{
+        kind: f"{kind}:step=N[,phase=PHASE][,rank=R][,attempt=A] or {kind}:phase=start|load[,rank=R][,attempt=A]"
+        for kind in ("kill", "stop", "hang", "raise")
+    },
+    "disk": "disk:save=N,error=enospc|erofs|slow[,seconds=S][,rank=R]",
+}
+"""Of each kind of fault. Steps and saves count from 1, N of nan, spike and disk may be a span N-M."""
 
-log = logging.getLogger("crius.train")
+BEFORE_STEPS = ("start", "load")
+"""Phases that have no step."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fault:
-    """What is planted, and where.
+class LossFault:
+    """Values in the loss or in its gradient that are not what they should be.
 
     Attributes:
-        kind: a NaN, or values that are ``factor`` times too large.
         first: step it begins in, from 1.
         last: step it ends in.
         factor: of the loss or of its gradient; NaN for a NaN.
@@ -40,7 +42,6 @@ class Fault:
         where: loss: in the loss, and so in every gradient; grad: in the gradients alone.
     """
 
-    kind: Literal["nan", "spike"]
     first: int
     last: int
     factor: float
@@ -48,103 +49,229 @@ class Fault:
     where: Literal["loss", "grad"] = "loss"
 
     def __str__(self) -> str:
-        what = "NaN" if self.kind == "nan" else f"factor {self.factor:g}"
-        steps = f"step {self.first}" if self.first == self.last else f"steps {self.first} to {self.last}"
-        ranks = "every rank" if self.rank is None else f"rank {self.rank}"
-        return f"{what} in the {'loss' if self.where == 'loss' else 'gradients'} of {steps} on {ranks}"
+        what = "NaN" if math.isnan(self.factor) else f"factor {self.factor:g}"
+        place = "loss" if self.where == "loss" else "gradients"
+        return f"{what} in the {place} of {_span_words('step', self.first, self.last)} on {_rank_words(self.rank)}"
 
 
-def read_fault(environ: Mapping[str, str], steps: int) -> Fault | None:
-    """The fault that the environment asks for; None where it asks for none.
+@dataclass(frozen=True, kw_only=True)
+class DropoutFault:
+    """Dropout of the logits of each microbatch of training, drawn from torch's default generator of the device.
+
+    Attributes:
+        p: the probability that a logit becomes 0, in (0, 1).
+    """
+
+    p: float
+
+    def __str__(self) -> str:
+        return f"dropout {self.p:g} of the logits on every rank"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessFault:
+    """Something that happens to the process of a rank, once.
+
+    Attributes:
+        kind: kill: SIGKILL; stop: SIGSTOP; hang: it sleeps for ever; raise: RuntimeError.
+        step: from 1; None in the phases of ``BEFORE_STEPS``.
+        phase: one of ``PHASES``.
+        rank: the rank it happens to.
+        attempt: restarts of the run before it, so that the restarted run does not meet it again.
+    """
+
+    kind: Literal["kill", "stop", "hang", "raise"]
+    step: int | None
+    phase: str = "forward"
+    rank: int = 0
+    attempt: int = 0
+
+    def __str__(self) -> str:
+        step = "" if self.step is None else f" of step {self.step}"
+        attempt = f", attempt {self.attempt}" if self.attempt else ""
+        return f"{self.kind} in {self.phase}{step} on rank {self.rank}{attempt}"
+
+    def is_at(self, step: int | None, phase: str) -> bool:
+        """Whether it happens here. Under a pipeline, forward and backward are one phase, and which does not matter."""
+        same = {"forward": ("forward", "pipeline"), "backward": ("backward", "pipeline")}
+        here = {**same, "pipeline": ("pipeline", "forward")}.get(self.phase, (self.phase,))
+        return phase in here and (self.phase in BEFORE_STEPS or step == self.step)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiskFault:
+    """A disk that is full, read-only or slow while checkpoints are saved.
+
+    Attributes:
+        first: save it begins in, counted by each process from 1.
+        last: save it ends in.
+        error: enospc, erofs: each write fails with that error; slow: each write first sleeps.
+        seconds: that a slow write sleeps.
+        rank: the rank whose writes it meets; None for all.
+    """
+
+    first: int
+    last: int
+    error: Literal["enospc", "erofs", "slow"]
+    seconds: float = 1.0
+    rank: int | None = None
+
+    def __str__(self) -> str:
+        what = f"{self.seconds:g} s a write" if self.error == "slow" else self.error.upper()
+        return f"{what} in {_span_words('save', self.first, self.last)} on {_rank_words(self.rank)}"
+
+
+Fault = LossFault | DropoutFault | ProcessFault | DiskFault
+
+
+def read_faults(environ: Mapping[str, str], steps: int, num_ranks: int, attempt: int = 0) -> tuple[Fault, ...]:
+    """The faults that the environment asks for, in its order; none where it asks for none.
 
     Args:
         environ: variables of this process.
         steps: of the run.
+        num_ranks: of this attempt.
+        attempt: restarts of the run so far. A restart may have other ranks: a fault of another attempt may name any.
 
     Raises:
-        ConfigError: it does not follow the grammar, or is meant for a step that does not come.
+        ConfigError: one does not follow the grammar, or is meant for a step or a rank that does not come.
     """
-    text = environ.get(VARIABLE, "")
-    if not text:
-        return None
+    whole = environ.get(VARIABLE, "")
+    texts = whole.split(";") if whole else []
+    faults = []
+    for place, text in enumerate(texts):
+        try:
+            fault = _parse(text)
+        except ValueError as error:
+            raise _not_understood(text, str(error)) from None
+        mended = _mended(text, fault, steps, num_ranks if getattr(fault, "attempt", attempt) == attempt else None)
+        if mended != text:
+            raise ConfigError(
+                f"{VARIABLE} {text} never comes: the run has steps 1 to {steps} and ranks 0 to {num_ranks - 1}.",
+                where=f"environment variable {VARIABLE}",
+                fix=f"{VARIABLE}={shlex.quote(';'.join([*texts[:place], mended, *texts[place + 1 :]]))}",
+            )
+        faults.append(fault)
+    return tuple(faults)
+
+
+def _mended(text: str, fault: Fault, steps: int, num_ranks: int | None) -> str:
+    """``text`` with a step and a rank that come in place of those that do not; any rank does where that is None."""
+    if isinstance(fault, (LossFault, DiskFault)) and not 1 <= fault.first <= fault.last:
+        first = min(max(fault.first, 1), steps)
+        text = re.sub(r"(step|save)=[\d-]+", rf"\1={first}", text)
+    elif isinstance(fault, LossFault) and fault.last > steps:
+        text = re.sub(r"step=[\d-]+", f"step={min(fault.first, steps)}", text)
+    elif isinstance(fault, ProcessFault) and fault.step is not None and not 1 <= fault.step <= steps:
+        text = re.sub(r"step=\d+", f"step={min(max(fault.step, 1), steps)}", text)
+    rank = None if isinstance(fault, DropoutFault) else fault.rank
+    if rank is not None and num_ranks is not None and rank >= num_ranks:
+        text = re.sub(r"rank=\d+", f"rank={num_ranks - 1}", text)
+    return text
+
+
+def _not_understood(text: str, why: str) -> ConfigError:
+    kind = text.partition(":")[0]
+    grammar = GRAMMAR.get(kind) or " or ".join(GRAMMAR.values())
+    fix = f"unset {VARIABLE}, or e.g. {VARIABLE}=nan:step=5"
+    return ConfigError(
+        f"{VARIABLE} {text} is not understood: {why}.",
+        where=f"environment variable {VARIABLE}",
+        why=f"the grammar is {grammar}; faults are joined by ;",
+        fix=fix,
+    )
+
+
+def _parse(text: str) -> Fault:
+    """The fault that ``text`` stands for. Raises ValueError saying what is wrong with it."""
     kind, _, rest = text.partition(":")
-    given = dict(re.findall(r"(\w+)=([^,=]+)", rest))
-    is_whole = ",".join(f"{name}={value}" for name, value in given.items()) == rest
-    span = re.fullmatch(r"(\d+)(?:-(\d+))?", given.pop("step", ""))
-    factor, rank, where = _number(given.pop("factor", "")), given.pop("rank", None), given.pop("where", "loss")
-    is_right = (
-        is_whole
-        and not given
-        and span is not None
-        and ((kind == "nan" and factor is None) or (kind == "spike" and factor is not None))
-        and (rank is None or rank.isdecimal())
-        and where in ("loss", "grad")
-    )
-    if not is_right or span is None:
-        raise ConfigError(
-            f"{VARIABLE} {text} is not understood.",
-            where=f"environment variable {VARIABLE}",
-            why=f"the grammar is {GRAMMAR}",
-            fix=f"unset {VARIABLE}, or e.g. {VARIABLE}=nan:step=5",
-        )
-    first, last = int(span[1]), int(span[2] or span[1])
-    if not 1 <= first <= last <= steps:
-        raise ConfigError(
-            f"{VARIABLE} {text} never comes: the run has steps 1 to {steps}.",
-            where=f"environment variable {VARIABLE}",
-            fix=f"{VARIABLE}={text.replace(f'step={span[0]}', f'step={min(max(first, 1), steps)}')}",
-        )
-    return Fault(
-        kind="nan" if kind == "nan" else "spike",
-        first=first,
-        last=last,
-        factor=math.nan if factor is None else factor,
-        rank=None if rank is None else int(rank),
-        where="grad" if where == "grad" else "loss",
-    )
+    if kind not in GRAMMAR:
+        raise ValueError(f"there is no fault {kind!r}")
+    pairs = [part.partition("=") for part in rest.split(",")] if rest else []
+    taken = re.findall(r"(\w+)=", GRAMMAR[kind])
+    values: dict[str, Any] = {}
+    for name, _, value in pairs:
+        if name not in taken or name in values:
+            raise ValueError(f"{name!r} is given twice" if name in values else f"{kind} has no {name!r}")
+        try:
+            values[name] = _VALUES[name](value)
+        except ValueError as error:
+            raise ValueError(f"{name} {value!r} {error}") from None
+    if kind in ("kill", "stop", "hang", "raise"):
+        return _process_fault(kind, values)
+    for name in re.findall(r"(\w+)=", re.sub(r"\[.*?\]", "", GRAMMAR[kind])):
+        if name not in values:
+            raise ValueError(f"{name} is missing")
+    if kind == "dropout":
+        return DropoutFault(**values)
+    first, last = values.pop("save" if kind == "disk" else "step")
+    if kind == "disk":
+        if "seconds" in values and values["error"] != "slow":
+            raise ValueError("seconds are for error=slow")
+        return DiskFault(first=first, last=last, **values)
+    return LossFault(first=first, last=last, **{"factor": math.nan} | values)
 
 
-def planted(fault: Fault, loss: LossSum, has_loss: bool, world: World) -> LossSum:
-    """``loss`` with ``fault`` in it on the ranks that it is for. Every rank calls this.
-
-    Args:
-        fault: what to plant.
-        loss: of logits and labels.
-        has_loss: this rank computes the loss; under a pipeline others do not.
-        world: all ranks.
-
-    Raises:
-        ConfigError: the rank of the fault does not compute the loss, or does not exist.
-    """
-    holders = world.gather(torch.tensor(has_loss, dtype=torch.int64, device=world.device)).nonzero().flatten().tolist()
-    if fault.rank is not None and fault.rank not in holders:
-        raise ConfigError(
-            f"{VARIABLE} is for rank {fault.rank}, which computes no loss.",
-            where=f"environment variable {VARIABLE}",
-            why=f"ranks that do: {', '.join(map(str, holders))}",
-            fix=f"rank={holders[-1]}, or no rank for all of them",
-        )
-    if world.rank == 0:
-        log.warning("%s plants a fault: %s", VARIABLE, fault)
-    if fault.rank not in (None, world.rank):
-        return loss
-
-    def faulty(logits: Tensor, labels_BT: Tensor) -> Tensor:
-        value = loss(logits, labels_BT)
-        if status.phase != "step" or status.step is None or not fault.first <= status.step <= fault.last:
-            return value
-        if fault.where == "loss":
-            return value * fault.factor
-        value = value.clone()
-        value.register_hook(lambda gradient: gradient * fault.factor)
-        return value
-
-    return faulty
+def _process_fault(kind: Any, values: dict[str, Any]) -> ProcessFault:
+    has_step = values.get("phase") not in BEFORE_STEPS
+    if has_step != ("step" in values):
+        raise ValueError("step is missing" if has_step else f"phase {values['phase']} comes before the steps")
+    first, last = values.pop("step", (None, None))
+    if first != last:
+        raise ValueError("it happens once: one step, no span")
+    return ProcessFault(kind=kind, step=first, **values)
 
 
-def _number(text: str) -> float | None:
+def _whole(text: str) -> int:
+    if not re.fullmatch(r"\d{1,18}", text, re.ASCII):
+        raise ValueError("is no whole number")
+    return int(text)
+
+
+def _span(text: str) -> tuple[int, int]:
+    first, dash, last = text.partition("-")
+    return _whole(first), _whole(last if dash else first)
+
+
+def _number(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
-        return None
-    return value if math.isfinite(value) else None
+        value = math.nan
+    if not math.isfinite(value):
+        raise ValueError("is no number")
+    return value
+
+
+def _between(low: float, high: float, words: str) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        value = _number(text)
+        if not low < value < high:
+            raise ValueError(f"is not {words}")
+        return value
+
+    return parse
+
+
+def _one_of(*choices: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise ValueError(f"is none of {', '.join(choices)}")
+        return text
+
+    return parse
+
+
+_VALUES: dict[str, Callable[[str], Any]] = {
+    **{"step": _span, "save": _span, "rank": _whole, "attempt": _whole, "factor": _number},
+    **{"p": _between(0, 1, "between 0 and 1"), "seconds": _between(0, 3600, "between 0 and 3600")},
+    **{"where": _one_of("loss", "grad"), "error": _one_of("enospc", "erofs", "slow"), "phase": _one_of(*PHASES)},
+}
+
+
+def _span_words(noun: str, first: int, last: int) -> str:
+    return f"{noun} {first}" if first == last else f"{noun}s {first} to {last}"
+
+
+def _rank_words(rank: int | None) -> str:
+    return "every rank" if rank is None else f"rank {rank}"

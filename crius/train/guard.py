@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,6 +131,33 @@ class UpdateGuard:
             if self._snapshot and not self._has_said_size:  # the first update made the optimizer's state
                 self._say_size(self._snapshot)
         self._optimizer.zero_grad()
+
+    def before_save(self) -> None:
+        """Look at the last result, and take the snapshot that a run which goes on from here would take.
+
+        Raises:
+            NonFiniteError, SpikeError: as ``check``.
+        """
+        self.check()
+        if self._snapshot and self._kept and self._kept.step < self._state.step:
+            self._keep(self._state.step)
+
+    def state(self) -> dict[str, Any]:
+        """What the guard knows of the steps so far, as JSON."""
+        return {
+            "window": self._monitor.state() if self._monitor else {},
+            "skips_in_a_row": self._skips_in_a_row,
+            "rollbacks_in_a_row": self._rollbacks_in_a_row,
+            "spikes_in_a_row": self._spikes_in_a_row,
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take back what ``state`` gave."""
+        if self._monitor:
+            self._monitor.load(state["window"])
+        self._skips_in_a_row = state["skips_in_a_row"]
+        self._rollbacks_in_a_row = state["rollbacks_in_a_row"]
+        self._spikes_in_a_row = state["spikes_in_a_row"]
 
     def check(self) -> bool:
         """Look at the last result that was not looked at yet; whether its update is to be made.

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from crius.parallel.runtime import World
+from crius.redact import redact
 from crius.train.stability import Score
 from crius.train.step import StepResult
 
@@ -148,7 +149,7 @@ class IncidentReporter:
         path = self.path(result.step)
         self._folder.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(".tmp")
-        temporary.write_text(to_json(report))
+        temporary.write_text(redact(to_json(report)))
         os.replace(temporary, path)
 
 

@@ -1,11 +1,21 @@
 """What a run needs before torch: sizes of the model and the corpus. Torch-free, so that bad data shows at once."""
 
+import os
 from dataclasses import replace
+from pathlib import Path
 
+from crius.checkpoint.disk import open_disk
+from crius.checkpoint.folder import CheckpointFolder
+from crius.checkpoint.names import step_name
+from crius.checkpoint.state import read_state
+from crius.checkpoint.verify import read_manifest
 from crius.config.batch import BatchSizes, batch_sizes
+from crius.config.changes import changes, check_changes
+from crius.config.export import shown
 from crius.config.pipeline import microbatch_unit, settle_stages
 from crius.config.run import RunConfig
 from crius.data.corpus import Corpus, open_corpus
+from crius.errors import CheckpointError, EnvironmentError
 from crius.models.registry import SPECS
 from crius.models.spec import ModelFacts, ModuleFacts
 
@@ -55,3 +65,63 @@ def open_run_corpus(config: RunConfig, data_parallel_ranks: int) -> Corpus:
         vocab_size=model_facts(config).vocab_size,
         seed=config.debug.seed,
     )
+
+
+def checkpoint_folder(config: RunConfig, run_dir: Path) -> str:
+    """Folder or URL of the checkpoints of a run."""
+    folder = config.checkpoint.folder
+    return folder if "://" in folder else str(run_dir / Path(folder).expanduser())
+
+
+def own_checkpoint_folder(config: RunConfig, run_dir: Path) -> Path | None:
+    """The local folder of the checkpoints of a run that has some, made and found writable; None for a URL.
+
+    Raises:
+        EnvironmentError: it cannot be written.
+    """
+    place = checkpoint_folder(config, run_dir)
+    if not config.checkpoint.is_enabled or "://" in place:
+        return None
+    folder = Path(place)
+    probe = folder / f".writable-{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.touch(exist_ok=False)
+        probe.unlink()
+    except OSError as error:
+        raise EnvironmentError(
+            f"checkpoints cannot be written to {folder}: {error.strerror}.",
+            where="--checkpoint.folder",
+            fix="name a folder that you may write: --checkpoint.folder DIR",
+        ) from None
+    return folder
+
+
+def check_resume(config: RunConfig, run_dir: Path) -> None:
+    """Compare the settings of a run with those of the checkpoint that it would go on from, before anything is started.
+
+    A checkpoint that cannot be read is left to the load, which may fall back to an older one.
+
+    Raises:
+        ConfigError: the run cannot go on with these settings.
+    """
+    if not config.checkpoint.is_enabled:
+        return
+    own, other, load_step = checkpoint_folder(config, run_dir), config.checkpoint.load_path, config.checkpoint.load_step
+    for place, step_to_load in ((own, -1 if other else load_step), (other, load_step)):
+        if not place:
+            continue
+        folder = CheckpointFolder(open_disk(place))
+        wanted = [step for step in folder.steps() if step_to_load in (-1, step)]
+        if not wanted:
+            continue
+        name = step_name(wanted[-1])
+        try:
+            manifest = read_manifest(folder.disk, name)
+            is_import = bool(read_state(folder.disk, name, manifest).get("imported"))
+        except CheckpointError:
+            return
+        if not is_import:
+            found = changes(manifest.config, shown(config))
+            check_changes(found, config.checkpoint.allow_changes, f"{folder.disk.where}/{name}")
+        return

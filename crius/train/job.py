@@ -1,11 +1,15 @@
 """The one room where all parts meet: a ``RunConfig`` and a place among the ranks, to a trained model."""
 
 import contextlib
+import dataclasses
 import functools
+import hashlib
 import json
 import logging
 import os
 import platform
+import signal
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -18,7 +22,9 @@ from crius.config.run import RunConfig
 from crius.data.batch import Batch
 from crius.data.corpus import Corpus
 from crius.data.loader import BatchLoader, validation_batches
+from crius.data.sample_log import Attempt, SampleLog, next_attempt
 from crius.launch.environment import Placement
+from crius.launch.stop import PREEMPTED, catch_stop_signals
 from crius.metrics.build import build_sinks
 from crius.metrics.device import peak_tflops, total_memory_gib
 from crius.metrics.ledger import TimeLedger
@@ -31,20 +37,25 @@ from crius.optim.lr_scheduler import WarmupStableDecay
 from crius.parallel.compile import prepare_compile
 from crius.parallel.context import ContextShard
 from crius.parallel.dims import ParallelDims
-from crius.parallel.gradients import Gradients
 from crius.parallel.mesh import Mesh, build_mesh
 from crius.parallel.runtime import World, pick_device, world
 from crius.shards import named_parameters
-from crius.train.build import Built, build_model, build_runner
-from crius.train.fault import Fault, read_fault
+from crius.train.build import Built, build_gradients, build_model, build_runner, run_optimizer
+from crius.train.checkpoints import Checkpoints, Parts
+from crius.train.fault import Fault, read_faults
 from crius.train.guard import UpdateGuard
 from crius.train.inputs import model_facts, open_run_corpus, run_batch_sizes
 from crius.train.logs import start_logging
-from crius.train.loop import Loop, Meter, Validation
+from crius.train.loop import Loop, Meter, Preempted, Validation
+from crius.train.planted import DiskFaults, planted_in_process
 from crius.train.precision import keep_scales
 from crius.train.profiler import profiler
+from crius.train.recovery import Recovery
+from crius.train.sdc import build_sdc
 from crius.train.state import TrainState
 from crius.train.watch import EffectWatch
+
+SUMMARY = "summary.json"
 
 log = logging.getLogger("crius.train")
 
@@ -63,10 +74,14 @@ def run(config: RunConfig, run_dir: Path, started: float, placement: Placement, 
         CriusError: whatever the user can mend, see ``crius.errors``.
     """
     start_logging(placement.rank, run_dir, is_own_file=placement.launcher == "local" and placement.rank > 0)
-    fault = read_fault(os.environ, config.training.steps)
+    faults = read_faults(os.environ, config.training.steps, placement.world_size, placement.attempt)
+    # before anything slow, so that a signal during the start is not lost
+    stop = catch_stop_signals(has_launcher=placement.launcher == "local") if config.checkpoint.is_enabled else None
     ledger = TimeLedger(started)
+    recovery = Recovery(placement, ledger)
     with contextlib.ExitStack() as stack:
-        with ledger.phase("setup"):
+        stack.enter_context(planted_in_process(faults, placement.rank, placement.attempt))
+        with ledger.phase("initialise"):
             device = set_up_torch(config, placement)
             dims = ParallelDims.build(config.parallelism, placement.world_size)
             sizes = run_batch_sizes(config, dims.batch)
@@ -83,10 +98,41 @@ def run(config: RunConfig, run_dir: Path, started: float, placement: Placement, 
             )
             mesh = build_mesh(dims, device.type)
             _log_run(config, run_dir, facts, sizes, mesh, device, corpus)
-            sinks = _sinks(config, run_dir, ranks, stack)
-            loop = assemble(config, facts, sizes, corpus, mesh, ranks, run_dir, ledger, sinks, stack, strict, fault)
-        validation = loop.run()
-        _finish(config, run_dir, ranks, ledger, loop.state, validation)
+            sinks: list[Sink] = []
+            loop = assemble(config, facts, sizes, corpus, mesh, ranks, run_dir, ledger, sinks, stack, strict, faults)
+        step = 0
+        if config.checkpoint.is_enabled:
+            with ledger.phase("load"):
+                parts = Parts(loop.state, loop.guard, loop.loader, corpus.train.identity, ledger)
+                disk_faults = DiskFaults(faults, ranks.rank)
+                checkpoints = Checkpoints(config, run_dir, mesh, ranks, placement, parts, disk_faults)
+                resumed = checkpoints.resume()
+                step = resumed.step
+                recovery.resumed(step, resumed.seconds)
+                keep_scales(config, loop.state.parts, mesh)  # of the weights that were loaded
+                follow = functools.partial(_in_turn, loop.after_step, recovery.step)
+                samples = _sample_log(run_dir, corpus, loop, mesh, ranks)
+                stack.callback(samples.close)
+                loop = dataclasses.replace(loop, checkpoints=checkpoints, stop=stop, after_step=follow, samples=samples)
+        with ledger.phase("initialise"):
+            sinks += _sinks(config, run_dir, ranks, stack, step)
+        recovery.ready()
+        validation = _run(loop, placement)
+        if loop.state.step > step or not (run_dir / SUMMARY).exists():
+            _finish(config, run_dir, ranks, ledger, loop.state, validation)
+
+
+def _run(loop: Loop, placement: Placement) -> ValidationMetrics | None:
+    """Train; leave with exit code 75, or 130 after Ctrl-C, where the run was asked to stop and is saved."""
+    if loop.state.step >= loop.config.training.steps:
+        log.info("nothing to train: %d of %d steps are done", loop.state.step, loop.config.training.steps)
+    try:
+        return loop.run()
+    except Preempted as end:
+        name = signal.Signals(end.signal).name
+        log.info("stopped by %s at step %d, saved; the same command goes on from there", name, end.step)
+        is_ctrl_c = end.signal == signal.SIGINT and placement.launcher != "local"
+        raise SystemExit(128 + signal.SIGINT if is_ctrl_c else PREEMPTED) from None
 
 
 def assemble(
@@ -101,7 +147,7 @@ def assemble(
     sinks: list[Sink],
     stack: contextlib.ExitStack,
     strict: bool = False,
-    fault: Fault | None = None,
+    faults: Sequence[Fault] = (),
 ) -> Loop:
     """Model, optimizer, data and reports, joined into the loop."""
     training = config.training
@@ -111,10 +157,10 @@ def assemble(
     built = build_model(config, facts, mesh, ranks)
     parameters = named_parameters(built.parts)
     plan = registry.SPECS[config.model.name].plan(facts)
-    optimizer = build_optimizer(parameters, plan, config.optimizer, seed=config.debug.seed)
+    optimizer = build_optimizer(parameters, plan, run_optimizer(config), seed=config.debug.seed)
     watch.built(built)
     shard = ContextShard(mesh.cp, config.parallelism.context_parallel_method)
-    runner = build_runner(config, facts, sizes, built, mesh, ranks, fault)
+    runner = build_runner(config, facts, sizes, built, mesh, ranks, faults)
     loader = BatchLoader(
         corpus.train,
         global_batch_size=sizes.total,
@@ -125,7 +171,7 @@ def assemble(
     )
     stack.callback(loader.close)
     state = TrainState(built.parts, optimizer, WarmupStableDecay(config.lr_scheduler, training.steps))
-    gradients = Gradients([parameter for _, parameter in parameters], ranks.size // mesh.dims.pp, ranks.device)
+    gradients = build_gradients(config, parameters, mesh, ranks)
     peak = config.metrics.peak_tflops or peak_tflops(ranks.device)
     return Loop(
         config=config,
@@ -134,27 +180,53 @@ def assemble(
         loader=loader,
         place=functools.partial(_place, config, ranks.device, shard),
         runner=runner,
+        sdc=build_sdc(config, facts, built, runner, parameters, mesh, ranks, sizes.accumulation),
         gradients=gradients,
         guard=UpdateGuard(config.stability, state, parameters, gradients, built.names, ranks, run_dir),
         validation=_validation(config, corpus, sizes, mesh),
         world=ranks,
         meter=Meter(facts.flops_per_token((training.seq_len + 1) / 2), peak, ranks),
         ledger=ledger,
-        after_step=functools.partial(_after_step, config, built, mesh, watch),
+        after_step=functools.partial(_after_step, config, built, mesh, watch, ledger),
         sinks=sinks,
         profiler=functools.partial(profiler, config.profiler, run_dir, ranks.rank),
     )
 
 
-def _after_step(config: RunConfig, built: Built, mesh: Mesh, watch: EffectWatch, step: int) -> None:
+def _sample_log(run_dir: Path, corpus: Corpus, loop: Loop, mesh: Mesh, ranks: World) -> SampleLog:
+    """The log of the samples of this data-parallel rank, on the first rank of those that have the same ones."""
+    is_first = all(axis is None or axis.get_local_rank() == 0 for axis in (mesh.tp, mesh.cp, mesh.pp))
+    start = Attempt(
+        attempt=ranks.gather_json(next_attempt(run_dir) if ranks.rank == 0 else None)[0],
+        after=loop.state.step,
+        sample=loop.loader.state_dict()["next_sample"],
+        ranks=mesh.dims.batch,
+        batch=loop.loader.global_batch_size,
+        epoch_samples=corpus.train.num_samples,
+        source=hashlib.sha256(corpus.train.identity.encode()).hexdigest()[:16],
+    )
+    return SampleLog(run_dir, mesh.batch_rank if is_first else None, start)
+
+
+def _in_turn(first: Callable[[int, int], None], then: Callable[[int], None], step: int, done: int) -> None:
+    first(step, done)
+    then(step)
+
+
+def _after_step(
+    config: RunConfig, built: Built, mesh: Mesh, watch: EffectWatch, ledger: TimeLedger, step: int, done: int
+) -> None:
     """What follows each step, whatever became of its update."""
     keep_scales(config, built.parts, mesh)
-    watch.step(step)
+    watch.step(done)
+    ledger.move("compute", "compile", watch.compile_seconds - ledger.seconds.get("compile", 0.0))
 
 
 def _place(config: RunConfig, device: torch.device, shard: ContextShard, batch: Batch) -> Batch:
     """This rank's tokens of a batch of whole sequences, on the device."""
     placed = batch.to(device)
+    if config.training.reproducible:
+        placed = placed.grouped(config.training.virtual_shards)
     if config.model.attention_mask != "document":
         placed = placed.counted()
     return placed.map(shard.slice)
@@ -162,7 +234,9 @@ def _place(config: RunConfig, device: torch.device, shard: ContextShard, batch: 
 
 def set_up_torch(config: RunConfig, placement: Placement) -> torch.device:
     """Threads, determinism, compiler and the device of this process."""
-    if "OMP_NUM_THREADS" in os.environ or placement.local_world_size > 1:
+    if config.training.reproducible:
+        torch.set_num_threads(1)  # the last bits of sums depend on the number of threads
+    elif "OMP_NUM_THREADS" in os.environ or placement.local_world_size > 1:
         cores = max(1, (os.cpu_count() or 1) // placement.local_world_size)
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", cores)))
     if config.debug.deterministic:
@@ -189,11 +263,13 @@ def _validation(config: RunConfig, corpus: Corpus, sizes: BatchSizes, mesh: Mesh
     )
 
 
-def _sinks(config: RunConfig, run_dir: Path, ranks: World, stack: contextlib.ExitStack) -> list[Sink]:
+def _sinks(
+    config: RunConfig, run_dir: Path, ranks: World, stack: contextlib.ExitStack, resumed_step: int
+) -> list[Sink]:
     if ranks.rank != 0:
         return []
     (run_dir / "run.toml").write_text(to_toml(config), encoding="utf-8")
-    sinks = build_sinks(config.metrics, run_dir, config.training.steps, total_memory_gib(ranks.device))
+    sinks = build_sinks(config.metrics, run_dir, config.training.steps, total_memory_gib(ranks.device), resumed_step)
     for sink in sinks:
         stack.callback(sink.close)
     return sinks
@@ -250,7 +326,6 @@ def _finish(
     """Say where the time went; rank 0 writes ``summary.json``."""
     if ranks.rank != 0:
         return
-    wall = ledger.wall()
     log.info("time: %s", ledger.summary())
     summary = {
         "steps": state.step,
@@ -259,9 +334,10 @@ def _finish(
         "rolled_back_steps": state.rolled_back_steps,
         "val_loss": validation.val_loss if validation else None,
         "val_bits_per_byte": validation.val_bits_per_byte if validation else None,
-        "wall_seconds": wall,
-        "seconds": ledger.seconds,
+        "wall_seconds": ledger.wall(),
+        "seconds": ledger.parts(),
+        "goodput": ledger.goodput(),
     }
-    (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    (run_dir / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     if validation:
         log.info("final validation: loss %.4f, %.4f bits per byte", validation.val_loss, validation.val_bits_per_byte)

@@ -5,6 +5,8 @@ import socket
 import sys
 from pathlib import Path
 
+from crius.redact import redact
+
 
 class _ConsoleHandler(logging.Handler):
     """Prints to whatever ``sys.stdout`` is now, so that a progress bar can redirect it."""
@@ -13,6 +15,14 @@ class _ConsoleHandler(logging.Handler):
         """Print one line."""
         sys.stdout.write(self.format(record) + "\n")
         sys.stdout.flush()
+
+
+class _Formatter(logging.Formatter):
+    """Takes secrets out of lines, and out of the tracebacks that belong to them."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line that is printed."""
+        return redact(super().format(record))
 
 
 def start_logging(rank: int, run_dir: Path, is_own_file: bool) -> None:
@@ -36,5 +46,5 @@ def start_logging(rank: int, run_dir: Path, is_own_file: bool) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         handlers.append(logging.FileHandler(folder / f"rank-{rank}.log", encoding="utf-8"))
     for handler in handlers:
-        handler.setFormatter(logging.Formatter(prefix.replace("%", "%%") + "%(message)s"))
+        handler.setFormatter(_Formatter(prefix.replace("%", "%%") + "%(message)s"))
         logger.addHandler(handler)

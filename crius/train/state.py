@@ -1,11 +1,14 @@
 """``TrainState``: what a run is between two steps."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import nn
 
 from crius.optim.base import Optimizer
 from crius.optim.lr_scheduler import WarmupStableDecay
+
+COUNTERS = ("step", "tokens", "updates", "skipped_steps", "rolled_back_steps")
 
 
 @dataclass
@@ -29,6 +32,15 @@ class TrainState:
     updates: int = 0
     skipped_steps: int = 0
     rolled_back_steps: int = 0
+
+    def counters(self) -> dict[str, int]:
+        """All that is counted, by name."""
+        return {name: getattr(self, name) for name in COUNTERS}
+
+    def restore(self, counters: Mapping[str, int]) -> None:
+        """Take back what ``counters`` gave; what it lacks stays 0, and one update a step is assumed."""
+        for name in COUNTERS:
+            setattr(self, name, counters.get(name, counters.get("step", 0) if name == "updates" else 0))
 
     def set_lr(self, peak: float) -> float:
         """Give each parameter group its learning rate for the next update.

@@ -75,8 +75,13 @@ class EffectWatch:
         if self._report:
             self._report.start()
 
+    @property
+    def compile_seconds(self) -> float:
+        """Time that torch.compile took so far."""
+        return self._report.seconds if self._report else 0.0
+
     def step(self, number: int) -> None:
-        """Call after each step.
+        """Call after each step, with how many this process has done.
 
         Raises:
             EffectError: strict, and after the first step something has done nothing.

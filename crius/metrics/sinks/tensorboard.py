@@ -10,8 +10,9 @@ from crius.metrics.record import Record, StepMetrics
 class TensorBoardSink:
     """Writes event files to ``tb/`` in the run folder. Importing this module needs the package tensorboard."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self._writer = SummaryWriter(str(run_dir / "tb"))
+    def __init__(self, run_dir: Path, resumed_step: int = 0) -> None:
+        purge = resumed_step + 1 if resumed_step else None  # records of steps that come again are taken away
+        self._writer = SummaryWriter(str(run_dir / "tb"), purge_step=purge)
 
     def write(self, record: Record) -> None:
         """Write the scalars of one record."""
@@ -41,6 +42,7 @@ def _scalars(record: Record) -> dict[str, float]:
         "time_metrics/data_loading(s)": record.data_seconds,
         "time_metrics/data_loading(%)": 100 * record.data_seconds / record.step_seconds if record.step_seconds else 0.0,
         "memory/max_active(GiB)": record.memory_gib,
+        "goodput": record.goodput,
     }
     if record.mfu is not None:
         scalars["mfu(%)"] = 100 * record.mfu

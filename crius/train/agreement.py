@@ -1,0 +1,32 @@
+"""What all ranks have to decide alike although only some of them know the reason: to stop, to save now, to give up."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the ranks agreed on after a step.
+
+    Attributes:
+        stop: number of the signal that asks to stop; 0 for none.
+        save: time for a checkpoint.
+        give_up: too many saves failed.
+    """
+
+    stop: int
+    save: bool
+    give_up: bool
+
+
+def agree(stop: int | None, save: bool, give_up: bool) -> Decision:
+    """The greatest of what the ranks say, the same on all of them. One small collective on the host.
+
+    On a GPU the host is ahead of the device here, so that this costs it no time of its own.
+    """
+    words = torch.tensor([stop or 0, save, give_up], dtype=torch.int64)
+    dist.all_reduce(words, op=dist.ReduceOp.MAX)
+    found, has_to_save, gives_up = words.tolist()
+    return Decision(found, bool(has_to_save), bool(gives_up))

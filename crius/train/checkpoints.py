@@ -1,0 +1,388 @@
+"""The checkpoints of a run: when one is saved, what goes into it, and what a run that goes on takes from it."""
+
+import contextlib
+import logging
+import platform
+import time
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import crius
+from crius.checkpoint.disk import open_disk
+from crius.checkpoint.dtypes import NAMES
+from crius.checkpoint.folder import CheckpointFolder
+from crius.checkpoint.load import Found, check_tensors, dtype_of, find, load_tensors
+from crius.checkpoint.manifest import Manifest
+from crius.checkpoint.names import step_name
+from crius.checkpoint.save import Place, Saver
+from crius.checkpoint.verify import read_manifest
+from crius.config.changes import changes, check_changes
+from crius.config.export import shown
+from crius.config.run import RunConfig
+from crius.data.loader import BatchLoader
+from crius.errors import CheckpointError, ConfigError
+from crius.launch.environment import Placement
+from crius.launch.status import status
+from crius.metrics.ledger import TimeLedger
+from crius.optim import state as optimizer_state
+from crius.parallel.mesh import Mesh
+from crius.parallel.runtime import World
+from crius.shards import laid_out, local_tensor, named_parameters
+from crius.train.guard import UpdateGuard
+from crius.train.inputs import checkpoint_folder
+from crius.train.planted import DiskFaults
+from crius.train.rng import restore_streams, seed_streams, streams
+from crius.train.state import TrainState
+
+log = logging.getLogger("crius.checkpoint")
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What of a run is saved.
+
+    Attributes:
+        state: of the training.
+        guard: has the stability monitor.
+        loader: has the data cursor.
+        dataset: says what a sample id stands for.
+        ledger: of this command.
+    """
+
+    state: TrainState
+    guard: UpdateGuard
+    loader: BatchLoader
+    dataset: str
+    ledger: TimeLedger
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Weights and optimizer state by their names in a checkpoint."""
+        named = named_parameters(self.state.parts)
+        weights = {f"model.{name}": plain(parameter) for name, parameter in named}
+        names = {parameter: name for name, parameter in named}
+        moments = optimizer_state.to_save(self.state.optimizer, names)
+        return weights | {f"optim.{name}": tensor for name, tensor in moments.items()}
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Where a run goes on.
+
+    Attributes:
+        step: steps done; 0 at the beginning.
+        run_id: of this run, and of those that it goes on from.
+        seconds: of the time ledger then, where that was in this command.
+    """
+
+    step: int
+    run_id: str
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+class Checkpoints:
+    """Saves and resumes one run. Every rank makes the same calls.
+
+    Args:
+        config: of the run.
+        run_dir: its folder.
+        mesh: its ranks.
+        ranks: likewise.
+        placement: of this process.
+        parts: what is saved.
+        faults: planted in the disk.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        run_dir: Path,
+        mesh: Mesh,
+        ranks: World,
+        placement: Placement,
+        parts: Parts,
+        faults: DiskFaults,
+    ) -> None:
+        assert ranks.store is not None
+        self._config, self._mesh, self._ranks, self._parts = config, mesh, ranks, parts
+        self._faults = faults
+        self.folder = CheckpointFolder(open_disk(checkpoint_folder(config, run_dir)))
+        attempt = ranks.gather_json(uuid.uuid4().hex[:8])[0]
+        here = placement.local_world_size
+        place = Place(ranks.rank, ranks.size, here, ranks.store, ranks.gather_json, attempt)
+        self._attempt = attempt
+        self._command = placement.scratch.name if placement.scratch else ""
+        self.saver = Saver(self.folder, config.checkpoint, place, self._beat)
+        self._run_id = ""
+        self._last_saved = -1
+        self._last_time = time.monotonic()
+
+    def resume(self) -> Resumed:
+        """Go on from the newest good checkpoint, or from ``checkpoint.load_path``, or start.
+
+        Raises:
+            CheckpointError: there are checkpoints and none can be used.
+            ConfigError: the run has other settings or other data than it can go on with.
+        """
+        status.update(phase="load")
+        config = self._config.checkpoint
+        if self._ranks.rank == 0:
+            for name in self.folder.collect(self._attempt):
+                log.info("checkpoint: removed %s, which a save that never ended left", name)
+        seed_streams(self._ranks.device, self._config.debug.seed, self._ranks.rank)
+        found = self._find(self.folder, self._ranks.gather_json(self._own_step() if self._ranks.rank == 0 else None)[0])
+        if found is None and config.load_path:
+            found = self._find(CheckpointFolder(open_disk(config.load_path)), config.load_step)
+            if found is None:
+                raise CheckpointError(
+                    f"there is no checkpoint in {config.load_path}.",
+                    where="--checkpoint.load_path",
+                    fix="name a folder that has step-N folders, such as runs/NAME/checkpoints",
+                )
+        if found is None:
+            self._run_id = self._ranks.gather_json(uuid.uuid4().hex)[0]
+            return Resumed(0, self._run_id)
+        begin = time.monotonic()
+        self._load(found)
+        self._set_aside_later(found)
+        step = self._parts.state.step
+        if self._ranks.rank == 0:
+            log.info(
+                "resume: step %d of %s, saved on %s, %.1f s",
+                step,
+                found.folder.disk.where,
+                found.manifest.layout,
+                time.monotonic() - begin,
+            )
+        self._last_saved = step if found.folder is self.folder else -1
+        self._last_time = time.monotonic()
+        self._run_id = found.manifest.run_id
+        ledger = found.state.get("ledger", {})
+        is_ours = self._command and ledger.get("command") == self._command
+        return Resumed(step, self._run_id, ledger["seconds"] if is_ours else {})
+
+    def is_due(self) -> bool:
+        """Whether a checkpoint is to be saved for the time that has passed; rank 0's clock decides."""
+        minutes = self._config.checkpoint.interval_minutes
+        return minutes > 0 and self._ranks.rank == 0 and time.monotonic() - self._last_time >= 60 * minutes
+
+    def save(self, *, wait: bool = False) -> None:
+        """Save what is there now, unless that is saved already."""
+        state = self._parts.state
+        if state.step == self._last_saved:
+            self.saver.wait()
+            return
+        status.update(phase="save")
+        self._faults.begin_save()
+        self._parts.guard.before_save()
+        rng = {f"rng.{self._ranks.rank}.{name}": stream for name, stream in streams(self._ranks.device).items()}
+        self.saver.save(state.step, self._parts.tensors() | rng, self._state(), self._head(), wait=wait)
+        self._last_saved = state.step
+        self._last_time = time.monotonic()
+
+    def finish(self) -> None:
+        """Wait for the save that is under way.
+
+        Raises:
+            CheckpointError: the last one failed.
+        """
+        status.update(phase="save")
+        self.saver.wait()
+        if self.saver.failures:
+            self.give_up()
+
+    def give_up(self) -> None:
+        """End the run for its saves.
+
+        Raises:
+            CheckpointError: always.
+        """
+        newest = self._ranks.gather_json(self.folder.steps()[-1:] if self._ranks.rank == 0 else None)[0]
+        count, reason = self._ranks.gather_json([self.saver.failures, self.saver.last_error])[0]
+        raise CheckpointError(
+            f"the last {count} saves failed: {reason}." if count > 1 else f"the last save failed: {reason}.",
+            where=self.folder.disk.where,
+            why=f"the newest good checkpoint is that of step {newest[0]}" if newest else "there is no good checkpoint",
+            fix="make room or mend the disk and start the same command again, or --checkpoint.folder ELSEWHERE",
+        )
+
+    def _beat(self) -> None:
+        self._faults.before_write()
+        if status.phase in ("save", "load"):  # a save in a thread is no sign of life of the training
+            status.update()
+
+    def _own_step(self) -> int:
+        """``checkpoint.load_step`` where it is one of this run's own, that the run has not gone back to before.
+
+        The same command goes on from what it saved since: after a failure, or when it was asked to stop. With settings
+        that change the curve it goes back once more.
+        """
+        config = self._config.checkpoint
+        if config.load_path:
+            return -1  # it is one of those
+        later = [step for step in self.folder.steps() if step > config.load_step >= 0]
+        for step in later[-1:]:
+            with contextlib.suppress(CheckpointError):
+                saved = read_manifest(self.folder.disk, step_name(step)).config
+                is_same = all(change.kind == "free" for change in changes(saved, shown(self._config)))
+                if is_same and saved.get("checkpoint.load_step") == config.load_step:
+                    log.info("resume: the run went back to step %d already, and goes on", config.load_step)
+                    return -1
+        return config.load_step
+
+    def _find(self, folder: CheckpointFolder, load_step: int) -> Found | None:
+        return find(
+            folder,
+            load_step,
+            rank=self._ranks.rank,
+            size=self._ranks.size,
+            gather=self._ranks.gather_json,
+            verify=self._config.checkpoint.verify_on_load,
+            beat=self._beat,
+        )
+
+    def _head(self) -> Manifest:
+        return Manifest(
+            step=self._parts.state.step,
+            run_id=self._run_id,
+            versions={"crius": crius.__version__, "torch": torch.__version__, "python": platform.python_version()},
+            config=shown(self._config),
+            layout=self._mesh.dims.layout,
+            num_ranks=self._ranks.size,
+            dataset=self._parts.dataset,
+            files={},
+            tensors={},
+        )
+
+    def _state(self) -> dict[str, Any]:
+        """What is no tensor. A collective: each rank knows the cursors of its own shards of a stream."""
+        state = self._parts.state
+        data = dict(self._parts.loader.state_dict())
+        cursors = self._ranks.gather_json(data["cursors"])
+        data["cursors"] = {shard: cursor for of_rank in cursors for shard, cursor in of_rank.items()}
+        return {
+            "train": state.counters(),
+            "data": data,
+            "stability": self._parts.guard.state(),
+            "run": {"id": self._run_id, "threads": torch.get_num_threads()},
+            "ledger": {"command": self._command, "seconds": self._parts.ledger.seconds},
+        }
+
+    def _load(self, found: Found) -> None:
+        manifest, state = found.manifest, found.state
+        is_import = bool(state.get("imported"))
+        self._compare_settings(found, is_import)
+        named = named_parameters(self._parts.state.parts)
+        names = {parameter: name for name, parameter in named}
+        saved = {name.removeprefix("optim.") for name in manifest.tensors if name.startswith("optim.")}
+        moments, finish = optimizer_state.to_load(self._parts.state.optimizer, names, saved)
+        targets = {f"model.{name}": plain(parameter) for name, parameter in named}
+        targets |= {f"optim.{name}": tensor for name, tensor in moments.items()}
+        for line in self._check_tensors(manifest, targets, is_import):
+            log.warning("resume: dtype changes: %s", line)
+        own = f"rng.{self._ranks.rank}."
+        rng = {
+            name: torch.empty(entry.shape, dtype=dtype_of(manifest, name))
+            for name, entry in manifest.tensors.items()
+            if name.startswith(own)
+        }
+        load_tensors(found, {name: target for name, target in targets.items() if name in manifest.tensors} | rng)
+        finish()
+        self._restore_state(found, is_import)
+        if rng and manifest.num_ranks == self._ranks.size:
+            restore_streams({name.removeprefix(own): stream for name, stream in rng.items()}, self._ranks.device)
+        else:
+            seed_streams(self._ranks.device, self._config.debug.seed, self._ranks.rank, self._parts.state.step)
+            if self._ranks.rank == 0:
+                log.info(
+                    "resume: %d ranks, saved on %d: random streams start anew", self._ranks.size, manifest.num_ranks
+                )
+
+    def _compare_settings(self, found: Found, is_import: bool) -> None:
+        allowed = self._config.checkpoint.allow_changes
+        where = f"{found.folder.disk.where}/{found.name}"
+        if is_import:
+            log.warning("resume: %s is an import: its settings and its data are not known", where)
+            return
+        differences = changes(found.manifest.config, shown(self._config))
+        check_changes(differences, allowed, where)
+        if self._ranks.rank == 0:
+            for change in differences:
+                level = logging.INFO if change.kind == "free" else logging.WARNING
+                log.log(level, "resume: changed since the checkpoint: %s", change)
+        if found.manifest.dataset != self._parts.dataset and "data" not in allowed:
+            raise ConfigError(
+                "the data is not that of the checkpoint.",
+                where=where,
+                why=f"it was {found.manifest.dataset}, now {self._parts.dataset}",
+                fix="give the data, tokenizer and seed of then, or --checkpoint.allow_changes data",
+            )
+
+    def _check_tensors(self, manifest: Manifest, targets: dict[str, Tensor], is_import: bool) -> list[str]:
+        wanted = {name: (tuple(t.shape), NAMES[t.dtype]) for name, t in targets.items()}
+        everyones = {
+            name: (tuple(shape), dtype)
+            for of_rank in self._ranks.gather_json(wanted)
+            for name, (shape, dtype) in of_rank.items()
+        }
+        keeps_state = not is_import and not any("optimizer.name" in p for p in self._config.checkpoint.allow_changes)
+
+        def may_lack(name: str) -> bool:
+            is_scale = optimizer_state.SCALE + "." in name
+            return name.startswith("rng.") or is_scale or (name.startswith("optim.") and not keeps_state)
+
+        lines = check_tensors(manifest, everyones, may_lack)
+        if self._ranks.rank:
+            return []
+        extra = manifest.tensors.keys() - everyones.keys()
+        left = sorted(n for n in extra if n.startswith("optim.") and optimizer_state.SCALE + "." not in n)
+        if left:
+            log.warning("resume: %d tensors of optimizer state are not taken over, such as %s", len(left), left[0])
+        if manifest.step or is_import:
+            weights = {name.removeprefix("model.") for name in everyones if name.startswith("model.")}
+            anew = sorted(name for name in weights if f"optim.{name}.step" not in everyones)
+            if anew:
+                log.warning("resume: the optimizer starts anew for %d parameters, such as %s", len(anew), anew[0])
+        return lines
+
+    def _restore_state(self, found: Found, is_import: bool) -> None:
+        state, parts = found.state, self._parts
+        parts.state.restore(state.get("train", {}))
+        if "data" in state:
+            parts.loader.load_state_dict(state["data"])
+        elif parts.state.step:
+            parts.loader.start_at(parts.state.step)
+        missing = [name for name in ("train", "data", "stability") if name not in state]
+        if missing and self._ranks.rank == 0:
+            log.warning(
+                "resume: the checkpoint has no %s: step %d, data from sample %d on",
+                ", ".join(missing),
+                parts.state.step,
+                parts.loader.state_dict()["next_sample"],
+            )
+        if "stability" in state:
+            parts.guard.load(state["stability"])
+        threads = state.get("run", {}).get("threads")
+        if threads not in (None, torch.get_num_threads()) and self._ranks.device.type == "cpu":
+            log.warning(
+                "resume: %d threads, saved with %d: sums on a CPU differ in their last bits",
+                torch.get_num_threads(),
+                threads,
+            )
+
+    def _set_aside_later(self, found: Found) -> None:
+        """Keep what lies after the step to go on from, under another name: those steps come again."""
+        if self._ranks.rank or found.folder is not self.folder:
+            return
+        for step in (step for step in self.folder.steps() if step > found.manifest.step):
+            self.folder.disk.set_aside(step)
+            log.warning("checkpoint: step %d, later than the one that the run goes on from, was set aside", step)
+
+
+def plain(parameter: Tensor) -> Tensor:
+    """A parameter as a tensor of plain numbers that shares its memory, whatever it is gathered in."""
+    return laid_out(local_tensor(parameter), parameter)
