@@ -2,14 +2,16 @@
 
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 
 from cyclopts import CycloptsError
 
-from crius.cli import bench, settings, train, verify  # noqa: F401  # each adds its verbs to the app
+from crius.cli import bench, checkpoint, settings, train, verify  # noqa: F401  # each adds its verbs to the app
 from crius.cli.app import SOURCES, app
 from crius.config.load import explain, normalized_argv
 from crius.errors import CriusError
+from crius.redact import redact
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,15 +22,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         command, bound, _ = app.parse_args(arguments, exit_on_error=False, print_error=False)
         return command(*bound.args, **bound.kwargs) or 0
     except CycloptsError as error:
-        print(explain(error), file=sys.stderr)
+        print(redact(str(explain(error))), file=sys.stderr)
         return 2
     except CriusError as error:
-        print(error, file=sys.stderr)
+        print(redact(str(error)), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader of a pipe, such as head, has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception:  # a mistake of Crius, or of a library below it
+        print(redact(traceback.format_exc()), file=sys.stderr)
         return 1
 
 

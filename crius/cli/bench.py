@@ -1,5 +1,6 @@
 """``crius bench``."""
 
+from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
@@ -81,6 +82,21 @@ def quantize(
         emulated=emulated,
         as_json=as_json,
     )
+
+
+@bench_app.command
+def checkpoint(
+    *,
+    folder: Annotated[Path, Parameter(help="Folder to write to, on the disk that is to be measured.")] = Path("runs"),
+    gib: Annotated[float, Parameter(help="Size of what is saved, in GiB.")] = 0.5,
+    repeat: Repeat = 5,
+    as_json: Json = False,
+) -> int:
+    """Time checkpoints: saved and loaded with and without hashes, sync and async, and by torch's DCP; in turns."""
+    need_torch()
+    from crius.bench.checkpoint import checkpoint
+
+    return checkpoint(folder, gib=gib, repeat=repeat, as_json=as_json)
 
 
 def _checked(run: RunConfig) -> Facts:

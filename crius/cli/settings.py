@@ -5,7 +5,7 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
@@ -16,6 +16,7 @@ from crius.config.load import recipe_names
 from crius.config.run import RunConfig
 from crius.config.tokenizer import TokenizerConfig
 from crius.errors import ConfigError
+from crius.redact import redact_value
 
 
 @config_app.command
@@ -28,7 +29,7 @@ def show(
     as_json: Json = False,
 ) -> int:
     """Print every setting of a run, its value and where it came from. Takes the flags of train."""
-    values = flatten(run)
+    values = _shown(flatten(run))
     if as_json:
         emit(
             json.dumps(
@@ -51,7 +52,7 @@ def diff(
     as_json: Json = False,
 ) -> int:
     """Print the settings that differ between two runs: run folders, TOML files or names of recipes."""
-    changed = differences(_config_of(left), _config_of(right))
+    changed = _shown(differences(_config_of(left), _config_of(right)))
     if as_json:
         emit(json.dumps({name: {"left": a, "right": b} for name, (a, b) in changed.items()}, indent=2))
         return 0
@@ -60,6 +61,11 @@ def diff(
     if not changed:
         emit("no difference")
     return 0
+
+
+def _shown(values: dict[str, Any]) -> dict[str, Any]:
+    """Settings without secrets, by name."""
+    return {name: redact_value(name, value) for name, value in values.items()}
 
 
 def _config_of(place: str) -> RunConfig:
@@ -93,6 +99,19 @@ def prepare(
     emit(f"{out}: {meta.num_tokens:,} tokens of {meta.num_documents:,} documents in {time.monotonic() - started:.1f} s")
     emit(f"train on it: crius train --data.source tokens --data.path {out}")
     return 0
+
+
+@data_app.command
+def audit(run_dir: Path, *, as_json: Json = False) -> int:
+    """Prove that a run, over all its restarts and numbers of ranks, trained on each sample exactly once.
+
+    RUN_DIR is the folder of the run. Exit code 1 where a sample was repeated or skipped, or a log is incomplete.
+    """
+    from crius.data.audit import audit
+
+    report = audit(run_dir)
+    emit(json.dumps(report.as_dict(), indent=2) if as_json else "\n".join(report.lines()))
+    return 1 if report.problems else 0
 
 
 @app.command

@@ -8,6 +8,7 @@ from cyclopts import Parameter
 from crius.cli.app import (
     ConfigFiles,
     Json,
+    NumProcesses,
     Recipe,
     Run,
     check_save_ops,
@@ -20,6 +21,7 @@ from crius.cli.app import (
 from crius.config.export import flatten
 from crius.config.quantize import SET_BY_FORMAT
 from crius.config.run import RunConfig
+from crius.errors import ConfigError
 
 Layouts = Annotated[
     str, Parameter(help="Layouts joined by commas, such as fsdp2_tp2,pp4+gpipe. Empty: a table of them.")
@@ -89,6 +91,80 @@ def compile_(
     folder = _verify_folder(run)
     return compile(
         facts_of(run, 0, None), folder, layouts=layouts, nproc=nproc, steps=steps, timeout=timeout, as_json=as_json
+    )
+
+
+@verify_app.command
+def resume(
+    run: Run = RunConfig(),  # noqa: B008
+    *,
+    recipe: Recipe = "",
+    config: ConfigFiles = (),
+    nproc: NumProcesses = 0,
+    steps: Annotated[int, Parameter(help="Steps to train.")] = 20,
+    kill_at: Annotated[str, Parameter(help="Steps at which a rank is killed, joined by commas.")] = "7,13",
+    timeout: Annotated[int, Parameter(help="Seconds that each of the two runs may take.")] = 600,
+    as_json: Json = False,
+) -> int:
+    """Kill a run at given steps, let it go on from its checkpoints, and compare it with the run that is let be.
+
+    Takes the flags of train, degrees and all. Exit code 1 where a loss, a gradient norm, weights, optimizer state or a
+    sample differs, to the last bit, or where a kill did not come.
+    """
+    from crius.verify.resume import resume
+    from crius.verify.survival import SET_BY_VERB
+
+    refuse_given(SET_BY_VERB, "this verb sets them", "--steps 20 --kill_at 7,13")
+    need_torch()
+    check_save_ops(run)
+    facts = facts_of(run, nproc, None)
+    return resume(facts, run_dir(run, None), steps=steps, kill_at=kill_at, timeout=timeout, as_json=as_json)
+
+
+@verify_app.command
+def chaos(
+    run: Run = RunConfig(),  # noqa: B008
+    *,
+    recipe: Recipe = "",
+    config: ConfigFiles = (),
+    nproc: NumProcesses = 0,
+    kills: Annotated[int, Parameter(help="Times that a rank is killed.")] = 25,
+    seed: Annotated[int, Parameter(help="Of ranks, steps, phases and moments.")] = 1,
+    steps: Annotated[int, Parameter(help="Steps to train.")] = 40,
+    world_sizes: Annotated[
+        str,
+        Parameter(
+            help="Numbers of ranks joined by commas, one of which each start gets at random, as replicas and shards; "
+            "with --training.reproducible. Empty: always those of the run."
+        ),
+    ] = "",
+    timeout: Annotated[int, Parameter(help="Seconds that each of the two runs may take.")] = 1800,
+    as_json: Json = False,
+) -> int:
+    """Kill random ranks at random moments, start-up and save included, and compare with the run that is let be.
+
+    Takes the flags of train, degrees and all. Exit code 1 where a loss, a gradient norm, weights, optimizer state or a
+    sample differs, to the last bit, where a kill did not come, or where a process is left.
+    """
+    from crius.verify.chaos import DATA_PARALLEL, chaos
+    from crius.verify.survival import SET_BY_VERB
+
+    refuse_given(SET_BY_VERB, "this verb sets them", "--steps 40 --kills 25")
+    if world_sizes:
+        refuse_given(DATA_PARALLEL, "--world_sizes sets them")
+        if nproc:
+            raise ConfigError("--nproc with --world_sizes.", where="command line", fix="leave out --nproc")
+    need_torch()
+    check_save_ops(run)
+    return chaos(
+        facts_of(run, nproc, None),
+        run_dir(run, None),
+        kills=kills,
+        seed=seed,
+        steps=steps,
+        world_sizes=world_sizes,
+        timeout=timeout,
+        as_json=as_json,
     )
 
 

@@ -163,7 +163,9 @@ def _loop(
 @contextlib.contextmanager
 def _session(task: Task, placement: Placement) -> Iterator[tuple[ModelFacts, Mesh, World, contextlib.ExitStack]]:
     """The ranks of a task, met; everything they say goes to their logs, also that of rank 0."""
-    _speak_to_log(placement)
+    if placement.rank == 0:  # on the console until now, where the table is
+        assert placement.log_dir is not None
+        speak_to(log_path(placement.log_dir, 0))
     faulthandler.dump_traceback_later(task.seconds, exit=True, file=2)
     start_logging(placement.rank, task.run_dir, is_own_file=True)
     config = task.config
@@ -176,14 +178,12 @@ def _session(task: Task, placement: Placement) -> Iterator[tuple[ModelFacts, Mes
         yield model_facts(config), build_mesh(dims, device.type), ranks, stack
 
 
-def _speak_to_log(placement: Placement) -> None:
-    """Rank 0 is on the console until now, where the table is."""
-    if placement.rank == 0:
-        assert placement.log_dir is not None
-        log = log_path(placement.log_dir, 0).open("a", buffering=1, encoding="utf-8", errors="backslashreplace")
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-        sys.stdout = sys.stderr = log
+def speak_to(path: Path) -> None:
+    """Send what this process prints from now on, also from C code, to the end of ``path``."""
+    log = path.open("a", buffering=1, encoding="utf-8", errors="backslashreplace")
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    sys.stdout = sys.stderr = log
 
 
 def _place(config: RunConfig, total: int, place: Callable[[Batch], Batch], batch: Batch) -> Batch:
