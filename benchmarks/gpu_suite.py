@@ -33,6 +33,7 @@ NEEDED = {
     "cyclopts": "cyclopts",
     "dateutil": "python-dateutil",
     "docstring_parser": "docstring-parser",
+    "xxhash": "xxhash",
     "fontTools": "fonttools",
     "iniconfig": "iniconfig",
     "kiwisolver": "kiwisolver",
