@@ -18,6 +18,15 @@ def _cache(tmp_path_factory):
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
 
 
+@pytest.fixture(scope="session")
+def imported_torchao():
+    """torchao, imported once: the workers are forked."""
+    from crius.quantize.convert import usable_torchao
+
+    with usable_torchao():
+        import crius.quantize.backend  # noqa: F401
+
+
 def pytest_collection_modifyitems(items):
     skip = pytest.mark.skip(reason="needs a CUDA device")
     if not torch.cuda.is_available():

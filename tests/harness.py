@@ -15,6 +15,7 @@ from crius.config.load import normalized_argv
 from crius.config.run import RunConfig
 from crius.config.training import TrainingConfig
 from crius.launch.local import run_workers
+from crius.launch.supervision import Supervision
 from crius.parallel.runtime import World
 from crius.train import job
 
@@ -49,12 +50,19 @@ def num_ranks(config: RunConfig) -> int:
     return config.parallelism.total_ranks(1)
 
 
-def train(flags: list[str], run_dir: Path) -> list[dict]:
-    """Train and return the records of ``metrics.jsonl``."""
+def run(flags: list[str], run_dir: Path, is_supervised: bool = False) -> int:
+    """Train; returns the exit code. Supervised, the run starts again after failures as that of ``crius train`` does."""
     config = parse(flags)
     run_dir.mkdir(parents=True, exist_ok=True)
+    supervision = Supervision(launch=config.launch, watchdog=config.watchdog) if is_supervised else None
     # one process too is forked: a process group that died here would be collected again, and hang, in later forks
-    code = run_workers(functools.partial(job.run, config, run_dir, time.monotonic()), num_ranks(config), run_dir)
+    target = functools.partial(job.run, config, run_dir, time.monotonic())
+    return run_workers(target, num_ranks(config), run_dir, supervision=supervision)
+
+
+def train(flags: list[str], run_dir: Path) -> list[dict]:
+    """Train and return the records of ``metrics.jsonl``."""
+    code = run(flags, run_dir)
     assert code == 0, f"exit code {code}"
     return read_metrics(run_dir)
 

@@ -1,6 +1,6 @@
 """Broken rules between sections, with what their errors say."""
 
-from crius.config import rules, rules_layout
+from crius.config import rules, rules_checkpoint, rules_layout
 
 SHARD = "--parallelism.data_parallel_shard_degree"
 REPLICATE = "--parallelism.data_parallel_replicate_degree"
@@ -298,10 +298,26 @@ CASES = [
     ),
     (
         rules.built_already,
-        ["--checkpoint.enable"],
+        ["--parallelism.expert_parallel_degree", "2"],
         {},
-        "not built yet: checkpointing",
+        "not built yet: expert parallelism",
         "",
-        "leave out --checkpoint.enable",
+        "leave out --parallelism.expert_parallel_degree",
+    ),
+    (
+        rules_checkpoint.checkpoints_outlive_the_process,
+        ["--checkpoint.enable", "--checkpoint.folder", "memory://x"],
+        {},
+        "checkpoint.folder memory://x would be gone",
+        "--checkpoint.folder",
+        "--checkpoint.folder checkpoints",
+    ),
+    (
+        rules_checkpoint.checkpoint_flags_have_effect,
+        ["--checkpoint.keep_last", "5"],
+        {},
+        "checkpoint.keep_last has no effect",
+        "--checkpoint.keep_last",
+        "--checkpoint.enable",
     ),
 ]

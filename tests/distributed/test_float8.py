@@ -1,7 +1,6 @@
 """Low precision in every layout: the curve of one device, and no more communication than without it."""
 
 import functools
-import importlib
 import json
 import re
 import time
@@ -12,7 +11,8 @@ from harness import TEXT, layout_flags, parse, steps_of, train
 from crius.launch.local import run_workers
 from crius.parallel import tensor
 from crius.planner.dry_run import dry_run
-from crius.quantize.convert import usable_torchao
+
+pytestmark = pytest.mark.usefixtures("imported_torchao")
 
 FLOAT8 = ["--quantize.dense.float8.enable"]
 GATHER = [*FLOAT8, "--quantize.dense.float8.enable_fsdp_float8_all_gather"]
@@ -33,13 +33,6 @@ TINY = [
 # rounding, by up to 2**-4 each; measured up to 8e-6 and 2e-4. A scale that is a power of two, for a row or a block,
 # moves no rounding but those of numbers near zero; measured up to 6e-7 and 2e-5.
 TOLERANCE = {"tensorwise": (5e-5, 1e-3), "rowwise": (5e-6, 2e-4), "mxfp8": (5e-6, 2e-4)}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _imported():
-    """torchao, imported once: the workers are forked."""
-    with usable_torchao():
-        importlib.import_module("crius.quantize.backend")
 
 
 @pytest.fixture(scope="module")

@@ -37,9 +37,9 @@ OFFLOAD = ["--training.enable_cpu_offload"]
 # Muon iterates whole float32 matrices on one rank, whatever the layout.
 RUNS = [
     ("bf16 states", "pp2_fsdp2", [], 1e-8, 1e-4),  # measured 3e-5
-    ("bf16 states", "hsdp2x2_tp2", [], 1e-8, 1e-4),
+    ("bf16 states", "fsdp2_tp2", [], 1e-8, 1e-4),
     ("8bit states", "pp2_fsdp4", [], 1e-8, 5e-4),  # measured 9e-5; shards of wk that are too small to quantize if alone
-    ("8bit states", "hsdp2x2_tp2", [], 5e-6, 3e-2),
+    ("8bit states", "fsdp2_tp2", [], 5e-6, 3e-2),
     ("bf16 weights", "pp2_fsdp2", [], 1e-8, 1e-3),  # measured 4e-4
     ("bf16 weights", "hsdp2x2_tp2", [], 1e-8, 1e-3),
     ("muon", "pp2_fsdp2", [], 1e-8, 1e-4),  # measured 1.2e-5

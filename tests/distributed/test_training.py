@@ -94,15 +94,15 @@ def write_implementations(config, run_dir, placement):
     (run_dir / f"implementations-{placement.rank}.json").write_text(json.dumps(result))
 
 
-@pytest.mark.parametrize("layout", ["1", "fsdp4", "hsdp2x2"])
+@pytest.mark.parametrize("layout", ["1", "fsdp2", "hsdp2x2"])
 def test_fused_foreach_and_for_loop_train_alike(layout, tmp_path):
-    config = parse([*SHORT, "--training.steps", "20", *layout_flags(layout)])
+    config = parse([*SHORT, "--training.steps", "10", *layout_flags(layout)])
     ranks = num_ranks(config)
     assert run_workers(functools.partial(write_implementations, config, tmp_path), ranks, tmp_path) == 0
     for rank in range(ranks):
         found = json.loads((tmp_path / f"implementations-{rank}.json").read_text())
         want = found["for-loop"]["losses"]
-        assert len(want) == 20 and want[-1] < want[0]
+        assert len(want) == 10 and want[-1] < want[0]
         for name in ("foreach", "fused"):
             # the last bit of a weight between 1 and 2 is 1.2e-7, and that is what is measured; losses: 2e-9
             assert found[name]["difference"] <= 1e-6
@@ -211,7 +211,7 @@ def tie_embeddings():
 
 
 VARIANTS = {
-    "plain": (nothing, ["--training.steps", "20"]),
+    "plain": (nothing, ["--training.steps", "10"]),
     "document": (nothing, ["--model.attention_mask", "document"]),
     "tied": (tie_embeddings, []),
 }
@@ -229,7 +229,7 @@ def test_variant_matches_one_device(variant, layout, variant_on_one_device, tmp_
 
 def test_bfloat16_trains_close_to_float32(variant_on_one_device, tmp_path):
     want = variant_on_one_device("plain")
-    flags = ["--training.steps", "20", "--training.mixed_precision_param", "bfloat16"]
+    flags = ["--training.steps", "10", "--training.mixed_precision_param", "bfloat16"]
     got = train([*SHORT, *flags, *layout_flags("fsdp2")], tmp_path)
     assert got[-1]["loss"] < got[0]["loss"]
     # bfloat16 has 8 bits: 4e-3 relative in each weight and activation, averaged over 512 tokens
@@ -244,14 +244,14 @@ def test_summary_and_metrics_account_for_the_wall_time(tmp_path):
     records = train([*SHORT, "--training.steps", "10", "--validation.interval", "5", *layout_flags("1")], tmp_path)
     summary = json.loads((tmp_path / "summary.json").read_text())
     seconds = summary["seconds"]
-    assert set(seconds) >= {"startup", "setup", "data", "train", "report", "validation"}
+    assert set(seconds) >= {"initialise", "data", "compute", "report", "validation"}
     assert sum(seconds.values()) == pytest.approx(
         summary["wall_seconds"], rel=0.02
     )  # loop overhead, garbage collection
     steps = [record["step_seconds"] for record in steps_of(records)]
     assert len(steps) == 10 and all(value > 0 for value in steps)  # step 1 is timed like any other
     # between the phases a step only sets learning rates
-    assert sum(steps) == pytest.approx(seconds["data"] + seconds["train"], rel=0.02)
+    assert sum(steps) == pytest.approx(seconds["data"] + seconds["compute"], rel=0.02)
     validations = [record for record in records if "val_loss" in record]
     assert [record["step"] for record in validations] == [5, 10]
     assert sum(record["val_seconds"] for record in validations) == pytest.approx(seconds["validation"], rel=0.05)

@@ -29,11 +29,19 @@ VERBS = (
     "verify init",
     "verify compile",
     "verify precision",
+    "verify resume",
+    "verify chaos",
     "bench optimizer",
     "bench quantize",
+    "bench checkpoint",
+    "checkpoint ls",
+    "checkpoint verify",
+    "checkpoint prune",
+    "checkpoint convert",
     "config show",
     "config diff",
     "data prepare",
+    "data audit",
     "doctor",
 )
 SCHEDULE = "parallelism.pipeline_parallel_schedule"
@@ -151,7 +159,7 @@ def test_the_torchtitan_name_of_a_setting_works_as_a_flag_and_in_toml(shown, tom
         settings = shown(*(f"--{spelling}={item}" for item in items))
         assert settings[name] == {"value": value, "origin": "command line"}
     section, _, key = alias.rpartition(".")
-    file = toml(tomli_w.dumps({section: {key: value}}))
+    file = toml(tomli_w.dumps({section: {key: value}} if section else {key: value}))
     assert shown("--config", file)[name] == {"value": value, "origin": str(file)}
 
 

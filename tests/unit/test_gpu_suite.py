@@ -183,7 +183,7 @@ def test_only_what_is_missing_is_taken_from_the_wheels(tmp_path):
 
 def test_the_list_of_wheels_is_complete_and_is_the_readmes():
     listed = set(suite.NEEDED.values())
-    todo = ["cyclopts", "tomli-w", "rich", "pytest", "pytest-timeout", "torchao", "matplotlib"]
+    todo = ["cyclopts", "tomli-w", "rich", "xxhash", "pytest", "pytest-timeout", "torchao", "matplotlib"]
     while todo:
         name = todo.pop()
         if name == "numpy":  # has to be there, as torch

@@ -3,6 +3,8 @@
 This file is also the program under test: ``python test_launch_local.py TARGET NUM_RANKS RUN_DIR`` starts workers.
 """
 
+import contextlib
+import gc
 import json
 import multiprocessing
 import os
@@ -18,7 +20,7 @@ import pytest
 
 import crius
 from crius.errors import DataError, LayoutError
-from crius.launch import local, worker
+from crius.launch import crew, local, worker
 from crius.launch.status import status
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -92,6 +94,11 @@ def save_when_asked(place):
     raise SystemExit(75)
 
 
+def end_when_asked(place):
+    with contextlib.suppress(SystemExit):
+        save_when_asked(place)
+
+
 def fail_to_save_when_asked(place):
     try:
         save_when_asked(place)
@@ -109,6 +116,10 @@ def lose_the_log_folder(place):
     if place.rank == 1:
         shutil.rmtree(place.log_dir)
         raise DataError("document 7 is empty.")
+
+
+def count_objects(place):
+    (place.log_dir / "objects").write_text(str(len(gc.get_objects())))
 
 
 def exit_75(place):
@@ -206,6 +217,11 @@ def test_success_is_0_and_every_rank_has_its_output(launch, tmp_path):
 
 def test_what_the_user_set_stays(launch, tmp_path):
     assert launch(speak, 2, OMP_NUM_THREADS="5", GLOO_SOCKET_IFNAME="eth7").stdout == "out of rank 0 5 eth7\n"
+
+
+def test_a_collection_in_a_worker_leaves_what_the_launcher_made_alone(tmp_path):
+    assert local.run_workers(count_objects, 1, tmp_path) == 0
+    assert int((tmp_path / "logs/objects").read_text()) < len(gc.get_objects()) / 10
 
 
 def test_spawned_workers_behave_like_forked_ones(launch, tmp_path):
@@ -320,6 +336,13 @@ def test_workers_may_save_when_asked_to_stop(start, tmp_path, number, code):
     assert error == f"\nstopped by {number.name}, saved first\n"
 
 
+def test_a_job_that_is_done_when_the_signal_comes_is_done(start, tmp_path):
+    process = start(end_when_asked, 2)
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=10) == ("", "")
+    assert process.returncode == 0
+
+
 def test_an_error_while_stopping_is_shown(start, tmp_path):
     process = start(fail_to_save_when_asked, 2)
     process.send_signal(signal.SIGTERM)
@@ -357,7 +380,7 @@ def test_workers_end_when_the_launcher_is_killed(start, tmp_path, options):
 def main(name, num_ranks, run_dir, *options):
     """The program under test."""
     if "spawn" in options:
-        local._Process = multiprocessing.get_context("spawn").Process
+        crew._Process = multiprocessing.get_context("spawn").Process
     if "poll" in options:  # as on a system whose kernel cannot tie a process to its parent
         worker._PR_SET_PDEATHSIG = 9999
     seconds = dict(option.split("=") for option in options if "=" in option)

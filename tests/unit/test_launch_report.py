@@ -19,7 +19,7 @@ from crius.launch.report import (
     root_cause,
     write_report,
 )
-from crius.launch.status import Status, read_mirror, status
+from crius.launch.status import Heartbeat, Status, read_mirror, status
 
 
 @pytest.fixture(autouse=True)
@@ -132,13 +132,13 @@ def test_an_exit_without_a_report_is_described(code, headline):
 
 def test_a_status_is_mirrored(tmp_path):
     mine = Status()
-    assert read_mirror(tmp_path / "s") == (None, "start")
+    assert read_mirror(tmp_path / "s") == Heartbeat()
     mine.mirror_to(tmp_path / "s")
-    assert read_mirror(tmp_path / "s") == (None, "start")
+    assert read_mirror(tmp_path / "s") == Heartbeat(None, "start", mine.since)
     mine.update(step=123456, phase="forward")
     mine.update(phase="x" * 200)
     mine.update(step=7, phase="data")
-    assert read_mirror(tmp_path / "s") == (7, "data")
+    assert read_mirror(tmp_path / "s") == Heartbeat(7, "data", mine.since)
 
 
 def value_error(place):

@@ -12,13 +12,14 @@ ROOT = Path(__file__).parent.parent.parent
 
 LAYER = {
     **{"config": 0, "models": 1, "kernels": 1, "__main__": 5, "cli": 4, "help": 0},
-    **dict.fromkeys(("install", "shards", "silence"), -1),
+    **dict.fromkeys(("install", "redact", "shards", "silence"), -1),
     **dict.fromkeys(("parallel", "quantize", "data", "optim", "checkpoint", "metrics"), 2),
     **dict.fromkeys(("train", "planner", "verify", "report", "launch", "bench"), 3),
 }
 # (importer, what it may import although the layers alone would not allow it)
 ARROWS = [
     *[("models", "kernels"), ("train", "launch.environment"), ("train", "launch.status")],
+    ("train", "launch.stop"),
     ("verify", "launch"),
     *[(upper, "train") for upper in ("planner", "verify", "report", "bench")],
 ]
@@ -28,15 +29,23 @@ CLOSED = [
     *[(name, "config") for name in ("models", "kernels")],
     *[(name, part) for name, level in LAYER.items() if level == 2 for part in PRIVATE],
 ]
-LAZY_ROOMS = ("cli/app.py", "cli/bench.py", "cli/settings.py", "cli/train.py", "cli/verify.py", "models/registry.py")
-# pyproject.toml's extras
-OPTIONAL = {"datasets", "matplotlib", "tokenizers", "tensorboard", "torch.utils.tensorboard", "torchao"}
+LAZY_ROOMS = (
+    *(f"cli/{name}.py" for name in ("app", "bench", "checkpoint", "settings", "train", "verify")),
+    "models/registry.py",
+)
+# pyproject.toml's extras, and what comes with torch but is only for some
+OPTIONAL = {"datasets", "fsspec", "matplotlib", "tokenizers", "tensorboard", "torch.utils.tensorboard", "torchao"}
 
 AIM_FILE, STOP_FILE, AIM_FUNCTION, STOP_FUNCTION = 400, 500, 60, 100
 LONGER: dict[str, str] = {}  # "file" or "file:function" to the reason; still below the hard stop
 
 TORCH_FREE = (
     *("errors.py", "cli/*.py", "config/*.py", "models/*/config.py", "models/*/plan.py", "models/plan.py"),
+    *(f"checkpoint/{name}.py" for name in ("digest", "disk", "folder", "local_disk", "manifest", "names")),
+    *(f"checkpoint/{name}.py" for name in ("remote_disk", "shard_file", "verify")),
+    *(f"checkpoint/{name}.py" for name in ("convert", "dcp", "foreign", "foreign_names", "safetensors_file")),
+    *(f"checkpoint/{name}.py" for name in ("strict_json", "tiles", "torch_file", "unpickle")),
+    "redact.py",
     *("models/registry.py", "models/spec.py", "models/*/__init__.py", "launch/*.py", "data/*.py", "train/inputs.py"),
 )
 NEEDS_TORCH = ("launch/doctor.py", "data/batch.py", "data/loader.py")
@@ -68,7 +77,7 @@ def may_import(importer: str, target: str) -> bool:
         return True
     if any(importer == a and is_below(target, b) for a, b in CLOSED):
         return False
-    if importer == "launch" and package not in ("config", "install"):
+    if importer == "launch" and package not in ("config", "install", "redact"):
         return False
     return importer in LAYER and package in LAYER and LAYER[package] < LAYER[importer]
 

@@ -51,6 +51,7 @@ def test_records_have_the_fields_that_scripts_rely_on():
     assert [field.name for field in dataclasses.fields(StepMetrics)] == [
         *("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "tokens_per_second_per_rank"),
         *("mfu", "tflops", "step_seconds", "data_seconds", "memory_gib", "skipped_steps", "rolled_back_steps"),
+        "goodput",
     ]
     names = {field.name for field in dataclasses.fields(ValidationMetrics)}
     assert names >= {"step", "val_loss", "val_perplexity", "val_bits_per_byte"}
@@ -65,6 +66,18 @@ def test_jsonl_is_flushed_at_once_and_at_full_precision(tmp_path):
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()  # before close
     assert [json.loads(line) for line in lines] == [dataclasses.asdict(third), dataclasses.asdict(VALIDATION)]
     sink.close()
+
+
+def test_jsonl_goes_on_after_the_step_of_a_resume_and_keeps_what_was_lost(tmp_path):
+    before = [json.dumps({"step": step, "loss": float(step)}) for step in (1, 2, 3, 4)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(before) + '\n{"step": 5, "lo')  # killed while it wrote
+    sink = JsonlSink(tmp_path, resumed_step=2)
+    sink.write(dataclasses.replace(STEP, step=3))
+    sink.close()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert (tmp_path / "metrics.lost.jsonl").read_text().splitlines() == [*before[2:], '{"step": 5, "lo']
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "metrics.lost.jsonl"]
 
 
 def test_jsonl_keeps_the_files_of_earlier_runs(tmp_path):
@@ -206,6 +219,7 @@ def test_tensorboard_has_torchtitans_tags_and_reads_back(tmp_path):
         "time_metrics/data_loading(s)": 0.001,
         "time_metrics/data_loading(%)": 0.4,
         "memory/max_active(GiB)": 61.2,
+        "goodput": 0.0,
         "validation_metrics/loss": 2.5,
         "validation_metrics/perplexity": 12.182,
         "validation_metrics/bits_per_byte": 1.25,
@@ -221,26 +235,51 @@ def test_tensorboard_is_written_only_when_asked(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_phases_and_the_rest_add_up_to_the_wall_time(monkeypatch):
-    clock = [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+@pytest.fixture
+def clock(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    return now
 
-    def spend(seconds):
-        clock[0] += seconds
 
+def spend(clock, ledger, **seconds):
+    for name, amount in seconds.items():
+        with ledger.phase(name):
+            clock[0] += amount
+
+
+def test_phases_and_the_rest_add_up_to_the_wall_time(clock):
     ledger = TimeLedger(started=97.5)
-    with ledger.phase("setup"):
-        spend(4)
+    spend(clock, ledger, initialise=4)
     for _ in range(3):
-        with ledger.phase("train"):
-            spend(2)
-        spend(0.5)  # in no phase
-    with pytest.raises(KeyError), ledger.phase("train"):
-        spend(1)
+        spend(clock, ledger, compute=2)
+        clock[0] += 0.5  # in no phase
+    with pytest.raises(KeyError), ledger.phase("compute"):
+        clock[0] += 1
         raise KeyError
-    assert ledger.seconds == {"startup": 2.5, "setup": 4.0, "train": 7.0}
+    assert ledger.seconds == {"initialise": 6.5, "compute": 7.0}
     assert ledger.wall() == 2.5 + 4 + 3 * 2.5 + 1
-    assert ledger.summary() == "15.0 s = startup 2.5 + setup 4.0 + train 7.0 + other 1.5"
+    assert ledger.summary() == "15.0 s = initialise 6.5 + compute 7.0 + other 1.5; goodput 46.7%"
+
+
+def test_the_ledger_of_a_run_that_failed_goes_on_with_what_was_lost_and_down(clock, tmp_path):
+    first = TimeLedger(started=100.0)
+    first.mirror_to(tmp_path / "ledger.json")
+    spend(clock, first, initialise=5, compute=10, save_blocked=1)
+    saved = dict(first.seconds)
+    spend(clock, first, compute=7, data=2)
+    clock[0] += 3  # into the step that failed
+    failed_at = clock[0]
+    clock[0] += 4
+    second = TimeLedger(started=100.0)
+    second.take_over(tmp_path / "ledger.json", failed_at)
+    spend(clock, second, initialise=6)
+    second.lose(saved)
+    spend(clock, second, compute=20)
+    expected = {"initialise": 11, "compute": 30, "save_blocked": 1, "lost": 7 + 2 + 3, "down": 4, "data": 0}
+    assert second.seconds == expected
+    assert sum(second.parts().values()) == second.wall() == 58
+    assert second.goodput() == 30 / 58
 
 
 PEAKS = [
@@ -291,7 +330,7 @@ def test_rates_and_mfu_are_over_the_steps_since_the_last_report():
     state = TrainState(parts=[], optimizer=None, schedule=None, step=7, tokens=14_336)
     for _ in range(3):
         meter.count(2048, 0.5, 0.125)
-    record = meter.report(state, result_of(3.5, 0.25), lr=1e-3)
+    record = meter.report(state, result_of(3.5, 0.25), lr=1e-3, goodput=0.5)
     assert (record.step, record.tokens, record.loss, record.grad_norm, record.lr) == (7, 14_336, 3.5, 0.25, 1e-3)
     assert record.tokens_per_second == 3 * 2048 / 1.5
     assert record.tokens_per_second_per_rank == 1024.0
@@ -299,10 +338,10 @@ def test_rates_and_mfu_are_over_the_steps_since_the_last_report():
     assert record.mfu == pytest.approx(2.048 / 4, rel=1e-12)
     assert (record.step_seconds, record.data_seconds) == (0.5, 0.125)
     meter.count(2048, 2.0, 0.0)
-    assert meter.report(state, result_of(3.5, 0.25), lr=1e-3).tokens_per_second == 1024.0
+    assert meter.report(state, result_of(3.5, 0.25), lr=1e-3, goodput=0.5).tokens_per_second == 1024.0
 
 
 def test_mfu_is_unknown_without_a_peak():
     meter = Meter(flops_per_token=2e9, peak_tflops=None, world=World(0, 1, torch.device("cpu")))
     meter.count(2048, 0.5, 0.0)
-    assert meter.report(TrainState(None, None, None), result_of(1.0, 1.0), lr=1.0).mfu is None
+    assert meter.report(TrainState(None, None, None), result_of(1.0, 1.0), lr=1.0, goodput=0.5).mfu is None

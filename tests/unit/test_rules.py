@@ -14,6 +14,7 @@ from crius.config.facts import Facts
 from crius.config.rules_optimizer import OPTIMIZER_RULES
 from crius.config.rules_pipeline import PIPELINE_RULES
 from crius.config.rules_quantize import QUANTIZE_RULES
+from crius.config.rules_reproducible import REPRODUCIBLE_RULES
 from crius.config.rules_stability import STABILITY_RULES
 from crius.errors import ConfigError
 from crius.launch import environment
@@ -23,10 +24,6 @@ from crius.train.inputs import known_model_facts
 # Lines leave this table as the features arrive.
 NOT_BUILT = [
     ["--parallelism.expert_parallel_degree", "2"],
-    ["--checkpoint.enable"],
-    ["--checkpoint.interval", "10"],
-    ["--checkpoint.load_step", "10"],
-    ["--checkpoint.folder", "elsewhere"],
 ]
 
 # The commands of the mission's row "Command line".
@@ -82,7 +79,7 @@ def test_a_rule_names_the_value_where_it_came_from_and_a_fix_that_works(rule, fl
 
 
 def test_every_rule_has_a_case_and_an_untouched_run_breaks_none():
-    elsewhere = {*PIPELINE_RULES, *QUANTIZE_RULES, *OPTIMIZER_RULES, *STABILITY_RULES}  # which have files of their own
+    elsewhere = {*PIPELINE_RULES, *QUANTIZE_RULES, *OPTIMIZER_RULES, *STABILITY_RULES, *REPRODUCIBLE_RULES}
     assert {case[0] for case in CASES} == set(rules.RULES) - elsewhere
     for known in ({}, {"num_gpus": 8}, {"ranks": 4}):
         rules.check(facts_of([], **known))
@@ -101,11 +98,11 @@ def test_a_number_out_of_range_is_refused_with_a_value_that_works(name):
 def test_five_violations_are_one_message(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     flags = [*(SHARD, "4", "--training.global_batch_size", "10", "--model.flavor", "7b", "--training.steps", "0")]
-    assert cli.main(["train", *flags, "--data.path", "x", "--checkpoint.enable"]) == 2
+    assert cli.main(["train", *flags, "--data.path", "x", "--checkpoint.load_step", "3"]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("ConfigError: 5 problems")
-    values = ("flavor 7b", "steps 0", "global_batch_size 10", "data.path x", "checkpoint.enable")
+    values = ("flavor 7b", "steps 0", "global_batch_size 10", "checkpoint.load_step has no effect", "data.path x")
     for number, value in enumerate(values, start=1):
         assert re.search(rf"^\[{number}\] ConfigError: .*{value}", err, re.MULTILINE)
     assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,24 @@
+"""Short runs of the real job with checkpoints, and what their checkpoints say."""
+
+from harness import SMALL, layout_flags
+
+from crius.checkpoint.contents import contents_hash
+from crius.checkpoint.disk import open_disk
+from crius.checkpoint.names import step_name
+from crius.checkpoint.verify import read_manifest
+
+BATCH = 12
+SHORT = [
+    *("--training.seq_len", "32", "--training.global_batch_size", str(BATCH), "--model.num_layers", "2"),
+    *("--data.source", "text", "--data.path", SMALL[SMALL.index("--data.path") + 1], "--validation.interval", "0"),
+    *("--checkpoint.mode", "sync"),
+]
+
+
+def flags(layout, *more, steps=3):
+    return [*SHORT, *layout_flags(layout, BATCH), "--training.steps", str(steps), *more]
+
+
+def contents(run_dir, step):
+    disk = open_disk(str(run_dir / "checkpoints"))
+    return contents_hash(disk, step_name(step), read_manifest(disk, step_name(step)))

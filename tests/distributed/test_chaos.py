@@ -1,0 +1,143 @@
+"""``crius verify chaos``: what it draws, what it may not do to a run, and a short one for real."""
+
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from harness import TEXT, parse
+
+from crius.cli.app import facts_of
+from crius.config.checkpoint import CheckpointConfig
+from crius.config.run import RunConfig
+from crius.config.training import TrainingConfig
+from crius.data.audit import audit
+from crius.errors import ConfigError
+from crius.train.fault import read_faults
+from crius.verify import chaos as module
+from crius.verify.chaos import Killer, Pace, Start, chaos, drawn
+from crius.verify.survival import Family
+
+TINY = [
+    *("--recipe", "verify", "--model.num_layers", "1", "--training.seq_len", "16", "--model.vocab_size", "257"),
+    *("--data.source", "text", "--data.path", str(TEXT), "--validation.interval", "0"),
+]
+REPRODUCIBLE = ["--training.reproducible", "--training.virtual_shards", "2"]
+
+
+def verify(folder, capsys, flags=(), **options):
+    """Exit code, and what the verb found."""
+    capsys.readouterr()
+    code = chaos(facts_of(parse([*TINY, *flags]), 0, None), folder, timeout=150, as_json=True, **options)
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_a_run_on_1_and_2_ranks_that_is_killed_at_random_is_the_undisturbed_one(tmp_path, capsys):
+    flags = [*REPRODUCIBLE, "--checkpoint.interval", "1", "--checkpoint.mode", "sync"]
+    code, found = verify(tmp_path, capsys, flags, kills=4, seed=8, steps=8, world_sizes="1,2")
+    assert code == 0 and found["identical"] and not found["problems"], found
+    assert found["same_steps"] == 8 and found["kills"] == sum(found["kills_by_phase"].values()) == 4
+    assert len(found["num_ranks"]) == 5 and set(found["num_ranks"]) == {1, 2}
+    starts = [(attempt.after, attempt.ranks) for attempt in audit(tmp_path / "killed").attempts]
+    assert starts[-1][0] > 0 and {ranks for after, ranks in starts} == {1, 2}, starts
+
+
+def test_draws_depend_on_the_seed_alone_and_reach_every_place():
+    assert drawn(25, 1) == drawn(25, 1) != drawn(25, 2)
+    draws = drawn(25, 1)
+    assert len(draws) == 26 and sum(draw.is_timed for draw in draws[:25]) == 12
+    for is_timed, count in ((True, 12), (False, 13)):
+        places = sorted(draw.place for draw in draws[:25] if draw.is_timed == is_timed)
+        assert [int(place * count) for place in places] == list(range(count))
+
+
+@pytest.mark.parametrize(("kills", "steps", "interval"), [(25, 40, 3), (5, 3, 1), (3, 20, 7), (40, 10, 2)])
+def test_each_attempt_is_killed_before_the_run_is_at_its_end(kills, steps, interval, tmp_path):
+    config = RunConfig(training=TrainingConfig(steps=steps), checkpoint=CheckpointConfig(interval=interval))
+    last = []
+    for seed in range(20):
+        chance, folder = random.Random(seed), tmp_path / str(seed)
+        killer = Killer(drawn(kills, seed), [Start(config, 2)], folder, Pace(2.0, 0.1))
+        for number in range(kills):
+            saved = [int(path.name[5:]) for path in folder.glob("checkpoints/step-*")]
+            _, num_ranks, text = killer.assignment(number)
+            [fault] = read_faults({"CRIUS_FAULT": text}, steps, num_ranks, number)
+            assert fault.attempt == number
+            if fault.step is None:
+                continue
+            assert max(saved, default=0) < fault.step  # else it would not come
+            done = [step for step in range(interval, fault.step, interval) if chance.random() < 0.8]
+            for step in done:
+                (folder / f"checkpoints/step-{step:08d}").mkdir(parents=True, exist_ok=True)
+                (folder / f"checkpoints/step-{step:08d}/manifest.json").touch()
+            last.append(fault.step)
+        assert killer.assignment(kills)[2] == ""
+    assert max(last) <= steps
+
+
+def test_a_moment_counts_from_the_start_or_from_the_first_step(tmp_path, monkeypatch):
+    clock, timers = SimpleNamespace(now=100.0), []
+
+    class Timer:
+        daemon = False
+
+        def __init__(self, seconds, kill, arguments):
+            timers.append((seconds, *arguments))
+
+        def start(self):
+            pass
+
+        cancel = join = start
+
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(module, "threading", SimpleNamespace(Timer=Timer))
+    config = RunConfig(training=TrainingConfig(steps=20), checkpoint=CheckpointConfig(interval=5))
+    draw = replace(drawn(2, 1)[0], is_timed=True, rank=0.99)
+    early, late = replace(draw, place=0.0), replace(draw, place=math.nextafter(1.0, 0.0))
+    killer = Killer([early, late, draw], [Start(config, 2)], tmp_path, Pace(4.0, 0.5))
+    assert killer.assignment(0)[2] == "kill:step=10,phase=data,rank=1,attempt=0"
+    killer.on_poll(0, {0: 11, 1: 12})
+    killer.on_poll(0, {0: 11, 1: 12})
+    assert timers == [(0.0, 12)]
+    killer.close()
+    killer.assignment(1)
+    killer.on_poll(1, {0: 21, 1: 22})
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/samples-rank-0.jsonl").write_text("{}\n")
+    clock.now += 7
+    assert len(timers) == 1
+    killer.on_poll(1, {0: 21, 1: 22})
+    assert timers[1] == (pytest.approx(21 * 0.5), 22)
+
+
+@pytest.mark.parametrize(
+    ("flags", "options", "said"),
+    [
+        ([], {"world_sizes": "1,2"}, "without training.reproducible"),
+        (REPRODUCIBLE, {"world_sizes": "1,x"}, "are no numbers"),
+        (REPRODUCIBLE, {"world_sizes": "3"}, "3 data-parallel ranks do not divide the 2 virtual shards"),
+        ([*REPRODUCIBLE, "--parallelism.tensor_parallel_degree", "2"], {"world_sizes": "2,3"}, "3 is no multiple"),
+        ([], {"kills": 0}, "--kills 0 is not positive"),
+    ],
+)
+def test_a_wrong_call_is_refused(flags, options, said, tmp_path, capsys):
+    with pytest.raises(ConfigError, match=said):
+        verify(tmp_path, capsys, flags, **options)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_process_that_outlives_a_run_is_seen():
+    family = Family()
+    child = subprocess.Popen(["sleep", "60"])
+    family.look([os.getpid()])
+    try:
+        assert child.pid in family.left(0.0)
+    finally:
+        child.kill()
+        child.wait()
+    assert child.pid not in family.left(0.0)

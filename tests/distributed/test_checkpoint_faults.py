@@ -1,0 +1,176 @@
+"""What a run does about a disk that fails, a checkpoint that is damaged, settings and data that changed."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from checkpoint_runs import flags
+from harness import ROOT, TEXT, crius, read_metrics, run, steps_of, train
+
+from crius.checkpoint.names import step_name
+from crius.launch.lock import run_lock
+
+
+def log_of(run_dir):
+    return (run_dir / "logs" / "rank-0.log").read_text()
+
+
+def steps_there(run_dir):
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    """A run of one step with its checkpoint."""
+    run_dir = tmp_path_factory.mktemp("begun")
+    train(flags("1", "--checkpoint.enable", steps=1), run_dir)
+    return run_dir
+
+
+@pytest.fixture
+def run_dir(begun, tmp_path):
+    """A copy of the run, to go on with."""
+    return shutil.copytree(begun, tmp_path / "run")
+
+
+@pytest.mark.parametrize(("mode", "error"), [("sync", "enospc"), ("async", "erofs")])
+def test_a_disk_that_fails_costs_a_checkpoint_and_not_the_run(mode, error, tmp_path, monkeypatch):
+    monkeypatch.setenv("CRIUS_FAULT", f"disk:save=2,error={error},rank=1")
+    records = train(flags("fsdp2", "--checkpoint.interval", "2", "--checkpoint.mode", mode, steps=7), tmp_path)
+    assert [record["step"] for record in steps_of(records)] == list(range(1, 8))
+    assert steps_there(tmp_path) == [step_name(2), step_name(6), step_name(7)]
+    warning = re.search(
+        r"checkpoint: step 4 could not be saved \((.*)\); failure 1 in a row of at most 3", log_of(tmp_path)
+    )
+    assert "rank 1" in warning[1]
+    # said before the step after the next one is done, not at the next save
+    assert log_of(tmp_path).index("could not be saved") < log_of(tmp_path).index("step 6/7")
+
+
+def test_a_disk_that_goes_on_failing_ends_the_run_with_the_last_good_checkpoint_named(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("CRIUS_FAULT", "disk:save=2-9,error=enospc")
+    assert run(flags("1", "--checkpoint.interval", "1", "--checkpoint.max_failures", "2", steps=9), tmp_path) == 1
+    shown = capfd.readouterr().err
+    assert "the last 2 saves failed" in shown and "the newest good checkpoint is that of step 1" in shown
+    assert steps_there(tmp_path) == [step_name(1)]
+    monkeypatch.delenv("CRIUS_FAULT")
+    assert len(steps_of(train(flags("1", "--checkpoint.interval", "1", steps=4), tmp_path))) == 4
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_taken(tmp_path):
+    save = ("--checkpoint.interval", "2")
+    whole = train(flags("fsdp2", *save, steps=6), tmp_path)
+    shard = tmp_path / "checkpoints" / step_name(6) / "rank-00001.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-1000] ^= 4
+    shard.write_bytes(data)
+    parts = train(flags("fsdp2", *save, steps=6), tmp_path)
+    log = log_of(tmp_path)
+    assert re.search(r"step 6 IS DAMAGED: rank-00001.safetensors, (model|optim|rng)\.\S+: bytes .* have hash", log)
+    assert (
+        "FALLING BACK to step 4" in log and "step 6, later than the one that the run goes on from, was set aside" in log
+    )
+    assert [record["loss"] for record in steps_of(parts)] == [record["loss"] for record in steps_of(whole)]
+    assert step_name(6) in steps_there(tmp_path)  # saved again, beside the damaged one
+    assert any(name.startswith(f"{step_name(6)}.aside") for name in steps_there(tmp_path))
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew_in_silence(run_dir, capfd):
+    (run_dir / "checkpoints" / step_name(1) / "rank-00000.safetensors").unlink()
+    assert run(flags("1", "--checkpoint.enable", steps=2), run_dir) == 1
+    assert "no checkpoint in" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changed", "shown"),
+    [
+        (("--training.seq_len", "16"), "training.seq_len: 32 -> 16"),
+        (("--model.num_layers", "3"), "model.num_layers: 2 -> 3"),
+        (("--debug.seed", "7"), "debug.seed: 42 -> 7"),
+    ],
+    ids=lambda value: value[0][2:] if isinstance(value, tuple) else "",
+)
+def test_settings_that_change_the_run_are_refused_old_and_new(changed, shown, run_dir, capfd):
+    assert run(flags("1", "--checkpoint.enable", *changed, steps=2), run_dir) == 2
+    assert shown in capfd.readouterr().err
+
+
+def test_settings_that_change_the_curve_are_said_and_taken(tmp_path):
+    train(flags("fsdp2", "--checkpoint.enable", steps=2), tmp_path)
+    train(flags("1", "--checkpoint.enable", "--optimizer.lr", "1e-3", steps=3), tmp_path)
+    log = log_of(tmp_path)
+    assert "changed since the checkpoint: optimizer.lr: 0.005 -> 0.001 (warn)" in log
+    assert "changed since the checkpoint: parallelism.data_parallel_shard_degree: 2 -> 1 (free)" in log
+    assert "changed since the checkpoint: training.steps: 2 -> 3 (warn)" in log
+
+
+def test_other_data_is_refused(tmp_path, capfd):
+    text = tmp_path / "text.txt"
+    shutil.copy(TEXT, text)
+    mine = ("--checkpoint.enable", "--data.path", str(text))
+    train(flags("1", *mine, steps=1), tmp_path / "run")
+    text.write_text(text.read_text()[:-500] + "x" * 500)
+    assert run(flags("1", *mine, steps=2), tmp_path / "run") == 2
+    assert "the data is not that of the checkpoint" in capfd.readouterr().err
+    assert run(flags("1", *mine, "--checkpoint.allow_changes", "data", steps=2), tmp_path / "run") == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_saves_on_all_ranks_and_ends_with_75(number, tmp_path):
+    def send():
+        while not (tmp_path / "metrics.jsonl").exists() or len(read_metrics(tmp_path)) < 3:
+            time.sleep(0.05)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=send, daemon=True).start()
+    assert run(flags("fsdp2", "--checkpoint.enable", steps=500), tmp_path, is_supervised=True) == 75
+    done = steps_of(read_metrics(tmp_path))[-1]["step"]
+    assert steps_there(tmp_path) == [step_name(done)]
+
+
+def test_the_ledger_covers_a_run_that_was_killed(tmp_path, monkeypatch):
+    monkeypatch.setenv("CRIUS_FAULT", "kill:step=6,rank=1")
+    assert run(flags("fsdp2", "--checkpoint.interval", "2", steps=30), tmp_path, is_supervised=True) == 0
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    seconds = summary["seconds"]
+    assert sum(seconds.values()) == pytest.approx(summary["wall_seconds"], rel=1e-3)
+    assert min(seconds["lost"], seconds["compute"], seconds["load"]) > 0 and seconds["down"] > 0
+    assert 0 <= seconds["other"] < 0.02 * summary["wall_seconds"]  # 0.005 on a quiet machine
+    assert "recovered: step 6 done" in log_of(tmp_path)
+
+
+def test_a_folder_of_checkpoints_belongs_to_one_run_at_a_time(tmp_path):
+    (tmp_path / "shared").mkdir()
+    with run_lock(tmp_path / "shared", "train"):
+        mine = ("--checkpoint.folder", str(tmp_path / "shared"), "--job.run_dir", str(tmp_path / "run"))
+        done = crius("train", *flags("1", "--checkpoint.enable", *mine))
+        pruned = crius("checkpoint", "prune", str(tmp_path / "shared"))
+    assert (done.returncode, pruned.returncode) == (2, 2)
+    assert f"process {os.getpid()}" in done.stderr and "shared" in done.stderr
+
+
+def test_a_folder_that_cannot_be_written_is_found_before_anything_starts(tmp_path):
+    (tmp_path / "file").touch()
+    done = crius(
+        "train", *flags("1", "--checkpoint.enable", "--checkpoint.folder", str(tmp_path / "file")), cwd=tmp_path
+    )
+    assert done.returncode == 1 and "--checkpoint.folder" in done.stderr and "model:" not in done.stdout
+
+
+def test_asked_to_stop_before_there_is_anything_to_save_it_leaves_with_75(tmp_path):
+    command = [sys.executable, "-m", "crius", "train", *flags("1", "--checkpoint.enable"), "--job.run_dir", "run"]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environ, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
+    ) as process:
+        while not (tmp_path / "run" / "run.lock").exists():
+            time.sleep(0.01)
+        process.terminate()
+        assert process.wait(60) == 75

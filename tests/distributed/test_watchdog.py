@@ -1,0 +1,228 @@
+"""A rank that does not go on is named, with what it and all others were at, and the run ends."""
+
+import functools
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from crius.config.launch import LaunchConfig
+from crius.config.watchdog import WatchdogConfig
+from crius.errors import HangError
+from crius.launch.environment import Placement
+from crius.launch.local import run_single, run_workers
+from crius.launch.status import Heartbeat, status
+from crius.launch.supervision import Supervision
+from crius.launch.watchdog import Hang, Watch, Witness, choose_culprit, limit_seconds
+from crius.launch.witness import Collective
+from crius.launch.worker import leave
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+FORK = multiprocessing.get_context("fork")
+LIMIT = 1.0
+
+
+def stop_self(note=None):
+    if note:
+        note.write_text(str(time.monotonic()))
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def sleep_long():
+    time.sleep(60)
+
+
+def steps(phase, hang, place):
+    """Steps of one collective a phase; rank 2 hangs at ``phase`` of step 2."""
+    if phase == "start" and place.rank == 2:
+        hang()
+    torch.set_num_threads(1)
+    store, timeout = dist.FileStore(place.rendezvous.removeprefix("file:"), place.world_size), timedelta(seconds=60)
+    dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
+    for step in (1, 2, 3):
+        for name in ("data", "forward", "backward", "optimizer", "save"):
+            status.update(step=step, phase=name)
+            if (step, name, place.rank) == (2, phase, 2):
+                hang()
+            dist.all_reduce(torch.ones(3, 5))
+
+
+def watched(target, run_dir, num_ranks=3, **limits):
+    config = WatchdogConfig(**({"limit_seconds": LIMIT, "startup_seconds": LIMIT} | limits))
+    how = Supervision(launch=LaunchConfig(), watchdog=config)
+    return run_workers(target, num_ranks, run_dir, supervision=how, threads=1)
+
+
+@pytest.mark.parametrize("phase", ["start", "data", "forward", "backward", "optimizer", "save"])
+def test_a_stopped_rank_is_named_within_its_limit_and_2_seconds(phase, tmp_path, capfd):
+    note = tmp_path / "stopped"
+    assert watched(functools.partial(steps, phase, functools.partial(stop_self, note)), tmp_path) == 1
+    assert time.monotonic() - float(note.read_text()) < LIMIT + 2
+    error = capfd.readouterr().err
+    place = "start, before step 1" if phase == "start" else f"{phase} of step 2"
+    assert error.startswith(f"\nHangError: rank 2 does not go on: stopped (SIGSTOP) in {place} for ")
+    # the frame that stopped it, told by the process itself once it was woken
+    assert f'stack of rank 2, most recent call first:\n  File "{__file__}", line' in error
+    assert "in stop_self\n" in error
+    assert "restarting" not in error
+    assert phase == "start" or error.count("gloo:all_reduce [[3, 5]] seq ") == 2
+
+
+def test_a_rank_that_is_not_in_the_others_collective_is_named(tmp_path, capfd):
+    assert watched(functools.partial(steps, "backward", sleep_long), tmp_path) == 1
+    error = capfd.readouterr().err
+    assert "\nHangError: rank 2 does not go on: in backward of step 2 for " in error
+    assert "in all_reduce\n" in error
+    assert "in sleep_long\n" in error
+    assert (tmp_path / "incidents/hang-0.txt").read_text().startswith(error.strip().partition("\nreport")[0])
+    record = json.loads((tmp_path / "incidents/hang-0.json").read_text())
+    assert [(rank["rank"], rank["phase"], rank["step"]) for rank in record] == [(n, "backward", 2) for n in range(3)]
+    dumps = json.loads((tmp_path / "incidents/hang-0.rank-1.flight.json").read_text())
+    waiting = {entry["profiling_name"] for dump in dumps for entry in dump.get("entries", ()) if not entry["retired"]}
+    assert waiting == {"gloo:all_reduce"}
+
+
+def slow_but_alive(place):
+    for step in range(1, 4):
+        status.update(step=step, phase="forward")
+        time.sleep(LIMIT / 2)
+
+
+def test_a_slow_run_is_no_hang_and_nobody_watches_when_told_so(tmp_path, capfd):
+    assert watched(slow_but_alive, tmp_path, 2) == 0
+    assert watched(slow_but_alive, tmp_path, 2, limit_seconds=0.05, enable=False) == 0
+    assert not (tmp_path / "incidents").exists()
+    assert capfd.readouterr().err == ""
+
+
+def test_ranks_that_another_launcher_started_watch_each_other(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    config = WatchdogConfig(limit_seconds=LIMIT, startup_seconds=30)
+    job = functools.partial(steps, "forward", stop_self)
+    ranks = []
+    for rank in range(3):
+        place = Placement(rank, rank, 3, 3, "torchrun", f"file:{tmp_path / 'store'}")
+        ranks.append(FORK.Process(target=lambda place=place: leave(run_single(job, place, tmp_path, config))))
+        ranks[-1].start()
+    began = time.monotonic()
+    for process in ranks:
+        process.join(20)
+    assert time.monotonic() - began < LIMIT + 3
+    codes = [process.exitcode for process in ranks]
+    assert sorted(codes) == [-signal.SIGKILL, -signal.SIGKILL, 1]
+    assert codes[2] == -signal.SIGKILL
+    error = capfd.readouterr().err
+    assert error.startswith("\nHangError: rank 2 does not go on: stopped (SIGSTOP) in forward of step 2 for ")
+    assert error.count("gloo:all_reduce [[3, 5]] seq ") == 2
+    assert "in all_reduce\n" in error
+    assert len(list((tmp_path / "incidents").glob("hang-*.txt"))) == 1
+    assert list(tmp_path.glob("crius-*")) == []
+
+
+def is_killed_or_fails(place):
+    if place.rank == 0:
+        time.sleep(0.3)
+        raise RuntimeError("lost")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_rank_that_is_killed_leaves_no_folder_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    ranks = []
+    for rank in range(2):
+        place = Placement(rank, rank, 2, 2, "torchrun")
+        job = functools.partial(run_single, is_killed_or_fails, place, tmp_path, WatchdogConfig())
+        ranks.append(FORK.Process(target=lambda job=job: leave(job())))
+        ranks[-1].start()
+    time.sleep(1.0)  # whoever is killed stays a zombie until it is joined
+    for process in reversed(ranks):
+        process.join(10)
+    assert [process.exitcode for process in ranks] == [1, -signal.SIGKILL]
+    assert list(tmp_path.glob("crius-*")) == []
+
+
+AUTO, GIVEN = WatchdogConfig(startup_seconds=600), WatchdogConfig(startup_seconds=600, limit_seconds=20)
+
+
+@pytest.mark.parametrize(
+    ("beat", "config", "seconds"),
+    [
+        (Heartbeat(None, "start", 0.0, 0.0), AUTO, 600),
+        (Heartbeat(1, "forward", 0.0, 0.0), AUTO, 600),
+        (Heartbeat(30, "forward", 0.0, 12.0), AUTO, 12),
+        (Heartbeat(30, "save", 0.0, 12.0), AUTO, 600),
+        (Heartbeat(None, "start", 0.0, 0.0), GIVEN, 600),
+        (Heartbeat(None, "load", 0.0, 0.0), GIVEN, 600),
+        (Heartbeat(1, "forward", 0.0, 0.0), GIVEN, 20),
+        (Heartbeat(30, "save", 0.0, 20.0), GIVEN, 20),
+    ],
+)
+def test_each_phase_has_its_limit(beat, config, seconds):
+    assert limit_seconds(beat, config) == seconds
+
+
+WAITS = Collective("gloo:all_reduce", "default_pg", 9, [[4]])
+
+
+def witness(rank, step=7, phase="backward", seconds=5.0, **more):
+    return Witness(rank=rank, host="n", pid=9, step=step, phase=phase, seconds=seconds, limit_seconds=4.0, **more)
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        [witness(1, step=8)],
+        [witness(1, phase="optimizer")],
+        [witness(1, pending=WAITS)],
+        [witness(0, seconds=4.9), witness(1, seconds=4.8)],
+    ],
+    ids=["step", "phase", "collective", "time"],
+)
+def test_who_is_behind_is_named(others):
+    assert choose_culprit([*others, witness(2), witness(3, step=9)]).rank == 2
+
+
+def test_who_waits_in_an_earlier_collective_is_named():
+    ranks = [witness(0, pending=WAITS), witness(1, pending=replace(WAITS, seq=8)), witness(2, pending=WAITS)]
+    assert choose_culprit(ranks).rank == 1
+
+
+def test_a_stopped_rank_is_named_though_others_are_behind():
+    assert choose_culprit([witness(0, step=3), witness(1, state="stopped (SIGSTOP)")]).rank == 1
+
+
+def test_a_launcher_that_was_stopped_with_its_ranks_sees_no_hang():
+    watch = Watch(WatchdogConfig(limit_seconds=10), 0.0)
+    beats = {0: Heartbeat(5, "forward", 100.0, 0.0)}
+    assert not any(watch.is_late(beats, now) for now in (100.0, 101.0, 500.0, 500.1, 505.0 - 2.1))
+    assert [watch.is_late(beats, now) for now in (505.0, 507.0, 509.0, 511.0, 511.1)] == [
+        False,
+        False,
+        False,
+        False,
+        True,
+    ]
+
+
+def test_a_beat_that_cannot_be_read_once_is_no_hang():
+    watch = Watch(WatchdogConfig(limit_seconds=10, startup_seconds=10), 0.0)
+    times = [tenths / 10 for tenths in range(200)]
+    beats = {now: Heartbeat(5, "forward", now) for now in times} | {15.0: Heartbeat()}
+    assert not any(watch.is_late({0: beats[now]}, now) for now in times)
+    assert [watch.is_late({0: Heartbeat()}, now) for now in (20.0, 20.1)] == [False, True]
+
+
+def test_a_full_disk_does_not_hide_the_report(tmp_path):
+    (tmp_path / "incidents").touch()
+    from_watch = Hang(HangError("rank 2 does not go on."), [witness(2)], tmp_path)
+    assert from_watch.publish(tmp_path / "incidents").startswith("HangError: rank 2 does not go on.\n")

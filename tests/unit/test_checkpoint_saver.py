@@ -1,0 +1,183 @@
+"""The saver and the load in one process: what is staged, what is counted, what survives a kill at any moment."""
+
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from kills import every_kill
+
+from crius.checkpoint import save as save_module
+from crius.checkpoint.disk import open_disk
+from crius.checkpoint.folder import CheckpointFolder
+from crius.checkpoint.load import check_tensors, find, load_tensors
+from crius.checkpoint.manifest import Manifest
+from crius.checkpoint.save import Place, Saver
+from crius.config.checkpoint import CheckpointConfig
+from crius.errors import CheckpointError
+
+
+def alone(value):
+    return [value]
+
+
+def saver_in(folder, beat=lambda: None, **config):
+    place = Place(0, 1, 1, dist.HashStore(), alone, "attempt")
+    return Saver(CheckpointFolder(open_disk(str(folder))), CheckpointConfig(**config), place, beat)
+
+
+def head(step):
+    return Manifest(
+        step=step, run_id="r", versions={}, config={}, layout="1", num_ranks=1, dataset="d", files={}, tensors={}
+    )
+
+
+def tensors_of(step):
+    return {"model.w": torch.full((64, 3), float(step)), "optim.w.step": torch.tensor(float(step))}
+
+
+def save(saver, step, **more):
+    saver.save(step, tensors_of(step), {"train": {"step": step}}, head(step), **more)
+
+
+def found_in(folder, load_step=-1):
+    return find(CheckpointFolder(open_disk(str(folder))), load_step, rank=0, size=1, gather=alone, verify=True)
+
+
+def loaded(folder, load_step=-1):
+    """The step that was found, after its tensors were compared with what was saved."""
+    found = found_in(folder, load_step)
+    targets = {name: torch.full_like(tensor, -1) for name, tensor in tensors_of(0).items()}
+    load_tensors(found, targets)
+    step = found.manifest.step
+    assert found.state == {"train": {"step": step}}
+    assert all(torch.equal(targets[name], tensor) for name, tensor in tensors_of(step).items())
+    return step
+
+
+def test_a_save_killed_at_any_moment_leaves_a_checkpoint_to_go_on_from(tmp_path):
+    def prepare(folder):
+        saver = saver_in(folder, mode="sync", keep_last=2)
+        save(saver, 1)
+        save(saver, 2)
+
+    def work(folder):
+        save(saver_in(folder, mode="sync", keep_last=2), 3)  # and removes step 1
+
+    seen = set()
+    for folder in every_kill(tmp_path, prepare, work):
+        CheckpointFolder(open_disk(str(folder))).collect("next")
+        seen.add(loaded(folder))
+    assert seen == {2, 3}
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_what_training_changes_after_a_save_is_not_in_it(mode, tmp_path):
+    release = threading.Event()
+    saver = saver_in(tmp_path, beat=release.wait if mode == "async" else lambda: None, mode=mode)
+    tensors = tensors_of(5)
+    saver.save(5, tensors, {"train": {"step": 5}}, head(5))
+    for tensor in tensors.values():
+        tensor.zero_()
+    release.set()
+    saver.wait()
+    assert loaded(tmp_path) == 5
+
+
+def test_an_async_save_does_not_hold_up_training(tmp_path):
+    release = threading.Event()
+    saver = saver_in(tmp_path, beat=lambda: release.wait(20) or None)
+    save(saver, 1)
+    saver.poll()
+    assert found_in(tmp_path) is None
+    release.set()
+    saver.wait()
+    assert loaded(tmp_path) == 1
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_failed_save_is_counted_and_the_next_one_is_good(mode, tmp_path):
+    broken = [True]
+
+    def beat():
+        if broken[0]:
+            raise OSError(28, "No space left on device")
+
+    saver = saver_in(tmp_path, beat=beat, mode=mode)
+    for failures in (1, 2):
+        save(saver, failures, wait=True)
+        assert (saver.failures, found_in(tmp_path)) == (failures, None)
+        assert "No space left" in saver.last_error
+    assert list(tmp_path.iterdir()) == []
+    broken[0] = False
+    save(saver, 3, wait=True)
+    assert (saver.failures, loaded(tmp_path)) == (0, 3)
+
+
+def test_a_disk_without_room_is_known_before_anything_is_written(tmp_path, monkeypatch):
+    saver = saver_in(tmp_path)
+    monkeypatch.setattr(type(saver._folder.disk), "free_bytes", lambda self: 100)
+    save(saver, 1)
+    assert "MiB free" in saver.last_error and list(tmp_path.iterdir()) == []
+
+
+def test_copies_that_do_not_fit_into_memory_are_not_made(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(save_module, "available_host_bytes", lambda: 10)
+    monkeypatch.setattr(save_module.log.parent, "propagate", True)
+    saver = saver_in(tmp_path)
+    save(saver, 1)
+    assert loaded(tmp_path) == 1  # without waiting
+    assert "saved in sync" in caplog.text
+
+
+def test_ranks_that_write_to_places_of_their_own_have_not_saved(tmp_path):
+    store = dist.HashStore()
+
+    def rank(number):
+        place = Place(number, 2, 2, store, lambda value: [value, value], "attempt")
+        folder = CheckpointFolder(open_disk(str(tmp_path / str(number))))
+        saver = Saver(folder, CheckpointConfig(mode="sync"), place, lambda: None)
+        save(saver, 3)
+        return saver
+
+    other = threading.Thread(target=rank, args=(1,))
+    other.start()
+    saver = rank(0)
+    other.join()
+    assert saver.failures == 1
+    assert "has no rank-00001.safetensors, which another rank has written" in saver.last_error
+    assert found_in(tmp_path / "0") is None
+
+
+def test_retention_keeps_the_newest_and_every_nth(tmp_path):
+    saver = saver_in(tmp_path, mode="sync", keep_last=2, keep_every=4)
+    for step in range(1, 11):
+        save(saver, step)
+    assert CheckpointFolder(open_disk(str(tmp_path))).steps() == [4, 8, 9, 10]
+    assert loaded(tmp_path, 4) == 4
+
+
+def test_a_step_that_is_not_there_is_named_with_those_that_are(tmp_path):
+    save(saver_in(tmp_path, mode="sync"), 3)
+    with pytest.raises(CheckpointError, match="no checkpoint of step 4") as caught:
+        found_in(tmp_path, 4)
+    assert caught.value.fix == "--checkpoint.load_step 3"
+
+
+def test_missing_extra_and_reshaped_tensors_are_all_named(tmp_path):
+    save(saver_in(tmp_path, mode="sync"), 1)
+    manifest = found_in(tmp_path).manifest
+    wanted = {"model.w": ((64, 4), "F32"), "model.new": ((1,), "F32")}
+    with pytest.raises(CheckpointError) as caught:
+        check_tensors(manifest, wanted, lambda name: False)
+    for name in ("model.new", "optim.w.step", "model.w: [64, 3] in the checkpoint, [64, 4] in the run"):
+        assert name in caught.value.why
+    ours = {"model.w": ((64, 3), "BF16"), "optim.w.step": ((), "F32")}
+    assert check_tensors(manifest, ours, lambda name: False) == ["model.w: F32 -> BF16"]
+
+
+def test_other_tensors_from_one_save_to_the_next_are_planned_anew(tmp_path):
+    saver = saver_in(tmp_path)
+    saver.save(0, {"model.w": torch.ones(2)}, {"train": {"step": 0}}, head(0), wait=True)
+    save(saver, 1, wait=True)
+    assert loaded(tmp_path) == 1

@@ -1,0 +1,103 @@
+"""One run a folder: the lock names its owner, and goes with it."""
+
+import json
+import multiprocessing
+import os
+import signal
+import time
+
+import pytest
+from harness import crius
+
+from crius.errors import ConfigError, EnvironmentError
+from crius.launch import lock
+
+FORK = multiprocessing.get_context("fork")
+
+
+def hold(folder, children=0):
+    with lock.run_lock(folder, "train"):
+        for _ in range(children):
+            FORK.Process(target=time.sleep, args=(5,)).start()
+        (folder / "held").write_text("yes")
+        time.sleep(30)
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """A process that has the folder, and two children that it forked while it had it."""
+    process = FORK.Process(target=hold, args=(tmp_path, 2))
+    process.start()
+    while not (tmp_path / "held").exists():
+        time.sleep(0.01)
+    yield process
+    process.kill()
+    process.join()
+
+
+def test_a_second_run_is_refused_with_the_first_ones_name(tmp_path, holder):
+    with pytest.raises(ConfigError) as caught, lock.run_lock(tmp_path, "train"):
+        pass
+    assert f"crius train, process {holder.pid} on this host, since 20" in caught.value.what
+    assert f"(kill {holder.pid} there)" in caught.value.fix
+    assert holder.is_alive()
+
+
+def test_crius_train_touches_nothing_of_a_run_that_is_there(tmp_path, holder):
+    (tmp_path / "metrics.jsonl").write_text("mine")
+    done = crius("train", "--job.run_dir", str(tmp_path))
+    assert done.returncode == 2
+    assert f"ConfigError: another run writes to {tmp_path}: crius train, process {holder.pid} on" in done.stderr
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["held", "logs", "metrics.jsonl", "run.lock"]
+    assert (tmp_path / "metrics.jsonl").read_text() == "mine"
+
+
+def test_the_lock_goes_with_a_killed_owner_though_its_children_live(tmp_path, holder):
+    os.kill(holder.pid, signal.SIGKILL)
+    holder.join()
+    with lock.run_lock(tmp_path, "train"):
+        assert json.loads((tmp_path / "run.lock").read_text())["pid"] == os.getpid()
+
+
+def test_a_folder_that_was_left_is_free(tmp_path):
+    for _ in range(2):
+        with lock.run_lock(tmp_path, "train"), pytest.raises(ConfigError), lock.run_lock(tmp_path, "train"):
+            pass
+    assert (tmp_path / "run.lock").read_text() == ""
+
+
+def test_an_owner_on_another_host_is_named(tmp_path, monkeypatch):
+    with lock.run_lock(tmp_path, "train"):
+        monkeypatch.setattr(lock.platform, "node", lambda: "elsewhere")
+        with pytest.raises(ConfigError, match=rf"on host {os.uname().nodename}, since"):
+            lock.run_lock(tmp_path, "train").__enter__()
+
+
+def test_a_lock_without_words_still_holds(tmp_path):
+    with lock.run_lock(tmp_path, "train"):
+        (tmp_path / "run.lock").write_text("[not json")
+        with pytest.raises(ConfigError, match="a process that has not said who it is"):
+            lock.run_lock(tmp_path, "train").__enter__()
+
+
+def test_a_symbolic_link_is_not_followed(tmp_path):
+    (tmp_path / "precious").write_text("weights")
+    (tmp_path / "run.lock").symlink_to(tmp_path / "precious")
+    with pytest.raises(EnvironmentError, match="symbolic link"):
+        lock.run_lock(tmp_path, "train").__enter__()
+    assert (tmp_path / "precious").read_text() == "weights"
+
+
+def test_a_pipe_is_no_lock(tmp_path):
+    os.mkfifo(tmp_path / "run.lock")
+    with pytest.raises(EnvironmentError, match="no plain file"):
+        lock.run_lock(tmp_path, "train").__enter__()
+
+
+def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys):
+    def refuse(file, operation):
+        raise OSError(lock.errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(lock.fcntl, "flock", refuse)
+    with lock.run_lock(tmp_path, "train"):
+        assert "has no locks" in capsys.readouterr().err
