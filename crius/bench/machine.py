@@ -13,9 +13,10 @@ from pathlib import Path
 
 import torch
 
+from crius.host_memory import free_host_bytes
+
 GIB = 1 << 30
 _PROC = Path("/proc/self")
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
@@ -64,23 +65,7 @@ def free_bytes(device: torch.device) -> int:
     """Memory that is free on ``device``; on a CPU what the host can give, or a container's limit where that is less."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    free = _host_bytes()
-    try:  # a container
-        limit = (_CGROUP / "memory.max").read_text().strip()
-        used = int((_CGROUP / "memory.current").read_text())
-        cached = re.search(r"^inactive_file (\d+)$", (_CGROUP / "memory.stat").read_text(), re.MULTILINE)
-    except OSError:
-        return free
-    return free if limit == "max" else min(free, int(limit) - used + (int(cached[1]) if cached else 0))
-
-
-def _host_bytes() -> int:
-    try:
-        text = Path("/proc/meminfo").read_text(encoding="utf-8")
-    except OSError:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    found = re.search(r"^MemAvailable:\s*(\d+) kB$", text, re.MULTILINE)
-    return int(found[1]) * 1024 if found else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return free_host_bytes()
 
 
 class PeakMemory:

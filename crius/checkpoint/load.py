@@ -32,13 +32,11 @@ class Found:
         folder: of the checkpoints.
         manifest: of this one.
         state: what is no tensor.
-        damaged: newer steps that cannot be used.
     """
 
     folder: CheckpointFolder
     manifest: Manifest
     state: dict[str, Any]
-    damaged: tuple[int, ...]
 
     @property
     def name(self) -> str:
@@ -86,7 +84,7 @@ def find(
         if manifest and not problems:
             if damaged and rank == 0:
                 log.warning("checkpoint: FALLING BACK to step %d; step %s damaged", step, _listed(damaged))
-            return Found(folder, manifest, state, tuple(damaged))
+            return Found(folder, manifest, state)
         damaged.append(step)
         if rank == 0:
             for line in _shortened(problems):

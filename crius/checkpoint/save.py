@@ -10,7 +10,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -24,6 +23,7 @@ from crius.checkpoint.planner import Gather, StagedPlanner
 from crius.checkpoint.writer import ShardWriter, Written
 from crius.config.checkpoint import CheckpointConfig
 from crius.errors import CriusError
+from crius.host_memory import free_host_bytes
 
 POLL_SECONDS = 0.02
 MIB = 2**20
@@ -268,9 +268,9 @@ class Saver:
         return ""
 
     def _has_memory(self, num_bytes: int) -> bool:
-        available = available_host_bytes()
+        available = free_host_bytes()
         needed = num_bytes * self._place.ranks_here
-        if self._planner.has_copies or available is None or needed < available:
+        if self._planner.has_copies or needed < available:
             return True
         log.warning(
             "checkpoint: the copies of an async save need %.1f GiB of host memory, %.1f GiB are free: saved in sync",
@@ -282,13 +282,3 @@ class Saver:
 
 def _words(error: BaseException) -> str:
     return error.what.rstrip(".") if isinstance(error, CriusError) else f"{type(error).__name__}: {error}"
-
-
-def available_host_bytes() -> int | None:
-    """Memory of this host that programs can have without swapping; None where the system does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    found = next((line for line in lines if line.startswith("MemAvailable:")), None)
-    return int(found.split()[1]) * 1024 if found else None

@@ -75,12 +75,10 @@ class Resumed:
 
     Attributes:
         step: steps done; 0 at the beginning.
-        run_id: of this run, and of those that it goes on from.
         seconds: of the time ledger then, where that was in this command.
     """
 
     step: int
-    run_id: str
     seconds: dict[str, float] = field(default_factory=dict)
 
 
@@ -145,7 +143,7 @@ class Checkpoints:
                 )
         if found is None:
             self._run_id = self._ranks.gather_json(uuid.uuid4().hex)[0]
-            return Resumed(0, self._run_id)
+            return Resumed(0)
         begin = time.monotonic()
         self._load(found)
         self._set_aside_later(found)
@@ -163,7 +161,7 @@ class Checkpoints:
         self._run_id = found.manifest.run_id
         ledger = found.state.get("ledger", {})
         is_ours = self._command and ledger.get("command") == self._command
-        return Resumed(step, self._run_id, ledger["seconds"] if is_ours else {})
+        return Resumed(step, ledger["seconds"] if is_ours else {})
 
     def is_due(self) -> bool:
         """Whether a checkpoint is to be saved for the time that has passed; rank 0's clock decides."""

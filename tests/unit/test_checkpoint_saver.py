@@ -122,7 +122,7 @@ def test_a_disk_without_room_is_known_before_anything_is_written(tmp_path, monke
 
 
 def test_copies_that_do_not_fit_into_memory_are_not_made(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(save_module, "available_host_bytes", lambda: 10)
+    monkeypatch.setattr(save_module, "free_host_bytes", lambda: 10)
     monkeypatch.setattr(save_module.log.parent, "propagate", True)
     saver = saver_in(tmp_path)
     save(saver, 1)
