@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from crius.bench.machine import GIB, Machine
-from crius.bench.samples import Samples, aligned
+from crius.bench.samples import Samples
 from crius.checkpoint import shard_file
 from crius.checkpoint.disk import open_disk
 from crius.checkpoint.folder import CheckpointFolder
@@ -28,6 +28,7 @@ from crius.checkpoint.manifest import Manifest
 from crius.checkpoint.save import Place, Saver
 from crius.config.checkpoint import CheckpointConfig
 from crius.errors import ConfigError
+from crius.table import aligned
 
 TENSOR_BYTES = 16 << 20
 """A weight of 2048 x 2048 in float32."""
@@ -210,4 +211,4 @@ def _print(rows: list[Row], gib: float, folder: Path, as_json: bool) -> None:
     ]
     header = ("", "seconds", "spread", "GB/s", "training waits")
     sys.stdout.write(f"{gib:g} GiB on {folder}; {machine}; medians of {len(rows[0].samples.seconds)}\n")
-    sys.stdout.write("\n".join(aligned(header, lines)) + "\n")
+    sys.stdout.write("\n".join(aligned([header, *lines], left=(0,))) + "\n")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from crius.bench.machine import GIB, Machine, PeakMemory, free_bytes, peak_source, seconds_of
-from crius.bench.samples import Samples, aligned
+from crius.bench.samples import Samples
 from crius.config.layout import replace_fields
 from crius.config.run import RunConfig
 from crius.errors import ConfigError
@@ -23,6 +23,7 @@ from crius.models.spec import ModelFacts
 from crius.optim.build import build_optimizer
 from crius.optim.storage import nbytes
 from crius.parallel.runtime import pick_device
+from crius.table import aligned
 
 BASELINE = "for-loop"
 
@@ -203,7 +204,7 @@ def _print(
     lines = [
         str(machine),
         f"{model}, {facts.num_layers} layers: {facts.num_parameters():,} parameters in {config.training.dtype}",
-        *aligned(header, cells),
+        *aligned([header, *cells], left=(0, len(header) - 1)),
         "",
         "ms/step: median over all rounds, taken in turns; spread: from the lower to the upper quartile",
         f"peak: beyond weights and gradients, {peak_source(device)}",

@@ -1,7 +1,6 @@
-"""Times of one piece of work, and tables of them."""
+"""Times of one piece of work."""
 
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
@@ -31,17 +30,3 @@ class Samples:
             "spread": self.spread,
             "samples_ms": [1e3 * seconds for seconds in self.seconds],
         }
-
-
-def aligned(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table: the first column to the left, and the last where it is a remark without a header."""
-    lines = [header, *rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    lefts = {0, len(header) - 1} if not header[-1] else {0}
-    return [
-        "  ".join(
-            cell.ljust(width) if column in lefts else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    ]

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from crius.bench.machine import Machine
-from crius.bench.samples import Samples, aligned
+from crius.bench.samples import Samples
 from crius.config.quantize import FORMATS
 from crius.config.run import RunConfig
+from crius.table import aligned
 
 HIGH = "bfloat16"
 """What the formats are compared with: ``nn.Linear``."""
@@ -139,11 +140,12 @@ def report(
     rows = [_cells(shape, formats, mode) for mode in modes for shape in shapes]
     rows += [_total_cells(shapes, formats, mode, only) for mode in modes for only in (False, True)]
     degree = config.parallelism.tensor_parallel_degree
+    header = ["out x in", "mode", f"{HIGH} ms", "spread", *formats, ""]
     lines = [
         str(machine),
         f"{config.model.name}/{config.model.flavor}, tensor_parallel_degree {degree}, {tokens} tokens: forward and "
         f"backward of a linear layer, times faster than {HIGH}",
-        *aligned(["out x in", "mode", f"{HIGH} ms", "spread", *formats, ""], rows),
+        *aligned([header, *rows], left=(0, len(header) - 1)),
         "",
     ]
     sys.stdout.write("\n".join([*lines, *_conclusion(shapes, flags, emulated)]) + "\n")

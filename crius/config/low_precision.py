@@ -10,6 +10,7 @@ from crius.config.patterns import fits, fits_any
 from crius.config.quantize import DenseQuantizeConfig
 from crius.config.run import RunConfig
 from crius.errors import PlanError
+from crius.table import aligned
 
 FLOAT8_BLOCK = 16
 """Dims of a float8 matmul are multiples of this: a row of 16 bytes, which ``torch._scaled_mm`` checks on a GPU."""
@@ -163,9 +164,7 @@ def table(choices: Sequence[LinearChoice]) -> list[str]:
         local = [_times(choice.local)] * is_split
         precision = "converted" if choice.is_converted else "kept"
         cells.append([name, f"x {count}", _times(choice.shape), *local, precision, choice.reason])
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
-    return [*lines, _totals(choices)]
+    return [*aligned(cells, left=None), _totals(choices)]
 
 
 def numberless(name: str) -> str:

@@ -25,6 +25,7 @@ from crius.launch.witness import (
     threads_path,
     wait_for_answers,
 )
+from crius.table import aligned
 
 _ANSWER_SECONDS = 1.0
 _PAUSE_SECONDS = 3.0
@@ -125,7 +126,8 @@ class Hang:
         """Write the whole report to ``hang-N.txt`` and ``hang-N.json`` and return the block to print."""
         number = next(number for number in range(10**6) if not (incidents / f"hang-{number}.json").exists())
         text = incidents / f"hang-{number}.txt"
-        lines = [str(self.error), *_table([HEADINGS, *(witness.row() for witness in self.witnesses)])]
+        rows = [HEADINGS, *(witness.row() for witness in self.witnesses)]
+        lines = [str(self.error), *(f"  {line}" for line in aligned(rows, left=None))]
         stacks: dict[tuple[str, ...], list[int]] = {}
         for witness in self.witnesses:
             stacks.setdefault(witness.frames(), []).append(witness.rank)
@@ -211,11 +213,6 @@ class Watch:
             for rank, pid in sorted(pids.items())
         ]
         return Hang(_error(witnesses), witnesses, folder)
-
-
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 def _error(witnesses: list[Witness]) -> HangError:

@@ -11,6 +11,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from crius.config.parallelism import ParallelismConfig
 from crius.config.pipeline import Module, cost, is_layer, join_names, num_stages, placement, stages_per_rank
 from crius.config.schedule import Action, Order, needs, read_schedule, run_order
+from crius.table import aligned
 
 TORCH_SCHEDULES = {
     "gpipe": "GPipe",
@@ -171,13 +172,5 @@ def stage_table(
         )
     num_layers = sum(is_layer(name) for names in stages for name in names)
     rows.append(("total", "", "", f"{num_layers}", f"{sum(parameters.values()):,}", "100.0%", ""))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if index == 2 else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
     waits = f"bubble {timeline.bubble:.1%}: the share of a step that a rank waits, communication not counted"
-    return [*lines, waits]
+    return [*aligned(rows, left=(2,)), waits]

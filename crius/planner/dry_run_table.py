@@ -1,12 +1,12 @@
 """What a dry run found, as tables to read and as data."""
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from crius.config.pipeline import join_names
 from crius.planner.memory import KINDS, Bytes
+from crius.table import aligned
 
 Traffic = Counter[tuple[str, str, str]]
 """Kind of collective and mesh axis, with ``count`` or ``bytes``, to how many in a step."""
@@ -102,13 +102,13 @@ class DryRunReport:
             f"a step is {self.num_microbatches} microbatch{many} of {self.microbatch} tokens a data-parallel rank",
             *self.notes,
             "",
-            *_aligned(self._stage_rows(unit, size), left=(2,)),
+            *aligned(self._stage_rows(unit, size), left=(2,)),
             "",
             f"memory at the peak, {unit}, by kind (temporaries: all that is none of the others)",
-            *_aligned(self._peak_rows(size), left=(9,)),
+            *aligned(self._peak_rows(size), left=(9,)),
             "",
             f"collectives of a step: how often, and {unit} of whole messages on this rank",
-            *_aligned(self._traffic_rows(size), left=()),
+            *aligned(self._traffic_rows(size), left=()),
             "",
             f"model FLOPs of a rank and step: {_tera(self.model_flops)} TFLOP on average, recomputation not counted",
             f"took {self.seconds:.1f} s",
@@ -193,15 +193,3 @@ def _shown(nbytes: int, size: int) -> str:
 
 def _tera(flops: float) -> str:
     return f"{flops / 1e12:,.1f}" if flops >= 1e12 else f"{flops / 1e12:.6f}"
-
-
-def _aligned(rows: Sequence[tuple[str, ...]], left: Sequence[int]) -> list[str]:
-    """Rows with their columns under each other, right-aligned but for those in ``left``."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if index in left else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
