@@ -1,7 +1,9 @@
 """SwiGLU feed-forward (Shazeer 2020, arXiv:2002.05202)."""
 
 from torch import Tensor, nn
-from torch.nn import functional as F
+
+from crius.kernels.swiglu import swiglu
+from crius.models.layers.linear import Linear
 
 
 class FeedForward(nn.Module):
@@ -9,11 +11,11 @@ class FeedForward(nn.Module):
 
     def __init__(self, dim: int, ffn_dim: int) -> None:
         super().__init__()
-        self.w1 = nn.Linear(dim, ffn_dim, bias=False)
-        self.w2 = nn.Linear(ffn_dim, dim, bias=False)
-        self.w3 = nn.Linear(dim, ffn_dim, bias=False)
+        self.w1 = Linear(dim, ffn_dim, bias=False)
+        self.w2 = Linear(ffn_dim, dim, bias=False)
+        self.w3 = Linear(dim, ffn_dim, bias=False)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """``(B, T, D)`` to ``(B, T, D)``."""
-        y: Tensor = self.w2(F.silu(self.w1(x_BTD)) * self.w3(x_BTD))
+        y: Tensor = self.w2(swiglu(self.w1(x_BTD), self.w3(x_BTD)))
         return y

@@ -2,6 +2,16 @@
 
 from torch import Tensor, nn
 
+from crius.kernels.linear import linear
+
+
+class Linear(nn.Linear):
+    """``nn.Linear`` without a bias, by the kernel that the process chose."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(..., in)`` to ``(..., out)``."""
+        return linear(x, self.weight)
+
 
 class LowPrecisionLinear(nn.Linear):
     """A linear layer without a bias whose product is a method of plain tensors.

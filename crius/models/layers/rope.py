@@ -24,14 +24,10 @@ def stretched_frequencies(
 
 
 def rotary_cos_sin(positions_BT: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin of the rotary angles, float32, each ``(B, T, 1, H)`` with the two halves of H alike."""
+    """cos and sin of the rotary angles for ``crius.kernels.rotary``, float32, each ``(B, T, 1, H)``.
+
+    The two halves of H are alike, but that the first one of sin is negated.
+    """
     angles = positions_BT[..., None, None].to(torch.float32) * frequencies.to(torch.float32)
-    angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos(), angles.sin()
-
-
-def apply_rope(x_BTNH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs ``(i, i + H/2)`` of each head by their position's angle, in float32; dtype and shape stay."""
-    x = x_BTNH.to(torch.float32)
-    first, second = x.chunk(2, dim=-1)
-    return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x_BTNH.dtype)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)

@@ -111,6 +111,9 @@ _LLAMA_3_1 = RopeScaling(factor=8.0)
 
 FLAVORS: dict[str, Llama3Config] = {
     "debug": Llama3Config(dim=128, num_layers=8, num_heads=8, num_kv_heads=4, ffn_dim=384, vocab_size=512),
+    "6m": Llama3Config(  # of the comparison with other trainers on a CPU: benchmarks/README.md
+        dim=256, num_layers=6, num_heads=8, num_kv_heads=4, ffn_dim=768, vocab_size=2048, rope_theta=10_000.0
+    ),
     "1b": Llama3Config(  # Llama 3.2
         dim=2048,
         num_layers=16,

@@ -8,9 +8,12 @@ from dataclasses import asdict
 import torch
 from torch import Tensor, nn
 
+from crius.kernels.attention import Mask
 from crius.models.init import Constant, Init, Normal
 from crius.models.layers.attention import Attention, DocumentMask
 from crius.models.layers.feed_forward import FeedForward
+from crius.models.layers.norm import RMSNorm
+from crius.models.layers.output import Loss, Output
 from crius.models.layers.rope import rotary_cos_sin, rotary_frequencies, stretched_frequencies
 from crius.models.llama3.config import Llama3Config
 
@@ -20,12 +23,12 @@ class Block(nn.Module):
 
     def __init__(self, config: Llama3Config) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.attention_norm = RMSNorm(config.dim, eps=config.norm_eps)
         self.attention = Attention(config.dim, config.num_heads, config.num_kv_heads, config.head_dim)
-        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.ffn_norm = RMSNorm(config.dim, eps=config.norm_eps)
         self.feed_forward = FeedForward(config.dim, config.ffn_dim)
 
-    def forward(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
+    def forward(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], mask: Mask | None) -> Tensor:
         """``(B, T, D)`` to ``(B, T, D)``."""
         h_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rope, mask)
         y: Tensor = h_BTD + self.feed_forward(self.ffn_norm(h_BTD))
@@ -40,20 +43,22 @@ class Llama3(nn.Module):
         self.config = config
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleDict({str(i): Block(config) for i in range(config.num_layers)})
-        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.norm = RMSNorm(config.dim, eps=config.norm_eps)
+        self.output = Output(config.dim, config.vocab_size, bias=False)
+        self.loss = Loss()
         if config.tied_embeddings:
             self.output.weight = self.tok_embeddings.weight
         if config.attention_mask == "document":
             self.document_mask = DocumentMask()
 
-    def forward(self, tokens_BT: Tensor, positions_BT: Tensor | None = None) -> Tensor:
-        """Logits ``(B, T, V)``.
+    def forward(self, tokens_BT: Tensor, positions_BT: Tensor | None = None, labels_BT: Tensor | None = None) -> Tensor:
+        """Logits ``(B, T, V)``; with labels the sum of the token losses in nats, a float64 scalar.
 
         Args:
             tokens_BT: token ids.
             positions_BT: position of each token, which turns the rotary angles; None counts from the start of the
                 sequence. Under the ``document`` attention mask a 0 starts a document.
+            labels_BT: what to predict from each token; ``IGNORE_INDEX`` where nothing is.
         """
         if positions_BT is None:
             positions_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)[None]
@@ -62,8 +67,9 @@ class Llama3(nn.Module):
         h_BTD = self.tok_embeddings(tokens_BT)
         for layer in self.layers.values():
             h_BTD = layer(h_BTD, rope, mask)
-        logits_BTV: Tensor = self.output(self.norm(h_BTD))
-        return logits_BTV
+        h_BTD = self.norm(h_BTD)
+        result: Tensor = self.output(h_BTD) if labels_BT is None else self.loss(h_BTD, labels_BT, self.output)
+        return result
 
     def frequencies(self, device: torch.device) -> Tensor:
         """Rotary frequencies in radians a token, float64 ``(H / 2,)``."""

@@ -1,0 +1,194 @@
+"""Which kernels this process takes: resolved once from what was asked for and what the machine is.
+
+Nothing is timed at the start: the same config on the same machine takes the same kernels in every run, and so gives the
+same bits.
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from crius.errors import ConfigError
+
+Linear = Literal["torch", "onednn"]
+Pointwise = Literal["torch", "fused"]
+Attention = Literal["cudnn", "flash", "efficient", "math", "flex"]
+
+_CPUINFO = Path("/proc/cpuinfo")
+_PLAIN = (Tensor, nn.Parameter, FakeTensor)  # no DTensor and no other subclass, whose operators mean something else
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The kernels of a process. Without a choice everything is as PyTorch computes it.
+
+    Attributes:
+        linear: float32 linear layers on a CPU.
+        pointwise: RMSNorm, rotary positions and SwiGLU on a CPU.
+        attention: backends of attention, the first that takes a case; empty: PyTorch's own order.
+        reasons: why, by field; empty where it was asked for.
+    """
+
+    linear: Linear = "torch"
+    pointwise: Pointwise = "torch"
+    attention: tuple[Attention, ...] = ()
+    reasons: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        taken = {
+            "linear": self.linear,
+            "pointwise": self.pointwise,
+            "attention": " > ".join(self.attention) or "torch's own order",
+        }
+        why = dict(self.reasons)
+        return ", ".join(f"{name} {value} ({why.get(name) or 'as asked'})" for name, value in taken.items())
+
+
+_current = Choice()
+
+
+def current() -> Choice:
+    """The choice of this process."""
+    return _current
+
+
+def apply(choice: Choice) -> None:
+    """Take ``choice`` in this process from now on."""
+    global _current  # as torch.backends' flags are
+    _current = choice
+
+
+@contextmanager
+def applied(choice: Choice) -> Iterator[None]:
+    """Take ``choice`` inside."""
+    before = current()
+    apply(choice)
+    try:
+        yield
+    finally:
+        apply(before)
+
+
+def resolve(
+    linear: Literal["auto"] | Linear,
+    pointwise: Literal["auto"] | Pointwise,
+    attention: Literal["auto"] | Attention,
+    *,
+    device_type: str,
+    compiled: bool = False,
+    capability: tuple[int, int] | None = None,
+    has_mask: bool = False,
+) -> Choice:
+    """What ``[kernels]`` comes to on a device.
+
+    Args:
+        linear: as in ``[kernels]``.
+        pointwise: as in ``[kernels]``.
+        attention: as in ``[kernels]``.
+        device_type: ``cpu`` or ``cuda``.
+        compiled: whether torch.compile takes the blocks.
+        capability: of the GPU; None where there is none at hand.
+        has_mask: whether attention gets a mask besides the causal one.
+
+    Raises:
+        ConfigError: what is asked for by name does not run there.
+    """
+    found_linear, why_linear = _linear(linear, device_type)
+    found_pointwise, why_pointwise = _pointwise(pointwise, device_type, compiled)
+    order, why_attention = _attention(attention, device_type, capability, has_mask)
+    return Choice(
+        linear=found_linear,
+        pointwise=found_pointwise,
+        attention=order,
+        reasons=(("linear", why_linear), ("pointwise", why_pointwise), ("attention", why_attention)),
+    )
+
+
+def _linear(asked: str, device_type: str) -> tuple[Linear, str]:
+    if asked == "torch":
+        return "torch", ""
+    missing = _missing_onednn(device_type)
+    if asked == "onednn":
+        if missing:
+            raise _impossible("linear", "onednn", missing, "torch")
+        return "onednn", ""
+    if missing:
+        return "torch", f"auto: {missing}"
+    return ("onednn", "auto: AMD CPU with AVX-512") if is_wide_amd_cpu() else ("torch", "auto: no AMD CPU with AVX-512")
+
+
+def _pointwise(asked: str, device_type: str, compiled: bool) -> tuple[Pointwise, str]:
+    missing = "it is for CPUs" if device_type != "cpu" else "torch.compile fuses them" if compiled else ""
+    if asked == "torch":
+        return "torch", ""
+    if asked == "fused":
+        if missing:
+            raise _impossible("pointwise", "fused", missing, "torch")
+        return "fused", ""
+    return ("torch", f"auto: {missing}") if missing else ("fused", "auto: CPU, no torch.compile")
+
+
+def _attention(
+    asked: str, device_type: str, capability: tuple[int, int] | None, has_mask: bool
+) -> tuple[tuple[Attention, ...], str]:
+    if asked != "auto":
+        if device_type == "cpu" and asked not in ("flash", "math"):
+            raise _impossible("attention", asked, "a CPU has flash and math", "auto")
+        return (asked,), ""  # type: ignore[return-value]
+    if device_type == "cpu":
+        return (), "auto: CPU"
+    if has_mask:
+        return ("flash", "efficient", "math"), "auto: mask"
+    if capability is not None and capability >= (9, 0):
+        return ("cudnn", "flash", "efficient", "math"), f"auto: sm{capability[0]}{capability[1]}"
+    return ("flash", "efficient", "math"), "auto: GPU before Hopper" if capability else "auto: GPU"
+
+
+def _missing_onednn(device_type: str) -> str:
+    """What keeps linear layers from oneDNN; empty where nothing does."""
+    if device_type != "cpu":
+        return "oneDNN is for CPUs"
+    is_built = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return "" if is_built else f"torch {torch.__version__} was built without oneDNN"
+
+
+def _impossible(field: str, value: str, why: str, instead: str) -> ConfigError:
+    return ConfigError(
+        f"kernels.{field} {value} does not run here.",
+        where=f"--kernels.{field}",
+        why=why,
+        fix=f"--kernels.{field} {instead}",
+    )
+
+
+def is_wide_amd_cpu() -> bool:
+    """Whether the CPU is AMD's and has AVX-512 (Zen 4 and later), by ``/proc/cpuinfo``; False where there is none."""
+    try:
+        text = _CPUINFO.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return bool(
+        re.search(r"^vendor_id\s*:\s*AuthenticAMD$", text, re.M) and re.search(r"^flags\s*:.*\bavx512f\b", text, re.M)
+    )
+
+
+def are_plain(dtypes: tuple[torch.dtype, ...], *tensors: Tensor) -> bool:
+    """Whether all ``tensors`` are ordinary ones on a CPU, of one of ``dtypes``."""
+    return all(type(x) in _PLAIN and x.device.type == "cpu" and x.dtype in dtypes for x in tensors)
+
+
+def takes_fused(*tensors: Tensor) -> bool:
+    """Whether a fused pointwise kernel takes ``tensors``: this process chose them, and no compiler sees the call.
+
+    float32 and float64 only: in bfloat16 each of their in-place steps would round.
+    """
+    if _current.pointwise != "fused" or torch.compiler.is_compiling():
+        return False
+    return are_plain((torch.float32, torch.float64), *tensors)

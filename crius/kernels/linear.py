@@ -1,0 +1,75 @@
+"""Linear layers without a bias by oneDNN, which multiplies float32 matrices faster than MKL on AMD's CPUs with AVX-512.
+
+The forward and the gradient of the input go there; the gradient of the weight does not, whose long inner dim MKL sums
+faster. An operator of our own, so that torch.compile leaves it whole and FLOPs and checkpointing know it by a name.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.nn import functional as F
+from torch.utils.flop_counter import register_flop_formula
+
+from crius.kernels import choice
+
+_library = torch.library.Library("crius", "DEF")
+_library.define("onednn_linear(Tensor x, Tensor weight) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def _multiply(x: Tensor, weight: Tensor) -> Tensor:
+    rows = torch.ops.mkldnn._linear_pointwise.default(x.flatten(0, -2), weight, None, "none", [], "")
+    # as F.linear ends: no view, of which FSDP warns
+    product: Tensor = torch.ops.aten._unsafe_view.default(rows, (*x.shape[:-1], weight.shape[0]))
+    return product
+
+
+_library.impl("onednn_linear", _multiply, "CPU")
+
+
+@torch.library.register_fake("crius::onednn_linear", lib=_library)
+def _shape(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+@register_flop_formula(torch.ops.crius.onednn_linear)
+def flops(x_shape: torch.Size, weight_shape: torch.Size, *args: object, **kwargs: object) -> int:
+    """FLOPs of ``x`` ``(..., in)`` times ``weight`` ``(out, in)`` transposed."""
+    return 2 * x_shape.numel() * weight_shape[0]
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """``x`` ``(..., in)`` times ``weight`` ``(out, in)`` transposed: ``(..., out)``."""
+    if when(x, weight):
+        product: Tensor = _Linear.apply(x, weight)
+        return product
+    return reference(x, weight)
+
+
+def when(x: Tensor, weight: Tensor) -> bool:
+    """Whether oneDNN multiplies: this process chose it, and both are ordinary float32 tensors that are not empty."""
+    if choice.current().linear != "onednn":
+        return False
+    return choice.are_plain((torch.float32,), x, weight) and x.dim() > 1 and x.numel() > 0 and weight.numel() > 0
+
+
+def reference(x: Tensor, weight: Tensor) -> Tensor:
+    """As PyTorch multiplies."""
+    return F.linear(x, weight)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        product: Tensor = torch.ops.crius.onednn_linear.default(x, weight)
+        return product
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        grad_x = torch.ops.crius.onednn_linear.default(grad, weight.t()) if ctx.needs_input_grad[0] else None
+        grad_weight = grad.flatten(0, -2).t() @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weight

@@ -1,0 +1,235 @@
+"""Cross-entropy of the outputs of a linear layer, for a chunk of tokens at a time: all logits never exist together.
+
+The gradients are computed with the losses, while the logits of a chunk are there, and the backward only scales them.
+So three matmuls are made, as without chunks, and nothing is computed twice (Hsu et al. 2024, arXiv:2410.10989,
+section 3.2). Instead of all logits stays the gradient of the weight, which the backward has to make anyway.
+
+N tokens, C tokens of a chunk, D model dim, V vocabulary, of which a rank may have a part
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from crius.kernels.linear import linear
+
+IGNORE_INDEX = -100
+"""Label of a position that is not scored; PyTorch's default ``ignore_index``."""
+
+PRODUCT_PARTS = 8  # of a product or copy in another precision than its result, so that it is never there as a whole
+
+Score = Callable[..., tuple[Tensor, Tensor | None]]
+"""See ``score_block``."""
+Gather = Callable[[Tensor], Tensor]
+"""Numbers ``(2, C)`` of each rank that has a part of the vocabulary: ``(ranks, 2, C)``."""
+
+
+def token_losses(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
+    """Cross-entropy of each token in nats, float32 ``(B * T,)``; 0 where the label is ``IGNORE_INDEX``.
+
+    Under tensor parallelism the logits stay split over the vocabulary: only maxima and sums are communicated.
+    """
+    logits = logits_BTV.flatten(0, 1).to(torch.promote_types(logits_BTV.dtype, torch.float32))
+    return F.cross_entropy(logits, labels_BT.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
+
+
+def reference(hidden_BTD: Tensor, weight_VD: Tensor, labels_BT: Tensor) -> Tensor:
+    """What ``linear_cross_entropy`` computes, with all logits at once."""
+    return token_losses(F.linear(hidden_BTD, weight_VD), labels_BT).sum(dtype=torch.float64)
+
+
+def score_block(
+    logits_CV: Tensor, targets_C: Tensor, with_gradient: bool, gather: Gather | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Token losses ``(C,)`` in float32 and, if asked for, their gradient ``(C, V)`` in the dtype of the logits.
+
+    Args:
+        logits_CV: of this rank's part of the vocabulary; float64 is scored in float64.
+        targets_C: rows of this rank's part. For a target outside of it the gradient is the softmax alone and, without
+            ``gather``, the loss means nothing.
+        with_gradient: whether to compute it.
+        gather: of the ranks that have the other parts.
+    """
+    wide = torch.promote_types(logits_CV.dtype, torch.float32)
+    log_p_CV = F.log_softmax(logits_CV, dim=-1, dtype=wide)
+    is_here_C = (targets_C >= 0) & (targets_C < logits_CV.shape[1])
+    # where nobody has another part, an id outside of the vocabulary is an error, which the gather raises
+    outside_C = targets_C == IGNORE_INDEX if gather is None else ~is_here_C
+    place_C1 = torch.where(outside_C, 0, targets_C)[:, None]
+    if gather is None:
+        losses_C = -log_p_CV.gather(1, place_C1).squeeze(1)
+    else:
+        total_C = _log_sum_exp(logits_CV, log_p_CV)
+        target_C = logits_CV.gather(1, place_C1).squeeze(1) * is_here_C if logits_CV.shape[1] else total_C.new_zeros(())
+        found = gather(torch.stack((total_C, target_C.to(wide).expand_as(total_C))))
+        whole_C = found[:, 0].logsumexp(0)
+        losses_C = whole_C - found[:, 1].sum(0)
+        log_p_CV += (total_C - whole_C)[:, None]
+    if not with_gradient:
+        return losses_C, None
+    gradient_CV = log_p_CV.exp_()
+    if logits_CV.shape[1]:
+        gradient_CV.scatter_add_(1, place_C1, -is_here_C.to(wide)[:, None])
+    return losses_C, gradient_CV.to(logits_CV.dtype)
+
+
+def _log_sum_exp(logits_CV: Tensor, log_p_CV: Tensor) -> Tensor:
+    """Of each row, without another pass over it: what the softmax subtracted from its first number."""
+    if not logits_CV.shape[1]:  # more ranks than rows of the vocabulary
+        return log_p_CV.new_full((len(logits_CV),), -torch.inf)
+    return logits_CV[:, 0] - log_p_CV[:, 0]
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """How the work is cut, and what scores its pieces.
+
+    Attributes:
+        tokens: logits of at most so many tokens exist at a time.
+        block_tokens: at most so many of them are scored at a time, in float32.
+        score: ``score_block``, or what was compiled from it.
+    """
+
+    tokens: int
+    block_tokens: int
+    score: Score = score_block
+
+
+def linear_cross_entropy(
+    hidden_BTD: Tensor,
+    weight_VD: Tensor,
+    labels_BT: Tensor,
+    chunks: Chunks,
+    first_row: int = 0,
+    gather: Gather | None = None,
+) -> Tensor:
+    """Sum of the token losses in nats, a float64 scalar; a label ``IGNORE_INDEX`` gives 0 and no gradient.
+
+    The matmuls are in the dtype of the operands, which is one; losses and softmax in float32. The gradient of a weight
+    in lower precision is summed over the chunks in float32 and rounded once.
+
+    Args:
+        hidden_BTD: ``(B, T, D)``. With ``gather`` every rank has it whole and gets a summand of its gradient.
+        weight_VD: the rows of this rank.
+        labels_BT: rows of the whole weight.
+        chunks: how it is cut.
+        first_row: the place of this rank's first row in the whole weight.
+        gather: of the ranks that have the other rows; None where there are none. Each calls this with as many tokens
+            and with the same ``chunks``.
+    """
+    hidden, labels = hidden_BTD.flatten(0, -2), labels_BT.flatten()
+    with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight_VD.requires_grad)
+    loss: Tensor = _LinearCrossEntropy.apply(hidden, weight_VD, labels, chunks, first_row, gather, with_gradient)
+    return loss
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        labels_N: Tensor,
+        chunks: Chunks,
+        first_row: int,
+        gather: Gather | None,
+        with_gradient: bool,
+    ) -> Tensor:
+        num_tokens = len(hidden_ND)
+        counts_N = labels_N != IGNORE_INDEX
+        size = _even(num_tokens, chunks.tokens)
+        wants_hidden, wants_weight = (with_gradient and wanted for wanted in ctx.needs_input_grad[:2])
+        hidden_gradient = torch.empty_like(hidden_ND) if wants_hidden else None
+        weight_sum = _Product(weight_VD, is_rounded=size < num_tokens) if wants_weight else None
+        losses = []
+        for start in range(0, num_tokens, size):
+            rows = slice(start, start + size)
+            logits_CV = linear(hidden_ND[rows], weight_VD)
+            losses += _score(logits_CV, labels_N[rows] - first_row, chunks, with_gradient, gather)
+            counts_C1 = counts_N[rows, None]  # the logits have the gradients now
+            if hidden_gradient is not None:
+                torch.mul(linear(logits_CV, weight_VD.t()), counts_C1, out=hidden_gradient[rows])
+            if weight_sum is not None:
+                weight_sum.add(logits_CV, hidden_ND[rows] * counts_C1)
+            del logits_CV  # before the next are made
+        ctx.save_for_backward(hidden_gradient, weight_sum.total if weight_sum else None)
+        ctx.dtypes = hidden_ND.dtype, weight_VD.dtype
+        # an ignored label's loss is of whatever class, so it is chosen away, not multiplied
+        return torch.where(counts_N, torch.cat(losses), 0.0).sum(dtype=torch.float64)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        # not in place: a pipeline that splits its backward calls this for the hidden state, then for the weight
+        scaled = map(_scaled, ctx.saved_tensors, ctx.dtypes, (gradient, gradient))
+        return *scaled, None, None, None, None, None
+
+
+def _score(
+    logits_CV: Tensor, targets_C: Tensor, chunks: Chunks, with_gradient: bool, gather: Gather | None
+) -> list[Tensor]:
+    """The token losses of each block; with gradients these take the place of the logits."""
+    losses = []
+    for logits, targets in zip(logits_CV.split(chunks.block_tokens), targets_C.split(chunks.block_tokens), strict=True):
+        found, gradient = chunks.score(logits, targets, with_gradient, gather)
+        losses.append(found)
+        if gradient is not None:
+            logits.copy_(gradient)
+    return losses
+
+
+class _Product:
+    """The sum over chunks of the weight's gradient, ``(V, D)``: in float32 where the dtype of the weight is narrower.
+
+    Args:
+        weight_VD: its shape and dtype.
+        is_rounded: there are several chunks, whose products are rounded before they are added up.
+    """
+
+    def __init__(self, weight_VD: Tensor, *, is_rounded: bool) -> None:
+        narrow, wide = weight_VD.dtype, torch.promote_types(weight_VD.dtype, torch.float32)
+        self._is_split = is_rounded and narrow != wide
+        self._is_empty = True
+        self.total = torch.empty_like(weight_VD, dtype=wide if self._is_split else narrow)
+
+    def add(self, gradient_CV: Tensor, hidden_CD: Tensor) -> None:
+        """The product of a chunk."""
+        if not self._is_split:
+            self._multiply(gradient_CV, hidden_CD)
+            return
+        if self._is_empty:
+            self.total.zero_()
+            self._is_empty = False
+        size = _even(gradient_CV.shape[1], -(-gradient_CV.shape[1] // PRODUCT_PARTS))
+        for some_CV, rows in zip(gradient_CV.split(size, dim=1), self.total.split(size), strict=True):
+            rows += some_CV.t() @ hidden_CD
+
+    def _multiply(self, gradient_CV: Tensor, hidden_CD: Tensor) -> None:
+        if self._is_empty:
+            torch.mm(gradient_CV.t(), hidden_CD, out=self.total)
+            self._is_empty = False
+        else:
+            self.total.addmm_(gradient_CV.t(), hidden_CD)
+
+
+def _even(total: int, most: int) -> int:
+    """The largest of the fewest parts of ``total`` that are at most ``most``, all of one size but for the last."""
+    parts = max(1, -(-total // max(1, most)))
+    return max(1, -(-total // parts))
+
+
+def _scaled(tensor: Tensor | None, dtype: torch.dtype, factor: Tensor) -> Tensor | None:
+    """``tensor`` times a scalar, which would be rounded too in a narrow dtype, rounded to ``dtype`` once."""
+    if tensor is None:
+        return None
+    wide = torch.promote_types(tensor.dtype, torch.float32)
+    scaled = torch.empty_like(tensor, dtype=dtype)
+    size = len(tensor) if tensor.dtype == wide else _even(len(tensor), -(-len(tensor) // PRODUCT_PARTS))
+    for some, out in zip(tensor.split(size), scaled.split(size), strict=True):  # a copy in ``wide`` only of some rows
+        torch.mul(some.to(wide), factor.to(wide), out=out)
+    return scaled

@@ -1,0 +1,81 @@
+"""Attention gives the same numbers by every backend, and takes the one that was chosen."""
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import BlockMask
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from crius.kernels.attention import causal_attention, document_mask, masked_attention
+from crius.kernels.choice import Choice, applied
+
+FLASH, MATH, FLEX = (Choice(attention=(name,)) for name in ("flash", "math", "flex"))
+POSITIONS = torch.cat([torch.arange(n) for n in (70, 1, 129, 56)])[None].repeat(2, 1)
+POSITIONS[1] = torch.arange(256)
+
+
+def qkv(tokens, dtype=torch.float32):
+    torch.manual_seed(0)
+    return [torch.randn(2, heads, tokens, 16, dtype=dtype, requires_grad=True) for heads in (4, 2, 2)]
+
+
+class Operators(TorchDispatchMode):
+    """Names of the operators that run inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+def output_and_gradients(attend, inputs):
+    output = attend(*inputs)
+    torch.manual_seed(1)
+    return [output, *torch.autograd.grad(output, inputs, torch.randn_like(output))]
+
+
+@pytest.mark.parametrize("tokens", [1, 17, 256])
+def test_math_and_flash_compute_the_same(tokens):
+    inputs = qkv(tokens)
+    with applied(FLASH):
+        flash = output_and_gradients(causal_attention, inputs)
+    with applied(MATH):
+        math = output_and_gradients(causal_attention, inputs)
+    torch.testing.assert_close(flash, math, rtol=1e-5, atol=1e-5)  # float32: another order of sums
+
+
+@pytest.mark.parametrize(("chosen", "is_flash"), [(Choice(), True), (FLASH, True), (MATH, False)])
+def test_the_chosen_backend_runs(chosen, is_flash):
+    with applied(chosen), Operators() as seen:
+        causal_attention(*qkv(32))
+    assert any("flash_attention" in name for name in seen.names) == is_flash
+
+
+@pytest.mark.parametrize("chosen", [Choice(), MATH, Choice(attention=("cudnn", "flash", "efficient", "math"))])
+def test_a_chosen_order_compiles_in_one_graph(chosen):
+    inputs = qkv(32)
+    with applied(chosen):
+        torch._dynamo.reset()
+        attend = torch.compile(causal_attention, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(attend(*inputs), causal_attention(*inputs), rtol=1e-5, atol=1e-5)
+
+
+def test_flex_sees_what_the_dense_mask_shows():
+    inputs = [x.detach() for x in qkv(256)]
+    want = masked_attention(*inputs, document_mask(POSITIONS))
+    with applied(FLEX):
+        blocks = document_mask(POSITIONS)
+        assert isinstance(blocks, BlockMask)
+        got = masked_attention(*inputs, blocks)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)  # float32: another order of sums
+    other = masked_attention(*inputs, document_mask(POSITIONS.flip(0)))
+    assert not torch.allclose(other, want, atol=1e-3)
+
+
+def test_flex_leaves_out_blocks_without_a_pair():
+    starts = torch.arange(512)[None] % 128  # documents of one block each
+    with applied(FLEX):
+        blocks = document_mask(starts)
+    assert blocks.sparsity() == 75.0  # of 4 x 4 blocks the diagonal stays

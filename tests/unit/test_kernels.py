@@ -1,0 +1,352 @@
+"""Each fast path computes what its reference does, is taken where it should be, and nowhere else."""
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch.autograd import gradcheck
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from crius.config.activation_checkpoint import ActivationCheckpointConfig
+from crius.errors import ConfigError
+from crius.kernels import choice, linear, rms_norm, rotary, swiglu
+from crius.kernels.choice import Choice, applied, resolve
+from crius.models.llama3.config import Llama3Config
+from crius.models.llama3.model import Llama3
+from crius.models.llama3.plan import plan
+from crius.parallel.activation_checkpoint import apply_activation_checkpoint
+
+FAST = Choice(linear="onednn", pointwise="fused")
+FUNCTIONS = {
+    "rms_norm": rms_norm._RMSNorm,
+    "rotary": rotary._Rotary,
+    "swiglu": swiglu._SwiGLU,
+    "linear": linear._Linear,
+}
+TINY = Llama3Config(
+    dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=50, rope_theta=1e4, rope_scaling=None
+)
+# float32: both paths round a few times each, and a gradient of a weight sums up to 33 rows
+TOLERANCE = {torch.float32: {"rtol": 2e-5, "atol": 2e-5}, torch.float64: {"rtol": 1e-12, "atol": 1e-12}}
+
+
+def leaf(*shape, dtype=torch.float32):
+    return torch.randn(*shape, dtype=dtype, requires_grad=True)
+
+
+def tables(batch, tokens, width, dtype):
+    angles = torch.randn(batch, tokens, 1, width // 2, dtype=dtype)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+
+
+def case(name, dtype=torch.float32, shape=(3, 11)):
+    """The public function, its reference, and inputs of odd sizes."""
+    torch.manual_seed(0)
+    if name == "rms_norm":
+        return rms_norm.rms_norm, rms_norm.reference, [leaf(*shape, 7, dtype=dtype), leaf(7, dtype=dtype), 1e-5]
+    if name == "rotary":
+        x = leaf(*shape, 3, 6, dtype=dtype)
+        return rotary.rotary, rotary.reference, [x, *tables(*shape, 6, dtype)]
+    if name == "swiglu":
+        return swiglu.swiglu, swiglu.reference, [leaf(*shape, 5, dtype=dtype), leaf(*shape, 5, dtype=dtype)]
+    return linear.linear, linear.reference, [leaf(*shape, 7, dtype=dtype), leaf(9, 7, dtype=dtype)]
+
+
+def run(function, inputs, upstream=None):
+    """Output and gradients."""
+    leaves = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
+    output = function(*inputs)
+    torch.manual_seed(1)
+    gradients = torch.autograd.grad(output, leaves, torch.randn(output.shape, dtype=output.dtype)) if leaves else ()
+    return [output.detach(), *gradients]
+
+
+@pytest.fixture
+def fast():
+    with applied(FAST):
+        yield
+
+
+@pytest.fixture
+def taken(fast, monkeypatch):
+    """How often each fast path was taken."""
+    counts = dict.fromkeys(FUNCTIONS, 0)
+    for name, function in FUNCTIONS.items():
+
+        def forward(*args, _name=name, _forward=function.forward):
+            counts[_name] += 1
+            return _forward(*args)
+
+        monkeypatch.setattr(function, "forward", staticmethod(forward))
+    return counts
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "rotary", "swiglu"])
+def test_a_gradient_is_the_derivative(name, fast):
+    function, _, inputs = case(name, torch.float64, shape=(2, 3))
+    assert gradcheck(function, inputs)
+
+
+@pytest.mark.parametrize("shape", [(3, 11), (1, 1), (1, 33), (0, 4)])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_fast_path_equals_its_reference(name, shape, fast):
+    dtype = torch.float32 if name == "linear" else torch.float64
+    function, reference, inputs = case(name, dtype, shape)
+    torch.testing.assert_close(run(function, inputs), run(reference, inputs), **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_float32_takes_the_fast_path_once(name, taken):
+    function, reference, inputs = case(name)
+    torch.testing.assert_close(run(function, inputs), run(reference, inputs), **TOLERANCE[torch.float32])
+    assert taken == dict.fromkeys(FUNCTIONS, 0) | {name: 1}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_inputs_and_gradients_of_any_strides_are_taken(name, taken):
+    function, reference, (x, *others) = case(name)
+    wide = torch.randn(*x.shape[:-1], 2 * x.shape[-1])
+    strided = wide[..., ::2].requires_grad_()
+    swapped = x.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
+    for value in (strided, swapped, torch.randn(x.shape[-1]).expand(x.shape).requires_grad_()):
+        inputs = [value, *others]
+        torch.testing.assert_close(run(function, inputs), run(reference, inputs), **TOLERANCE[torch.float32])
+        want, got = (torch.autograd.grad(f(*inputs).sum(), value)[0] for f in (reference, function))  # expanded ones
+        torch.testing.assert_close(got, want, **TOLERANCE[torch.float32])
+    assert taken[name] == 6
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+@pytest.mark.parametrize("name", ["rms_norm", "swiglu", "linear"])
+def test_an_input_without_gradient_gets_none(name, frozen, fast):
+    function, reference, inputs = case(name)
+    inputs[frozen] = inputs[frozen].detach()
+    torch.testing.assert_close(run(function, inputs), run(reference, inputs), **TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_without_gradients_the_numbers_are_the_same_bits(name, taken):
+    function, _, inputs = case(name)
+    with torch.no_grad():
+        quiet = function(*inputs)
+    assert not quiet.requires_grad and torch.equal(quiet, function(*inputs))
+    assert taken[name] == 2
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_an_output_is_no_view_so_that_a_module_may_return_it(name, fast):
+    function, _, inputs = case(name)
+    assert not function(*inputs)._is_view()
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_an_output_that_is_used_twice_and_an_input_too(name, fast):
+    function, reference, (x, *others) = case(name)
+
+    def twice(call):
+        return run(lambda y: (first := call(y, *others)) * first + call(y * 2, *others), [x])
+
+    torch.testing.assert_close(twice(function), twice(reference), rtol=1e-4, atol=1e-4)  # values up to 30
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_recomputation_gives_the_same_bits(name, taken):
+    function, _, inputs = case(name)
+    want = run(function, inputs)
+    got = run(lambda *args: checkpoint(function, *args, use_reentrant=False), inputs)
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+    assert taken[name] == 3  # of the second run once more in the backward
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_second_derivative_is_refused_not_wrong(name, fast):
+    function, _, inputs = case(name)
+    (gradient,) = torch.autograd.grad(function(*inputs).square().sum(), inputs[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+class Other(Tensor):
+    """Stands for DTensor and whatever else gives operators another meaning."""
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("to", [lambda x: x.bfloat16(), lambda x: x.as_subclass(Other)], ids=["bfloat16", "subclass"])
+def test_other_tensors_take_the_reference(name, to, taken):
+    function, reference, inputs = case(name)
+    inputs = [to(x.detach()).requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in inputs]
+    got, want = run(function, inputs), run(reference, inputs)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert taken[name] == 0
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_without_a_choice_nothing_is_fast(name, taken):
+    function, _, inputs = case(name)
+    with applied(Choice()):
+        run(function, inputs)
+    assert taken[name] == 0
+
+
+def compiled_operators(function, inputs):
+    """Names of the operators of the compiled forward and backward, and the results."""
+    graphs = []
+
+    def backend(graph, examples):
+        graphs.extend(str(node.target) for node in graph.graph.nodes)
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    from_graph = run(
+        torch.compile(function, backend=aot_autograd(fw_compiler=backend), fullgraph=True),
+        inputs,
+    )
+    return graphs, from_graph
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_compiler_sees_the_reference_but_for_matmuls(name, fast):
+    function, reference, inputs = case(name)
+    operators, got = compiled_operators(function, inputs)
+    torch.testing.assert_close(got, run(reference, inputs), **TOLERANCE[torch.float32])
+    assert operators.count("crius.onednn_linear.default") == (2 if name == "linear" else 0)
+    with applied(Choice()):
+        assert name == "linear" or operators == compiled_operators(function, inputs)[0]
+
+
+def loss_and_gradients(model, tokens):
+    model.zero_grad()
+    loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(-1, 1).flatten())
+    loss.backward()
+    return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
+
+
+def tiny_model():
+    torch.manual_seed(0)
+    return Llama3(TINY), torch.randint(0, TINY.vocab_size, (2, 16))
+
+
+def test_the_whole_model_takes_them_and_computes_the_same(taken):
+    model, tokens = tiny_model()
+    got = loss_and_gradients(model, tokens)
+    layers = TINY.num_layers
+    assert taken == {"rms_norm": 2 * layers + 1, "rotary": 2 * layers, "swiglu": layers, "linear": 7 * layers + 1}
+    with applied(Choice()):
+        want = loss_and_gradients(model, tokens)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)  # sums over 32 tokens in another order
+
+
+@pytest.mark.parametrize("saved", ["matmul", "matmul_every_other", "attention"])
+def test_selective_checkpointing_keeps_the_same_results_of_either_matmul(saved):
+    matches = []
+    for taken in (Choice(), FAST):
+        with applied(taken):
+            model, tokens = tiny_model()
+            want = loss_and_gradients(model, tokens)
+            config = ActivationCheckpointConfig(mode="selective", save_ops=(saved,))
+            blocks = apply_activation_checkpoint(model, plan(TINY), config, compile_enabled=False)
+            got = loss_and_gradients(model, tokens)
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        matches.append(blocks.matches())
+    assert matches[0] == matches[1] and matches[0][saved] > 0
+
+
+def test_flops_of_either_matmul_are_counted_alike():
+    counts = []
+    for taken in (Choice(), FAST):
+        model, tokens = tiny_model()
+        with applied(taken), FlopCounterMode(display=False) as counter:
+            loss_and_gradients(model, tokens)
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
+
+
+def saved_bytes(function, inputs):
+    """Bytes that the forward keeps besides its inputs."""
+    known, kept = {x.data_ptr() for x in inputs if isinstance(x, Tensor)}, {}
+
+    def pack(x):
+        if x.data_ptr() not in known:
+            kept[x.data_ptr()] = x
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        output = function(*inputs)
+    return sum(x.nbytes for x in kept.values()), output
+
+
+@pytest.mark.parametrize("name", ["swiglu", "rotary", "linear"])
+def test_a_fast_path_keeps_nothing_but_its_inputs(name, fast):
+    function, reference, inputs = case(name)
+    assert saved_bytes(function, inputs)[0] == 0
+    assert saved_bytes(reference, inputs)[0] > 0 or name != "swiglu"
+
+
+@pytest.mark.parametrize(
+    ("asked", "device_type", "known", "want"),
+    [
+        (("auto", "auto", "auto"), "cpu", {}, ("onednn", "fused", ())),
+        (("auto", "auto", "auto"), "cpu", {"compiled": True}, ("onednn", "torch", ())),
+        (("torch", "torch", "math"), "cpu", {}, ("torch", "torch", ("math",))),
+        (("auto", "auto", "auto"), "cuda", {}, ("torch", "torch", ("flash", "efficient", "math"))),
+        (
+            ("auto", "auto", "auto"),
+            "cuda",
+            {"capability": (9, 0)},
+            ("torch", "torch", ("cudnn", "flash", "efficient", "math")),
+        ),
+        (
+            ("auto", "auto", "auto"),
+            "cuda",
+            {"capability": (9, 0), "has_mask": True},
+            ("torch", "torch", ("flash", "efficient", "math")),
+        ),
+        (("auto", "auto", "flex"), "cuda", {"has_mask": True}, ("torch", "torch", ("flex",))),
+    ],
+)
+def test_what_auto_comes_to(asked, device_type, known, want, monkeypatch):
+    monkeypatch.setattr(choice, "is_wide_amd_cpu", lambda: True)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    found = resolve(*asked, device_type=device_type, **known)
+    assert (found.linear, found.pointwise, found.attention) == want
+
+
+@pytest.mark.parametrize(
+    ("vendor", "flags", "want"),
+    [
+        ("AuthenticAMD", "fma avx2 avx512f avx512vl", "onednn"),
+        ("AuthenticAMD", "fma avx2", "torch"),
+        ("GenuineIntel", "fma avx2 avx512f", "torch"),
+    ],
+)
+def test_onednn_is_for_amd_with_avx512(vendor, flags, want, tmp_path, monkeypatch):
+    file = tmp_path / "cpuinfo"
+    file.write_text(f"processor\t: 0\nvendor_id\t: {vendor}\nflags\t\t: {flags}\n")
+    monkeypatch.setattr(choice, "_CPUINFO", file)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    assert resolve("auto", "auto", "auto", device_type="cpu").linear == want
+
+
+@pytest.mark.parametrize(
+    ("asked", "known", "flag"),
+    [
+        (("onednn", "auto", "auto"), {"device_type": "cuda"}, "--kernels.linear torch"),
+        (("auto", "fused", "auto"), {"device_type": "cuda"}, "--kernels.pointwise torch"),
+        (("auto", "fused", "auto"), {"device_type": "cpu", "compiled": True}, "--kernels.pointwise torch"),
+        (("auto", "auto", "cudnn"), {"device_type": "cpu"}, "--kernels.attention auto"),
+    ],
+)
+def test_what_cannot_run_is_an_error_with_a_fix(asked, known, flag):
+    with pytest.raises(ConfigError) as found:
+        resolve(*asked, **known)
+    assert found.value.fix == flag
+
+
+def test_the_log_says_what_is_taken_and_why():
+    assert str(resolve("torch", "auto", "math", device_type="cpu")) == (
+        "linear torch (as asked), pointwise fused (auto: CPU, no torch.compile), attention math (as asked)"
+    )
