@@ -1,1 +1,1 @@
-"""What a layout costs before anything is allocated: the dry run takes the real code through a step of fake tensors."""
+"""Which layout to take: memory and time of a step in closed form, a search over layouts, and how far to trust it."""

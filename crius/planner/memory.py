@@ -1,169 +1,147 @@
-"""What lives when: each storage of a step with the moments of its birth and of its death, and what it is for.
+"""What one rank holds at the peak of a step, in closed form. Torch-free.
 
-Kinds. ``parameters``, ``optimizer`` (its state) and ``buffers`` (the batch, what a pipeline receives into) are marked
-where they are made. ``gathered``: whatever was resized, which is how FSDP keeps and frees whole weights.
-``activations``: born in the forward of a microbatch and alive at its end, and what a split backward keeps between its
-halves. ``gradients``: born in a backward and alive at its end, whether sharded or, where they are reduced later, whole.
-``temporaries``: all else, the copies in and out of collectives among them.
+Moments of a step with most in memory: when the loss is back-propagated and all activations are there, when the first
+and the last block are, when the embedding is, and the update. docs/planner.md compares the sums with measurements and
+with the dry run, which counts every tensor of the real code.
 """
 
-import functools
-import itertools
-import weakref
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Literal
 
-import torch
-from torch import Tensor
+from crius.planner.activations import LayerBytes, layer_bytes
+from crius.planner.estimate import Estimate
+from crius.planner.hardware import Hardware
+from crius.planner.holdings import Held, held_by
+from crius.planner.logits import LossBytes, loss_bytes
+from crius.planner.memory_constants import MEMORY, TRAITS, MemoryConstants
+from crius.planner.peaks import Activations, Moment, peak
+from crius.planner.weights import model_parameters
+from crius.planner.workload import Workload
 
-KINDS = ("parameters", "gradients", "optimizer", "activations", "gathered", "buffers", "temporaries")
+__all__ = ["memory", "model_parameters"]
 
-Bytes = Counter[str]
-"""Bytes by kind."""
-
-Values = dict[tuple[str, ...], int]
-"""All numbers of a measurement by name, so that two of them can be subtracted.
-
-``parameters``; ``start, phase, microbatch, kind`` and ``peak, phase, microbatch, block, kind`` in bytes;
-``flops, phase, microbatch``; ``collective, phase, microbatch, kind, axis, count | bytes``."""
+Counting = Literal["reserved", "allocated", "tensors"]
 
 
-def kinds_of(values: Values, *key: str) -> Bytes:
-    """The bytes by kind below ``key``."""
-    return Counter({kind: values.get((*key, kind), 0) for kind in KINDS})
+_ROTARY_BYTES = 4  # of a token and a number of a head: half a cosine and half a sine in float32
 
 
-class _Storage:
-    """One storage, whatever sizes it takes; ``kind`` is empty until it is known."""
+def memory(
+    workload: Workload,
+    hardware: Hardware | None = None,
+    constants: MemoryConstants = MEMORY,
+    *,
+    counting: Counting = "reserved",
+) -> Estimate:
+    """Bytes of the rank that holds most, at the moment when it does; the parts sum to the total.
 
-    __slots__ = ("kind", "last", "reference")
-
-    def __init__(self) -> None:
-        self.kind = ""
-        self.last: _Life
-        self.reference: weakref.ref[Any]
-
-
-class _Life:
-    """A time in which a storage has one size; ``died`` is -1 while it lives."""
-
-    __slots__ = ("born", "died", "nbytes", "storage")
-
-    def __init__(self, storage: _Storage, nbytes: int, born: int) -> None:
-        self.storage, self.nbytes, self.born, self.died = storage, nbytes, born, -1
-
-
-@dataclass(frozen=True)
-class Segment:
-    """A stretch of time with a name."""
-
-    label: tuple[str, ...]
-    begin: int
+    Args:
+        workload: what it computes.
+        hardware: on what; a CPU has no allocator's cache but a process beside the tensors. None: a GPU.
+        constants: fitted.
+        counting: ``tensors`` alone, as the dry run; what PyTorch's allocator says is ``allocated``; or ``reserved``,
+            which is what has to fit.
+    """
+    layout = workload.layout
+    ranks = {0, 1, layout.pp - 1} if layout.pp > 2 else range(layout.pp)
+    moments = [(_rank(workload, rank, constants), rank) for rank in ranks]
+    most, rank = max(moments, key=lambda found: found[0].total)
+    where = f", pipeline rank {rank}" if layout.pp > 1 else ""
+    return Estimate(_parts(workload, most, hardware, constants, counting), f"{most.name}{where}")
 
 
-class Timeline:
-    """Births and deaths of storages. Time is the number of events so far."""
+def _parts(
+    workload: Workload, most: Moment, hardware: Hardware | None, constants: MemoryConstants, counting: Counting
+) -> dict[str, float]:
+    overhead = _overhead(most.total, hardware, constants, counting, is_compiled=workload.compile)
+    found = {
+        "parameters": most.weights,
+        "gradients": most.gradients,
+        "optimizer": most.state,
+        "activations": most.activations,
+        "logits_and_loss": most.loss,
+        "fsdp_buffers": most.copies,
+        "pipeline_in_flight": most.in_flight,
+        "working": most.working,
+        "overhead": overhead,
+    }
+    if workload.snapshot:
+        found["snapshot"] = most.weights + most.state
+    return found
 
-    def __init__(self) -> None:
-        self.now = 0
-        self.segments: list[Segment] = []
-        self._lives: list[_Life] = []
-        self._storages: dict[int, _Storage] = {}
 
-    def see(self, tensor: Tensor) -> None:
-        """Note the storage of ``tensor``, if it is new."""
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key not in self._storages:
-            new = _Storage()
-            new.reference = weakref.ref(storage, functools.partial(self._died, key))
-            self._storages[key] = new
-            self._begin(new, storage.nbytes())
+def _overhead(
+    held: float, hardware: Hardware | None, constants: MemoryConstants, counting: Counting, *, is_compiled: bool
+) -> float:
+    if counting == "tensors":
+        return 0.0
+    if hardware is not None and hardware.generation == "cpu":
+        return hardware.resident_bytes
+    if counting == "allocated":
+        return constants.allocated_bytes
+    share = constants.reserved_share if is_compiled else constants.reserved_eager_share
+    more = constants.cdna3_bytes if hardware is not None and hardware.generation == "cdna3" else 0.0
+    return held * share + constants.reserved_bytes + more
 
-    def mark(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Say what ``tensors`` are for."""
-        for tensor in tensors:
-            self.see(tensor)
-            self._storages[tensor.untyped_storage()._cdata].kind = kind
 
-    def mark_living(self, kind: str, since: int, over: str = "") -> None:
-        """Say what everything is for that was born at ``since`` or later, lives, and has no kind yet, or ``over``."""
-        for storage in self._storages.values():
-            if storage.kind in ("", over) and storage.last.born >= since:
-                storage.kind = kind
+def _rank(workload: Workload, rank: int, constants: MemoryConstants) -> Moment:
+    """The moment at which pipeline rank ``rank`` holds most."""
+    held = held_by(workload, rank)
+    tokens = workload.microbatch * workload.seq_len / workload.layout.cp
+    loss = loss_bytes(workload, tokens, constants) if held.layers.has_head else LossBytes()
+    return peak(workload, held, loss, _activations(workload, held, tokens, constants))
 
-    def segment(self, *label: str) -> None:
-        """Begin a segment, which ends the one before."""
-        self.segments.append(Segment(label, self.now))
 
-    def living(self) -> Bytes:
-        """Bytes that live now."""
-        found: Bytes = Counter()
-        for storage in self._storages.values():
-            found[storage.kind or "temporaries"] += storage.last.nbytes
-        return found
+def rank_bytes(workload: Workload, rank: int, constants: MemoryConstants = MEMORY) -> dict[str, float]:
+    """What pipeline rank ``rank`` holds: parameters, gradients as the optimizer takes them, and its state; and
+    activations, which one microbatch leaves between its forward and its backward, with the gathered block that waits.
+    """
+    held, layout = held_by(workload, rank), workload.layout
+    tokens = workload.microbatch * workload.seq_len / layout.cp
+    loss = loss_bytes(workload, tokens, constants) if held.layers.has_head else LossBytes()
+    # FSDP frees the last block with the next gather, which is after a chunked loss
+    waits = layout.fsdp > 1 and layout.pp == 1 and workload.reshard != "never" and workload.loss_tokens is not None
+    return {
+        "parameters": held.own * workload.weight_bytes,
+        "gradients": held.own * workload.weight_bytes,
+        "optimizer": held.state,
+        "activations": _activations(workload, held, tokens, constants).kept
+        + loss.kept
+        + held.block * workload.param_bytes * waits,
+    }
 
-    def peaks(self) -> Iterator[tuple[tuple[str, ...], Bytes, Bytes]]:
-        """For each segment its label, what lived when it began, and what lived when most bytes did."""
-        events: list[tuple[int, str]] = [(0, "temporaries")] * self.now
-        for life in self._lives:
-            kind = life.storage.kind or "temporaries"
-            events[life.born] = (life.nbytes, kind)
-            if life.died >= 0:
-                events[life.died] = (-life.nbytes, kind)
-        ends = [segment.begin for segment in self.segments[1:]] + [self.now]
-        living: Bytes = Counter()
-        for nbytes, kind in events[: self.segments[0].begin]:
-            living[kind] += nbytes
-        for segment, end in zip(self.segments, ends, strict=True):
-            start = Counter(living)
-            total = most = sum(living.values())
-            peak = start
-            steps = list(itertools.islice(events, segment.begin, end))
-            totals = list(itertools.accumulate((nbytes for nbytes, _ in steps), initial=total))
-            at = max(range(len(totals)), key=totals.__getitem__)
-            for number, (nbytes, kind) in enumerate(steps, start=1):
-                living[kind] += nbytes
-                if number == at and totals[at] > most:
-                    peak = Counter(living)
-            yield segment.label, start, peak
 
-    @contextmanager
-    def watching_resizes(self) -> Iterator[None]:
-        """FSDP frees and refills whole weights by resizing their storage, which no operator shows."""
-        original = torch.UntypedStorage.resize_
+def _activations(workload: Workload, held: Held, tokens: float, constants: MemoryConstants) -> Activations:
+    mode, every, traits = workload.activation_checkpoint, workload.selective_layers, TRAITS[workload.framework]
+    factor = constants.nvfp4_kept if workload.precision == "nvfp4" else 1.0
+    if traits.activations and mode != "full":
+        factor *= getattr(constants, traits.activations)
+    kept = recomputed = 0.0
+    for count, has_experts in ((held.layers.dense, False), (held.layers.experts, True)):
+        if not count:
+            continue
+        one = _layer(workload, has_experts=has_experts)
+        least = own = {"none": one.none, "full": one.full, "selective": one.selective}[mode]
+        if mode == "selective" and every is not None:
+            least, own = one.full, (one.none * (every - 1) + one.full) / every
+        kept += own * factor * count
+        recomputed = max(recomputed, one.none - least + one.backward)
+    kept += _ROTARY_BYTES * workload.model.head_dim  # for all blocks together
+    hidden = workload.model.dim / (workload.layout.tp if workload.sequence_parallel else 1) * workload.param_bytes
+    return Activations(kept=kept * tokens, recomputed=recomputed * tokens, hidden=hidden * tokens)
 
-        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-            result = original(storage, size)
-            self._resized(storage)
-            return result
 
-        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
-        try:
-            yield
-        finally:
-            torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
-
-    def _resized(self, storage: torch.UntypedStorage) -> None:
-        known = self._storages.get(storage._cdata)
-        if known is not None:
-            known.kind = "gathered"
-            self._end(known)
-            self._begin(known, storage.nbytes())
-
-    def _died(self, key: int, reference: object) -> None:
-        storage = self._storages.pop(key, None)
-        if storage is not None:
-            self._end(storage)
-
-    def _begin(self, storage: _Storage, nbytes: int) -> None:
-        storage.last = _Life(storage, nbytes, self.now)
-        self._lives.append(storage.last)
-        self.now += 1
-
-    def _end(self, storage: _Storage) -> None:
-        storage.last.died = self.now
-        self.now += 1
+def _layer(workload: Workload, *, has_experts: bool) -> LayerBytes:
+    pointwise = workload.pointwise
+    if pointwise is None:
+        pointwise = "fused" if workload.compile else TRAITS[workload.framework].pointwise
+    return layer_bytes(
+        workload.model,
+        workload.layout.tp,
+        workload.param_bytes,
+        workload.framework,
+        pointwise,
+        has_experts=has_experts,
+        sequence_parallel=workload.sequence_parallel,
+        cp=workload.layout.cp,
+        mask_tokens=workload.seq_len / 2 / workload.microbatch if workload.keeps_mask else 0.0,
+    )

@@ -1,172 +1,146 @@
-"""The stages of a pipeline, and what a rank holds at once: the schedule's own actions with their measured cost."""
+"""Which layers a pipeline rank holds, and of how many microbatches it holds activations at once. Torch-free."""
 
-import itertools
-import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 
-import torch
-
-from crius.config.pipeline import num_stages, placement, split_stages
-from crius.config.schedule import Action
-from crius.parallel.stages import order_of, simulate, stage_costs
-from crius.planner.dry_run_table import RankReport, StageReport, Traffic
-from crius.planner.extrapolate import Extrapolation
-from crius.planner.measure import STAGE_MICROBATCHES, Job, hidden_shape, measure_stage
-from crius.planner.memory import Bytes, Values, kinds_of
-from crius.train.inputs import run_modules
-
-_PLACES = ("0", "1", "-1")  # of the microbatches of a stage's measurement, as ``recorder.places`` names them
-_AFTER = (("forward", "1"), ("forward", "-1"), ("sync", "0"))
-_BATCH_TENSORS = 3  # tokens, labels and positions
+from crius.config.pipeline import EMBEDDING_COST, SPLIT_BACKWARD, V_SCHEDULES
+from crius.planner.matmuls import layer_sizes
+from crius.planner.memory_constants import TRAITS
+from crius.planner.workload import ModelShape, Workload
 
 
-def pipeline(
-    job: Job, groups: dict[str, str], *, extrapolate: bool
-) -> tuple[list[StageReport], list[RankReport], Extrapolation]:
-    """Every stage of the pipeline that this rank is in, and what each of its ranks holds at the peak.
+@dataclass(frozen=True)
+class RankLayers:
+    """What one pipeline rank holds.
 
-    Args:
-        job: the run.
-        groups: name of each process group to its axis.
-        extrapolate: from a few blocks to many.
+    Attributes:
+        dense: layers with a dense feed-forward.
+        experts: layers with experts.
+        has_embedding: the embedding is among it.
+        has_head: the last norm and the output layer are.
+        in_flight: microbatches of whose activations it holds all at once; of several stages the mean over its layers.
+        neighbours: stages next to its own on other ranks, from which it receives.
     """
-    parallelism, count = job.config.parallelism, job.sizes.accumulation
-    modules = run_modules(job.config, job.facts)
-    total = num_stages(parallelism)
-    split = split_stages(modules, total, parallelism)
-    timeline = simulate(order_of(parallelism, count), stage_costs(modules, split))
-    splits = any(action.kind in "IW" for row in timeline.order for action in row)
 
-    def measure(names: Sequence[str], _: int) -> Values:
-        first, last = modules[0].name in names, modules[-1].name in names
-        return measure_stage(job, names, 0 if first else total - 1 if last else 1, total, groups, splits=splits)
+    dense: int
+    experts: int
+    has_embedding: bool = True
+    has_head: bool = True
+    in_flight: float = 1.0
+    neighbours: int = 0
 
-    extrapolation = Extrapolation(measure, job.config, full=not extrapolate)
-    found = [extrapolation.of(names, 1) for names in split]
-    held = placement(parallelism)
-    rank_of = {stage: rank for rank, stages in enumerate(held) for stage in stages}
-    reports, received = [], {}
-    for index, (names, values) in enumerate(zip(split, found, strict=True)):
-        others = [side for side in (index - 1, index + 1) if 0 <= side < total and rank_of[side] != rank_of[index]]
-        received[index] = len(others) * count * hidden_bytes(job)
-        traffic = Counter({(way, "pp", "count"): len(others) * count for way in ("send", "recv") if others})
-        traffic.update({(way, "pp", "bytes"): received[index] for way in ("send", "recv") if others})
-        times = {"1": min(1, count - 1), "2": max(0, count - STAGE_MICROBATCHES + 1)}
-        reports.append(stage_report(index, rank_of[index], names, values, traffic, times, timeline.in_flight[index]))
-    batch = _BATCH_TENSORS * torch.int64.itemsize * count * job.sizes.local * job.num_tokens
-    ranks = []
-    for rank, stages in enumerate(held):
-        buffers = batch + sum(received[stage] for stage in stages)
-        peak, moment = walk(timeline.order[rank], {stage: found[stage] for stage in stages}, buffers, splits=splits)
-        ranks.append(RankReport(rank, list(stages), peak, moment))
-    return reports, ranks, extrapolation
+    @property
+    def layers(self) -> int:
+        """Of both kinds."""
+        return self.dense + self.experts
 
 
-def hidden_bytes(job: Job) -> int:
-    """Bytes of what one stage sends the next for a microbatch."""
-    dtype: torch.dtype = getattr(torch, job.config.training.mixed_precision_param)
-    return math.prod(hidden_shape(job)) * dtype.itemsize
-
-
-def stage_report(
-    index: int,
-    rank: int,
-    names: Sequence[str],
-    values: Values,
-    traffic: Traffic,
-    times: Mapping[str, int] | None = None,
-    in_flight: int = 1,
-) -> StageReport:
-    """The totals of one stage, or of the whole model.
-
-    Args:
-        index: the stage.
-        rank: its pipeline rank.
-        names: its modules.
-        values: the measurement.
-        traffic: what was not measured; the collectives are added.
-        times: how often a measured microbatch stands in the step, if not once.
-        in_flight: microbatches whose activations it holds at once.
-    """
-    flops = 0
-    for (what, *key), number in values.items():
-        if what not in ("flops", "collective"):
-            continue
-        weighted = number * (times or {}).get(key[1], 1)
-        if what == "flops":
-            flops += weighted
-        else:
-            traffic[tuple(key[2:])] += weighted  # type: ignore[index]
-    begin = kinds_of(values, "start", "begin", "0")
-    held = kinds_of(values, "start", "backward", "0") + kinds_of(
-        values, "start", "input", "0"
-    )  # it is one or the other
-    return StageReport(
-        stage=index,
-        pp_rank=rank,
-        modules=list(names),
-        parameters=values["parameters",],
-        parameter_bytes=begin["parameters"],
-        gradient_bytes=kinds_of(values, "start", "clip", "0")["gradients"],
-        optimizer_bytes=begin["optimizer"],
-        activation_bytes=held["activations"],
-        in_flight=in_flight,
-        flops=flops,
-        traffic=traffic,
+def rank_layers(workload: Workload, rank: int) -> RankLayers:
+    """What pipeline rank ``rank`` holds."""
+    model, degree = workload.model, workload.layout.pp
+    with_experts = layer_sizes(model).num_expert_layers
+    if degree == 1:
+        return RankLayers(model.num_layers - with_experts, with_experts)
+    total = degree * workload.stages_per_rank
+    is_v = workload.schedule in V_SCHEDULES
+    held = (rank, total - 1 - rank) if is_v else tuple(range(rank, total, degree))
+    sizes = workload.stage_layers or _sizes(workload, total)
+    leading = model.num_layers - with_experts  # the first ones are dense
+    dense = layers = 0
+    for stage in held:
+        layers += sizes[stage]
+        if leading and with_experts:
+            begin = sum(sizes[:stage])
+            dense += max(0, min(leading, begin + sizes[stage]) - begin)
+    beside = {near for stage in held for near in (stage - 1, stage + 1) if 0 <= near < total}
+    return RankLayers(
+        dense=dense if with_experts else layers,
+        experts=layers - dense if with_experts else 0,
+        has_embedding=0 in held,
+        has_head=total - 1 in held,
+        in_flight=_in_flight(workload, rank, tuple(sizes[stage] for stage in held)),
+        neighbours=sum(near not in held for near in beside),
     )
 
 
-def walk(actions: Sequence[Action], stages: Mapping[int, Values], buffers: int, *, splits: bool) -> tuple[Bytes, str]:
-    """What a rank holds at the peak of its step, and in which action that is.
+def _sizes(workload: Workload, stages: int) -> tuple[int, ...]:
+    model = workload.model
+    if TRAITS[workload.framework].balances_stages:
+        return stage_layers(model, stages, workload.seq_len)
+    return _even(model.num_layers, stages) or (1,) * stages
 
-    Each action adds for its time what its phase was measured to need, and leaves what that phase left; the first
-    microbatch of a stage also gathers its weights and makes its gradients.
 
-    Args:
-        actions: of the rank, in order.
-        stages: the measurements of its stages.
-        buffers: bytes of the batch and of what is received, which the schedule allocates once for all microbatches.
-        splits: the stages were measured with a split backward.
+def _in_flight(workload: Workload, rank: int, sizes: tuple[int, ...]) -> float:
+    """Microbatches of whose activations pipeline rank ``rank`` holds all at once.
+
+    1F1B and its interleaved form: Narayanan et al. 2021 (arXiv:2104.04473); zero bubble and its V: Qi et al. 2023 and
+    2024 (arXiv:2401.10241, 2405.15362); DualPipe: arXiv:2412.19437.
     """
-    halves = ("input", "weight") if splits else ("backward",)
-    phases = {"F": ("forward",), "I": halves[:1], "W": halves[-1:], "B": halves}
-    following = dict(itertools.pairwise(("forward", *halves)))
-    living: Bytes = Counter({"buffers": buffers})
-    for values in stages.values():
-        living.update({kind: n for kind, n in kinds_of(values, "start", "begin", "0").items() if kind != "buffers"})
-    steps: list[tuple[str, Bytes, Bytes]] = []  # what it is called, needs beyond what lives, and leaves
-    done: Counter[tuple[int, str]] = Counter()
-    last = {action.stage: action for action in actions}
-    for action in actions:
-        stage, kind, microbatch = action
-        for phase in phases[kind]:
-            number = min(done[stage, phase], STAGE_MICROBATCHES - 1)
-            done[stage, phase] += 1
-            then = (following[phase], _PLACES[number]) if phase in following else _AFTER[number]
-            steps.append((f"{stage}{kind}{microbatch}", *_cost(stages[stage], (phase, _PLACES[number]), then)))
-        if action is last[stage]:
-            steps.append((f"gradient sync of stage {stage}", *_cost(stages[stage], ("sync", "0"), ("clip", "0"))))
-    update: Bytes = Counter()
-    for values in stages.values():
-        update.update(_cost(values, ("optimizer", "0"), ("end", "0"))[0])
-    steps.append(("optimizer", update, Counter()))
-    peak, moment = Counter(living), "begin"
-    for name, needed, left in steps:
-        if living.total() + needed.total() > peak.total():
-            peak, moment = Counter(living), name
-            peak.update(needed)
-        living.update(left)
-    return peak, moment
+    degree, microbatches, schedule = workload.layout.pp, workload.num_microbatches, workload.schedule
+    if schedule == "gpipe":
+        return microbatches
+    if schedule in V_SCHEDULES:
+        return min(microbatches, degree + (1 if schedule == "dualpipev" else 0.5))
+    if schedule.startswith("interleave") and len(sizes) > 1:
+        return _interleaved(degree, rank, microbatches, sizes, splits=schedule in SPLIT_BACKWARD) / sum(sizes)
+    return min(microbatches, degree - rank)
 
 
-def _cost(values: Values, phase: tuple[str, str], then: tuple[str, str]) -> tuple[Bytes, Bytes]:
-    """What a phase needs at its peak, and what it leaves to the next, beyond what was there when it began."""
-    before = kinds_of(values, "start", *phase)
-    places = dict.fromkeys(key[3] for key in values if key[:3] == ("peak", *phase))
-    peak = max((kinds_of(values, "peak", *phase, place) for place in places), key=Counter.total)
-    return _less(peak, before), _less(kinds_of(values, "start", *then), before)
+@lru_cache(maxsize=4096)
+def _interleaved(degree: int, rank: int, microbatches: int, sizes: tuple[int, ...], *, splits: bool) -> int:
+    """The most layers, each once for every microbatch, whose activations a rank with stages of ``sizes`` layers holds.
+
+    It takes a round of microbatches through its first stage, then through its second, ..., backwards in the same way.
+    Where the backward is split, later ranks fill the time that they wait with forwards, so that all hold as many.
+    """
+    stages = len(sizes)
+    rounds = max(1, microbatches // degree)
+    each = -(-microbatches // rounds)
+    forwards = [size for _ in range(rounds) for size in sizes for _ in range(each)][: microbatches * stages]
+    backwards = [size for _ in range(rounds) for size in reversed(sizes) for _ in range(each)]
+    warm_up = 2 * (degree - (0 if splits else rank) - 1) + (stages - 1) * each
+    ahead = min(len(forwards), warm_up + 1 + (splits and rank > 0))
+    held = most = sum(forwards[:ahead])
+    for entering, leaving in zip(forwards[ahead:], backwards, strict=False):
+        held += entering - leaving
+        most = max(most, held)
+    return most
 
 
-def _less(after: Bytes, before: Bytes) -> Bytes:
-    return Counter({kind: after[kind] - before[kind] for kind in after if kind != "buffers"})
+@lru_cache(maxsize=1024)
+def stage_layers(model: ModelShape, stages: int, seq_len: int) -> tuple[int, ...]:
+    """Layers of each of ``stages``: the costliest is as cheap as can be, then their costs are as even as can be.
+
+    What ``crius.config.pipeline.split_stages`` finds for equal layers, without trying every split.
+    """
+    sizes = layer_sizes(model)
+    weights = sizes.attention_parameters + (sizes.dense_parameters if not model.num_experts else 0)
+    weights += model.top_k * sizes.expert_parameters // max(1, model.num_experts) + sizes.shared_parameters
+    layer = 6 * weights + 3 * (sizes.score_dim + sizes.value_dim) * (seq_len + 1)
+    vocabulary = model.vocab_size * model.dim
+    first, last = EMBEDDING_COST * vocabulary, 6 * vocabulary
+    count = model.num_layers
+    if stages == 1:
+        return (count,)
+    found: tuple[tuple[float, float], tuple[int, ...]] | None = None
+    most = min(count, -(-count // stages) + 2 + int(last / layer))
+    for head in range(1, most + 1):
+        for tail in range(1, most + 1):
+            middle = _even(count - head - tail, stages - 2)
+            if middle is None:
+                continue
+            costs = (head * layer + first, *(size * layer for size in middle), tail * layer + last)
+            key = round(max(costs), 3), sum(cost * cost for cost in costs)
+            if found is None or key < found[0]:
+                found = key, (head, *middle, tail)
+    return found[1] if found else (1,) * stages
+
+
+def _even(count: int, stages: int) -> tuple[int, ...] | None:
+    """``count`` layers on ``stages``, at least one each; None where that is impossible."""
+    if stages == 0:
+        return () if count == 0 else None
+    if count < stages:
+        return None
+    each, over = divmod(count, stages)
+    return (each + 1,) * over + (each,) * (stages - over)

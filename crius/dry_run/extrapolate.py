@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from crius.config.pipeline import is_layer
 from crius.config.run import RunConfig
-from crius.planner.memory import Values
+from crius.dry_run.memory import Values
 
 FEW = (3, 4)
 """Numbers that are measured: in 3 blocks the first two and the last two have all neighbours that they have in more."""

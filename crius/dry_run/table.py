@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from crius.config.pipeline import join_names
-from crius.planner.memory import KINDS, Bytes
+from crius.dry_run.memory import KINDS, Bytes
 from crius.table import aligned
 
 Traffic = Counter[tuple[str, str, str]]

@@ -11,8 +11,8 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from crius.planner.counters import collective, flops
-from crius.planner.memory import Bytes, Timeline
+from crius.dry_run.counters import collective, flops
+from crius.dry_run.memory import Bytes, Timeline
 
 _SHAPE_QUESTION = "_propagate_tensor_meta_non_cached"  # the part of it that a cache does not answer
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)

@@ -7,23 +7,26 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+import torch
 import torch.distributed as dist
 
 from crius.config.compile import CompileConfig
 from crius.config.low_precision import is_enabled, kind, summary
 from crius.config.pipeline import describe_stages
 from crius.config.run import RunConfig
+from crius.dry_run.extrapolate import FEW, Extrapolation
+from crius.dry_run.measure import Job, measure_whole
+from crius.dry_run.memory import Values, kinds_of
+from crius.dry_run.stages import pipeline, stage_report
+from crius.dry_run.table import DryRunReport, RankReport, StageReport
 from crius.errors import ConfigError, LayoutError
+from crius.kernels.choice import applied
 from crius.models.spec import ModelFacts
 from crius.parallel.dims import ParallelDims
 from crius.parallel.mesh import Mesh, build_mesh
 from crius.parallel.runtime import fake_world
-from crius.planner.dry_run_table import DryRunReport, RankReport, StageReport
-from crius.planner.extrapolate import FEW, Extrapolation
-from crius.planner.measure import Job, measure_whole
-from crius.planner.memory import Values, kinds_of
-from crius.planner.stages import pipeline, stage_report
-from crius.train.inputs import model_facts, run_batch_sizes, run_modules
+from crius.train.inputs import model_facts, run_batch_sizes, run_modules, with_dtype
+from crius.train.kernels import run_kernels
 from crius.train.precision import LowPrecision, planned
 
 
@@ -47,9 +50,10 @@ def dry_run(config: RunConfig, num_ranks: int, rank: int, started: float, *, ext
         raise LayoutError(
             f"there is no rank {rank} among {num_ranks}.", where="--dry_run_rank", fix=f"use 0 to {num_ranks - 1}"
         )
-    config, left_out = _eager(config)
+    config, left_out = _eager(with_dtype(config, on_gpu=config.training.device != "cpu"))
     dims = ParallelDims.build(config.parallelism, num_ranks)
-    with fake_world(rank, num_ranks) as world, _quiet():
+    device = torch.device("cpu" if config.training.device == "cpu" else "cuda")
+    with fake_world(rank, num_ranks) as world, _quiet(), applied(run_kernels(config, device)):
         mesh = build_mesh(dims, world.device.type)
         facts = model_facts(config)
         precision, lines = _precision(config, facts)
@@ -84,6 +88,13 @@ def _eager(config: RunConfig) -> tuple[RunConfig, list[str]]:
             why="torch.compile chooses what to recompute, and fake tensors are not compiled",
             fix="--activation_checkpoint.mode selective, or leave out --dry_run",
         )
+    if config.activation_checkpoint.mode == "auto":
+        raise ConfigError(
+            "a dry run cannot show activation_checkpoint.mode auto.",
+            where="--activation_checkpoint.mode",
+            why="it depends on the memory of a device, and there is none",
+            fix="--activation_checkpoint.mode none, selective or full, whose memory the dry run measures",
+        )
     lines = []
     if config.parallelism.pipeline_parallel_degree > 1 and (about_stages := describe_stages(config.parallelism)):
         lines.append(about_stages)
@@ -93,6 +104,9 @@ def _eager(config: RunConfig) -> tuple[RunConfig, list[str]]:
         lines.append("async tensor parallelism is left out: the collectives are those it would fuse")
     if config.training.enable_cpu_offload:
         lines.append("cpu offload: memory of the host and of the device are counted together")
+    if config.kernels.attention == "flex":
+        lines.append("flex is left out: memory is that of a mask of all pairs of tokens")
+        config = replace(config, kernels=replace(config.kernels, attention="auto"))
     parallelism = replace(config.parallelism, enable_async_tensor_parallel=False)
     return replace(config, compile=CompileConfig(), parallelism=parallelism), lines
 

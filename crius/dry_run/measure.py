@@ -15,6 +15,8 @@ from torch.distributed.tensor.parallel import loss_parallel
 from crius.config.batch import BatchSizes
 from crius.config.run import RunConfig
 from crius.data.batch import Batch
+from crius.dry_run.memory import Values
+from crius.dry_run.recorder import Recorder
 from crius.models import registry
 from crius.models.plan import match
 from crius.models.spec import ModelFacts
@@ -23,11 +25,9 @@ from crius.parallel.fsdp import GradientSync
 from crius.parallel.gradients import Gradients
 from crius.parallel.mesh import Mesh
 from crius.parallel.runtime import World
-from crius.planner.memory import Values
-from crius.planner.recorder import Recorder
+from crius.parallel.ties import allocate
 from crius.shards import local_tensor, named_parameters
 from crius.train.build import build_gradients, build_part, run_optimizer
-from crius.train.loss import loss_sum
 from crius.train.precision import LowPrecision, keep_scales
 from crius.train.step import Accumulation, Runner, train_step
 
@@ -101,7 +101,7 @@ def _bench(job: Job, names: Sequence[str], groups: dict[str, str], *, fake: bool
         stack.enter_context(recorder.running())
         if job.mesh.tp:
             stack.enter_context(loss_parallel())
-        model.to_empty(device="cpu")
+        allocate(model, "cpu")
         parameters = named_parameters([model])
         recorder.timeline.mark((local_tensor(p) for _, p in parameters), "parameters")
         plan = registry.SPECS[job.config.model.name].plan(job.facts)
@@ -141,18 +141,22 @@ class _WatchedSync(GradientSync):
         self._started += 1
         super().start_microbatch(is_last)
 
-    def watched_loss(self, logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
-        """The real loss, which tells the recorder when the backward begins."""
-        loss = loss_sum(logits_BTV, labels_BT)
+    def watch(self, loss: Tensor) -> None:
+        """Tell the recorder when the backward of ``loss`` begins."""
         microbatch = self._started - 1
         loss.register_hook(lambda grad: self._recorder.phase("backward", microbatch, self._count))
-        return loss
 
 
 class _WatchedAccumulation(Accumulation):
-    """The real accumulation, which tells the recorder when the gradients are complete."""
+    """The real accumulation, which tells the recorder when a backward begins and when the gradients are complete."""
 
     recorder: Recorder
+    sync: _WatchedSync
+
+    def score(self, batch: Batch) -> Tensor:
+        loss = super().score(batch)
+        self.sync.watch(loss)
+        return loss
 
     def forward_backward(self, batch: Batch, valid_tokens: Tensor) -> Tensor:
         losses = super().forward_backward(batch, valid_tokens)
@@ -176,8 +180,8 @@ def measure_whole(
     with _bench(job, names, groups, fake=fake) as bench:
         batch = _batch(job, num_microbatches * job.sizes.local, bench.recorder)
         sync = _WatchedSync(bench, num_microbatches)
-        runner = _WatchedAccumulation(bench.model, sync, job.sizes.local, sync.watched_loss)
-        runner.recorder = bench.recorder
+        runner = _WatchedAccumulation(bench.model, sync, job.sizes.local)
+        runner.recorder, runner.sync = bench.recorder, sync
         bench.recorder.phase("begin")
         dims, max_norm = job.mesh.dims, job.config.training.max_norm
         train_step(1, batch, runner, bench.gradients, job.world, dims, max_norm)
@@ -213,8 +217,9 @@ class _StageRunner:
             source = torch.empty(hidden_shape(self._job), dtype=dtype, requires_grad=True)
             timeline.mark([source], "buffers")
         self._recorder.phase("forward", number, count)
-        output = stage.forward_maybe_with_nosync(source, positions_BT=part.positions_BT)  # kept, as the schedules do
-        final = loss_sum(output, part.labels_BT) / valid_tokens if stage.is_last else (output,)
+        batch = {"positions_BT": part.positions_BT, "labels_BT": part.labels_BT}
+        output = stage.forward_maybe_with_nosync(source, **batch)  # kept, as the schedules do
+        final = output / valid_tokens if stage.is_last else (output,)
         received = None if stage.is_last else (torch.empty_like(output),)
         timeline.mark(received or (), "buffers")
         arguments: dict[str, Any] = {"stage_output": final, "output_grads": received, "input_values": [source]}

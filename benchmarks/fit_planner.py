@@ -1,0 +1,230 @@
+"""Fit the constants of the planner's closed form of time, and judge them on rows that they were not fitted on.
+
+    python benchmarks/fit_planner.py            # judge: fit on half of the groups, judge on the other half, repeatedly
+    python benchmarks/fit_planner.py --write    # and write the constants, fitted on all rows, and the judged figures
+
+Rows of one model, GPU and layout are one group: they are on the same side of every split. Each constant has a prior,
+from data sheets and papers where they say something; the fit is drawn to it, so that a constant that the rows say
+nothing about keeps it. Needs SciPy: pip install crius[bench].
+"""
+
+import argparse
+import json
+import math
+import random
+import re
+import statistics
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import numpy
+from scipy.optimize import least_squares
+
+from crius.planner import time_constants
+from crius.planner.measurements import Measurement, read_measurements
+from crius.planner.time import tokens_per_second
+from crius.planner.time_constants import TimeConstants
+from crius.planner.validate import Judged, Report, baselines
+
+KEYS = ("n", "median", "mape", "p90")
+KINDS = ("dense", "moe")
+HERE = Path(__file__).parent / "planner"
+ROWS, JUDGED = HERE / "measurements.csv", HERE / "judged.json"
+NUM_SPLITS = 10
+PULL = 0.12  # weight of a constant that is one standard deviation off its prior, beside a row that is 12 % off
+TOLERANCE = 0.1  # rows further off than this pull linearly, not quadratically
+REPEATED = 0.4  # a group of n rows weighs n ** (1 - 2 * REPEATED)
+
+# constant: prior, standard deviation of its logarithm (of a bias: of itself), upper bound
+PRIORS: dict[str, tuple[float, float, float]] = {
+    "matmul_ampere": (0.82, 0.25, 0.95),
+    "matmul_hopper": (0.75, 0.25, 0.95),
+    "matmul_blackwell": (0.6, 0.25, 0.95),
+    "matmul_blackwell_ultra": (0.7, 0.25, 0.95),
+    "matmul_cdna3": (0.38, 0.25, 0.95),
+    "power_exponent": (0.5, 0.25, 1.0),
+    "power_exponent_blackwell": (0.8, 0.25, 1.2),
+    "matmul_traffic": (1.0, 0.5, 5.0),
+    "attention_ampere": (0.6, 0.25, 0.95),
+    "attention_hopper": (0.5, 0.25, 0.95),
+    "attention_blackwell": (0.45, 0.25, 0.95),
+    "flash2_flops": (300e12, 0.25, 500e12),
+    "attention_fsdp1": (0.8, 0.25, 1.2),
+    "memory": (0.8, 0.15, 0.95),
+    "elementwise_eager": (1.8, 0.3, 4.0),
+    "elementwise_compiled": (0.5, 0.3, 3.0),
+    "elementwise_fsdp1": (0.7, 0.25, 3.0),
+    "elementwise_fused": (0.6, 0.25, 3.0),
+    "float8_tensorwise": (0.9, 0.25, 1.3),
+    "float8_rowwise": (0.6, 0.25, 1.3),
+    "float8_fused": (1.0, 0.25, 1.3),
+    "mxfp8": (0.93, 0.04, 1.0),
+    "nvfp4": (0.5, 0.25, 1.3),
+    "cast_traffic": (0.7, 0.7, 5.0),
+    "link": (0.75, 0.15, 0.95),
+    "nic": (0.8, 0.15, 0.95),
+    "hop_seconds": (4e-6, 0.7, 1e-4),
+    "overlap_cost": (0.1, 0.7, 0.6),
+    "overlap_cost_fsdp1": (0.1, 0.7, 0.6),
+    "overlap_cost_megatron": (0.3, 0.7, 0.9),
+    "tp_exposed": (1.15, 0.25, 2.0),
+    "tp_async": (0.65, 0.15, 1.0),
+    "tp_fused": (0.4, 0.25, 1.0),
+    "cp_imbalance": (0.2, 0.7, 1.0),
+    "cp_exposed": (0.3, 0.7, 1.2),
+    "ep_exposed": (0.7, 0.15, 1.2),
+    "dp_exposed": (0.3, 0.25, 1.0),
+    "dp_exposed_nanotron": (0.8, 0.25, 1.0),
+    "expert_efficiency": (0.75, 0.15, 1.0),
+    "expert_traffic": (4.5, 0.35, 20.0),
+    "expert_seconds": (6e-3, 0.3, 0.03),
+    "expert_torch": (3.0, 0.35, 4.0),
+    "graph_launch": (0.2, 0.4, 1.0),
+    "op_seconds": (6e-6, 0.5, 3e-5),
+    "step_seconds": (0.03, 0.7, 0.2),
+    "bias_torchtitan": (0.0, 0.12, 0.5),
+    "bias_megatron": (0.0, 0.12, 0.5),
+    "bias_fsdp1": (0.0, 0.12, 0.5),
+    "bias_nanotron": (0.0, 0.12, 0.5),
+}
+NAMES = [field.name for field in fields(TimeConstants)]
+assert set(NAMES) == set(PRIORS), set(NAMES) ^ set(PRIORS)
+
+
+def to_vector(values: dict[str, float]) -> numpy.ndarray:
+    """Logarithms, of biases the values."""
+    return numpy.array([values[n] if n.startswith("bias") else math.log(values[n]) for n in NAMES])
+
+
+def to_constants(vector: numpy.ndarray) -> TimeConstants:
+    """The reverse."""
+    pairs = zip(NAMES, map(float, vector), strict=True)
+    return TimeConstants(**{name: value if name.startswith("bias") else math.exp(value) for name, value in pairs})
+
+
+def group_of(row: Measurement) -> tuple:
+    """Rows that resemble each other too much to be fitted on and judged on."""
+    work = row.workload
+    return row.family, work.model.name, row.gpu, *work.layout.degrees.values()
+
+
+def fit(rows: list[Measurement], most: int = 7) -> TimeConstants:
+    """Constants that explain ``rows`` and stay near their priors."""
+    prior = to_vector({name: value for name, (value, _, _) in PRIORS.items()})
+    spread = numpy.array([PRIORS[name][1] for name in NAMES])
+    upper = to_vector({name: bound for name, (_, _, bound) in PRIORS.items()})
+    sizes: dict[tuple, int] = {}
+    for row in rows:
+        sizes[group_of(row)] = sizes.get(group_of(row), 0) + 1
+    weights = numpy.array([sizes[group_of(row)] ** -REPEATED for row in rows])
+    measured = numpy.log([row.tokens_per_second for row in rows])
+
+    def residuals(vector: numpy.ndarray) -> numpy.ndarray:
+        constants = to_constants(vector)
+        planned = numpy.log([tokens_per_second(row.workload, row.hardware, constants) for row in rows])
+        off = (planned - measured) / TOLERANCE
+        soft = numpy.sign(off) * numpy.sqrt(2 * (numpy.sqrt(1 + off**2) - 1)) * TOLERANCE
+        return numpy.concatenate([weights * soft, PULL * (vector - prior) / spread])
+
+    found = least_squares(residuals, prior, bounds=(-numpy.inf, upper), max_nfev=most, diff_step=1e-3)
+    return to_constants(found.x)
+
+
+def halves(rows: list[Measurement], split: int) -> tuple[list[Measurement], list[Measurement]]:
+    """Rows to fit on and rows to judge; split 2k + 1 is split 2k the other way round."""
+    groups = sorted({group_of(row) for row in rows})
+    random.Random(split // 2).shuffle(groups)
+    fitted = set(groups[split % 2 :: 2])
+    return [row for row in rows if group_of(row) in fitted], [row for row in rows if group_of(row) not in fitted]
+
+
+def report(rows: list[Measurement], constants: TimeConstants) -> Report:
+    """``rows`` against plans with ``constants``."""
+    by_mfu = baselines(rows)
+    return Report(
+        [
+            Judged(row, tokens_per_second(row.workload, row.hardware, constants), mfu, memory=0.0)
+            for row, mfu in zip(rows, by_mfu, strict=True)
+        ]
+    )
+
+
+def judge(rows: list[Measurement], num_splits: int) -> dict:
+    """Mean figures of the judged halves, and of each row the mean ratio of planned to measured speed."""
+    figures: list[dict] = []
+    ratios: dict[str, list[float]] = {}
+    for split in range(num_splits):
+        fitted, judged = halves(rows, split)
+        found = report(judged, fit(fitted))
+        figures.append(found.as_json())
+        for one in found.judged:
+            ratios.setdefault(one.row.name, []).append(one.speed / one.row.tokens_per_second)
+        brief = {kind: [figures[-1][kind]["tps"][key] for key in KEYS] for kind in KINDS}
+        print(f"split {split}", brief, "ordering", figures[-1]["ordering"], flush=True)
+    by_row = {name: geometric(found) for name, found in ratios.items()}
+    return {"splits": num_splits, **mean_of(figures), "rows": by_row}
+
+
+def mean_of(figures: list[dict]) -> dict:
+    """Means over splits: of errors by kind of model and by family, of the share of pairs in the right order."""
+    means: dict = {
+        kind: {what: mean_errors([one[kind][what] for one in figures]) for what in ("tps", "constant_mfu")}
+        for kind in KINDS
+    }
+    orders = [one["ordering"] for one in figures]
+    means["ordering"] = {"all": share(orders), **{kind: share([one[kind] for one in orders]) for kind in KINDS}}
+    families = sorted({family for one in figures for family in one["families"]})
+    means["families"] = {
+        family: mean_errors([one["families"][family]["tps"] for one in figures if family in one["families"]])
+        for family in families
+    }
+    return means
+
+
+def mean_errors(errors: list[dict]) -> dict[str, float]:
+    """Of the splits that judge such rows."""
+    judged = [one for one in errors if one["n"]]
+    return {key: round(statistics.fmean(one[key] for one in judged), 4) for key in KEYS}
+
+
+def share(orders: list[dict]) -> float:
+    """Pairs that are in the right order."""
+    return round(sum(one["right"] for one in orders) / max(1, sum(one["n"] for one in orders)), 4)
+
+
+def geometric(values: list[float]) -> float:
+    """Mean of ratios."""
+    return round(math.exp(statistics.fmean(map(math.log, values))), 4)
+
+
+def write(constants: TimeConstants) -> None:
+    """Replace the values in ``time_constants.py``."""
+    path = Path(time_constants.__file__)
+    text = path.read_text(encoding="utf-8")
+    for name, value in asdict(constants).items():
+        line = f"    {name}: float = {float(f'{value:.3g}')!r}"
+        text, count = re.subn(rf"^    {name}: float = .*$", line, text, flags=re.M)
+        assert count == 1, name
+    path.write_text(text, encoding="utf-8")
+
+
+def main() -> None:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--splits", type=int, default=NUM_SPLITS)
+    parser.add_argument("--write", action="store_true")
+    args = parser.parse_args()
+    rows = [row for row in read_measurements(ROWS)[0] if row.tokens_per_second is not None]
+    judged = judge(rows, args.splits) if args.splits else None
+    if judged:
+        print(json.dumps({key: value for key, value in judged.items() if key != "rows"}, indent=2))
+    if args.write:
+        constants = fit(rows, most=25)
+        write(constants)
+        print(asdict(constants))
+        if judged:
+            JUDGED.write_text(json.dumps(judged, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

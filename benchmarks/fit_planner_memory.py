@@ -1,0 +1,143 @@
+"""Fit the constants of the planner's closed form of memory, and judge them on rows that they were not fitted on.
+
+    python benchmarks/fit_planner_memory.py            # judge: fit on half of the groups, judge on the other half
+    python benchmarks/fit_planner_memory.py --write    # and write the constants, fitted on all rows, and the figures
+
+As ``fit_planner.py`` does for time: the same groups, splits and pull towards priors. Needs SciPy.
+"""
+
+import argparse
+import json
+import math
+import re
+import statistics
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy
+from fit_planner import ROWS, geometric, group_of, halves
+from scipy.optimize import least_squares
+
+from crius.planner import memory_constants
+from crius.planner.measurements import Measurement, read_measurements
+from crius.planner.memory import Counting, memory
+from crius.planner.memory_constants import GIB, MemoryConstants
+
+NUM_SPLITS = 10
+JUDGED = ROWS.with_name("judged_memory.json")
+PULL = 0.06  # weight of a constant that is one standard deviation off its prior, beside a row that is 6 % off
+TOLERANCE = 0.05  # rows further off than this pull linearly, not quadratically
+REPEATED = 0.4  # a group of n rows weighs n ** (1 - 2 * REPEATED)
+
+# constant: prior and standard deviation of its logarithm
+PRIORS: dict[str, tuple[float, float]] = {
+    "torchtitan_logit_bytes": (14.0, 0.2),  # 2 of the logits, 4 of each of log-probabilities and two gradients
+    "graph_logit_bytes": (10.0, 0.3),
+    "kempnerforge_logit_bytes": (10.0, 1.0),
+    "in_place_logit_bytes": (10.0, 0.3),  # 4 of the probabilities, 4 of their gradient, 2 of the logits
+    "compiled_logit_bytes": (4.0, 0.3),  # 2 of the logits and of their gradient
+    "chunked_logit_bytes": (2.0, 0.5),
+    "fused_logit_bytes": (4.0, 0.3),
+    "reserved_share": (0.04, 0.5),
+    "reserved_eager_share": (0.06, 0.5),
+    "reserved_bytes": (1.0 * GIB, 0.3),  # context of NCCL's channels, workspaces
+    "allocated_bytes": (0.5 * GIB, 0.5),
+    "cdna3_bytes": (3.0 * GIB, 1.0),
+    "nanotron_activations": (1.3, 0.5),
+    "nvfp4_kept": (0.5, 0.3),
+}
+NAMES = tuple(PRIORS)
+
+
+def counting_of(row: Measurement) -> Counting:
+    """What a row's figure counts; where it does not say, the allocator's cache too."""
+    return "allocated" if row.memory_kind == "allocated" else "reserved"
+
+
+def planned(row: Measurement, constants: MemoryConstants) -> float:
+    """Bytes by the closed form."""
+    return memory(row.workload, row.hardware, constants, counting=counting_of(row)).total
+
+
+def fit(rows: list[Measurement]) -> MemoryConstants:
+    """Constants that explain ``rows`` and stay near their priors."""
+    prior = numpy.log([PRIORS[name][0] for name in NAMES])
+    spread = numpy.array([PRIORS[name][1] for name in NAMES])
+    sizes: dict[tuple, int] = {}
+    for row in rows:
+        sizes[group_of(row)] = sizes.get(group_of(row), 0) + 1
+    weights = numpy.array([sizes[group_of(row)] ** -REPEATED for row in rows])
+    measured = numpy.log([row.memory_bytes for row in rows])
+
+    def residuals(vector: numpy.ndarray) -> numpy.ndarray:
+        constants = _constants(vector)
+        off = (numpy.log([planned(row, constants) for row in rows]) - measured) / TOLERANCE
+        soft = numpy.sign(off) * numpy.sqrt(2 * (numpy.sqrt(1 + off**2) - 1)) * TOLERANCE
+        return numpy.concatenate([weights * soft, PULL * (vector - prior) / spread])
+
+    return _constants(least_squares(residuals, prior, max_nfev=20, diff_step=1e-3).x)
+
+
+def _constants(vector: numpy.ndarray) -> MemoryConstants:
+    return MemoryConstants(**dict(zip(NAMES, map(float, numpy.exp(vector)), strict=True)))
+
+
+def judge(rows: list[Measurement], num_splits: int) -> dict:
+    """Mean figures of the judged halves, and of each row the mean ratio of planned to measured memory."""
+    figures: dict[str, list[tuple[float, float, float]]] = {}
+    ratios: dict[str, list[float]] = {}
+    for split in range(num_splits):
+        fitted, judged = halves(rows, split)
+        constants = fit(fitted)
+        errors: dict[str, list[float]] = {}
+        for row in judged:
+            ratio = planned(row, constants) / row.memory_bytes
+            ratios.setdefault(row.name, []).append(ratio)
+            errors.setdefault("moe" if row.has_experts else "dense", []).append(abs(ratio - 1))
+        for kind, found in errors.items():
+            p90 = float(numpy.quantile(found, 0.9))
+            figures.setdefault(kind, []).append((statistics.median(found), statistics.fmean(found), p90))
+        print(f"split {split}", {kind: [round(x, 3) for x in found[-1]] for kind, found in figures.items()}, flush=True)
+    means = {
+        kind: dict(zip(("median", "mape", "p90"), (round(float(x), 4) for x in numpy.mean(found, axis=0)), strict=True))
+        for kind, found in figures.items()
+    }
+    return {"splits": num_splits, **means, "rows": {name: geometric(found) for name, found in ratios.items()}}
+
+
+def write(constants: MemoryConstants) -> None:
+    """Replace the values in ``memory_constants.py``."""
+    path = Path(memory_constants.__file__)
+    text = path.read_text(encoding="utf-8")
+    for name, value in asdict(constants).items():
+        is_size = name in ("reserved_bytes", "allocated_bytes", "cdna3_bytes")
+        shown = f"{float(f'{value / GIB:.3g}')!r} * GIB" if is_size else f"{float(f'{value:.3g}')!r}"
+        text, count = re.subn(rf"^    {name}: float = .*$", f"    {name}: float = {shown}", text, flags=re.M)
+        assert count == 1, name
+    path.write_text(text, encoding="utf-8")
+
+
+def main() -> None:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--splits", type=int, default=NUM_SPLITS)
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--worst", type=int, default=0, help="rows to show")
+    args = parser.parse_args()
+    rows = [row for row in read_measurements(ROWS)[0] if row.memory_bytes is not None]
+    if args.splits:
+        judged = judge(rows, args.splits)
+        if args.write:
+            JUDGED.write_text(json.dumps(judged, indent=1) + "\n", encoding="utf-8")
+        ratios = judged.pop("rows")
+        print(json.dumps(judged, indent=2))
+        for name in sorted(ratios, key=lambda name: -abs(math.log(ratios[name])))[: args.worst]:
+            print(name, ratios[name])
+    if args.write:
+        constants = fit(rows)
+        write(constants)
+        print(asdict(constants))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""What lives when: each storage of a step with the moments of its birth and of its death, and what it is for.
+
+Kinds. ``parameters``, ``optimizer`` (its state) and ``buffers`` (the batch, what a pipeline receives into) are marked
+where they are made. ``gathered``: whatever was resized, which is how FSDP keeps and frees whole weights.
+``activations``: born in the forward of a microbatch and alive at its end, and what a split backward keeps between its
+halves. ``gradients``: born in a backward and alive at its end, whether sharded or, where they are reduced later, whole.
+``temporaries``: all else, the copies in and out of collectives among them.
+"""
+
+import functools
+import itertools
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+KINDS = ("parameters", "gradients", "optimizer", "activations", "gathered", "buffers", "temporaries")
+
+Bytes = Counter[str]
+"""Bytes by kind."""
+
+Values = dict[tuple[str, ...], int]
+"""All numbers of a measurement by name, so that two of them can be subtracted.
+
+``parameters``; ``start, phase, microbatch, kind`` and ``peak, phase, microbatch, block, kind`` in bytes;
+``flops, phase, microbatch``; ``collective, phase, microbatch, kind, axis, count | bytes``."""
+
+
+def kinds_of(values: Values, *key: str) -> Bytes:
+    """The bytes by kind below ``key``."""
+    return Counter({kind: values.get((*key, kind), 0) for kind in KINDS})
+
+
+class _Storage:
+    """One storage, whatever sizes it takes; ``kind`` is empty until it is known."""
+
+    __slots__ = ("kind", "last", "reference")
+
+    def __init__(self) -> None:
+        self.kind = ""
+        self.last: _Life
+        self.reference: weakref.ref[Any]
+
+
+class _Life:
+    """A time in which a storage has one size; ``died`` is -1 while it lives."""
+
+    __slots__ = ("born", "died", "nbytes", "storage")
+
+    def __init__(self, storage: _Storage, nbytes: int, born: int) -> None:
+        self.storage, self.nbytes, self.born, self.died = storage, nbytes, born, -1
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of time with a name."""
+
+    label: tuple[str, ...]
+    begin: int
+
+
+class Timeline:
+    """Births and deaths of storages. Time is the number of events so far."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        self.segments: list[Segment] = []
+        self._lives: list[_Life] = []
+        self._storages: dict[int, _Storage] = {}
+
+    def see(self, tensor: Tensor) -> None:
+        """Note the storage of ``tensor``, if it is new."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._storages:
+            new = _Storage()
+            new.reference = weakref.ref(storage, functools.partial(self._died, key))
+            self._storages[key] = new
+            self._begin(new, storage.nbytes())
+
+    def mark(self, tensors: Iterable[Tensor], kind: str) -> None:
+        """Say what ``tensors`` are for."""
+        for tensor in tensors:
+            self.see(tensor)
+            self._storages[tensor.untyped_storage()._cdata].kind = kind
+
+    def mark_living(self, kind: str, since: int, over: str = "") -> None:
+        """Say what everything is for that was born at ``since`` or later, lives, and has no kind yet, or ``over``."""
+        for storage in self._storages.values():
+            if storage.kind in ("", over) and storage.last.born >= since:
+                storage.kind = kind
+
+    def segment(self, *label: str) -> None:
+        """Begin a segment, which ends the one before."""
+        self.segments.append(Segment(label, self.now))
+
+    def living(self) -> Bytes:
+        """Bytes that live now."""
+        found: Bytes = Counter()
+        for storage in self._storages.values():
+            found[storage.kind or "temporaries"] += storage.last.nbytes
+        return found
+
+    def peaks(self) -> Iterator[tuple[tuple[str, ...], Bytes, Bytes]]:
+        """For each segment its label, what lived when it began, and what lived when most bytes did."""
+        events: list[tuple[int, str]] = [(0, "temporaries")] * self.now
+        for life in self._lives:
+            kind = life.storage.kind or "temporaries"
+            events[life.born] = (life.nbytes, kind)
+            if life.died >= 0:
+                events[life.died] = (-life.nbytes, kind)
+        ends = [segment.begin for segment in self.segments[1:]] + [self.now]
+        living: Bytes = Counter()
+        for nbytes, kind in events[: self.segments[0].begin]:
+            living[kind] += nbytes
+        for segment, end in zip(self.segments, ends, strict=True):
+            start = Counter(living)
+            total = most = sum(living.values())
+            peak = start
+            steps = list(itertools.islice(events, segment.begin, end))
+            totals = list(itertools.accumulate((nbytes for nbytes, _ in steps), initial=total))
+            at = max(range(len(totals)), key=totals.__getitem__)
+            for number, (nbytes, kind) in enumerate(steps, start=1):
+                living[kind] += nbytes
+                if number == at and totals[at] > most:
+                    peak = Counter(living)
+            yield segment.label, start, peak
+
+    @contextmanager
+    def watching_resizes(self) -> Iterator[None]:
+        """FSDP frees and refills whole weights by resizing their storage, which no operator shows."""
+        original = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            result = original(storage, size)
+            self._resized(storage)
+            return result
+
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        known = self._storages.get(storage._cdata)
+        if known is not None:
+            known.kind = "gathered"
+            self._end(known)
+            self._begin(known, storage.nbytes())
+
+    def _died(self, key: int, reference: object) -> None:
+        storage = self._storages.pop(key, None)
+        if storage is not None:
+            self._end(storage)
+
+    def _begin(self, storage: _Storage, nbytes: int) -> None:
+        storage.last = _Life(storage, nbytes, self.now)
+        self._lives.append(storage.last)
+        self.now += 1
+
+    def _end(self, storage: _Storage) -> None:
+        storage.last.died = self.now
+        self.now += 1

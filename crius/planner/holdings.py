@@ -1,0 +1,69 @@
+"""The weights, and what the optimizer keeps of them, that one pipeline rank holds. Torch-free."""
+
+from dataclasses import dataclass
+
+from crius.planner.stages import RankLayers, rank_layers
+from crius.planner.weights import Part, weights
+from crius.planner.workload import Workload
+
+_STEP_BYTES = 4  # of a weight: how often it was updated
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a pipeline rank holds, in numbers unless a unit is named.
+
+    Attributes:
+        layers: which layers.
+        whole: weights that it computes with, after tensor, expert and pipeline parallelism.
+        own: weights that it stores or, where they are replicated, updates.
+        block: weights of its largest layer.
+        end: weights of an embedding; of a rank without embedding and output layer: of a layer.
+        state: bytes of its optimizer's running means and counts of steps.
+    """
+
+    layers: RankLayers
+    whole: float
+    own: float
+    block: float
+    end: float
+    state: float
+
+
+def held_by(workload: Workload, rank: int) -> Held:
+    """What pipeline rank ``rank`` holds."""
+    layout, layers = workload.layout, rank_layers(workload, rank)
+    shards = layout.fsdp
+    if workload.zero_stage in (1, 2):
+        shards *= layout.dp_replicate
+    elif workload.zero_stage == 0:
+        shards = 1
+    units = weights(workload.model, layout.tp, layout.ep, shards)
+    # a tied output layer is a copy of the embedding where that is in another stage
+    copies = workload.model.tied_embeddings and layers.has_head and layout.pp > 1
+    held = (
+        (units.dense, layers.dense),
+        (units.experts, layers.experts),
+        (units.embedding, layers.has_embedding + copies),
+        (units.head, int(layers.has_head)),
+    )
+    return Held(
+        layers=layers,
+        whole=sum(part.whole * count for part, count in held),
+        own=sum(part.own * count for part, count in held),
+        block=max(units.dense.whole if layers.dense else 0.0, units.experts.whole if layers.experts else 0.0),
+        end=units.embedding.whole if layers.has_embedding or layers.has_head else units.dense.whole,
+        state=sum(
+            count * _state(workload, part, is_layer=index < 2) for index, (part, count) in enumerate(held) if count
+        ),
+    )
+
+
+def _state(workload: Workload, part: Part, *, is_layer: bool) -> float:
+    """Bytes of the running means of a unit and of the counts of steps."""
+    moment = workload.moment_bytes
+    if moment < 2:  # 8 bits in blocks
+        nbytes = 2 * (part.own_blocks * moment + part.own_small * 4)
+    else:
+        nbytes = (2 * part.own - part.own_matrices * (workload.muon and is_layer)) * moment
+    return nbytes + _STEP_BYTES * part.tensors

@@ -1,0 +1,111 @@
+"""The plan of one run on one machine: what it should take of memory and time. Torch-free."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from crius.config.run import RunConfig
+from crius.models.spec import ModelFacts
+from crius.planner.estimate import Estimate
+from crius.planner.from_config import from_config
+from crius.planner.hardware import KNOWN, Hardware
+from crius.planner.machine import of_machine, shared
+from crius.planner.memory import memory
+from crius.planner.time import step_time
+from crius.planner.workload import Workload
+
+GIB = 1 << 30
+
+LEAST_PART = 0.01
+"""Share of the whole below which a part is left out of a line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Where a run is.
+
+    Attributes:
+        device: ``cuda`` or ``cpu``.
+        name: of the GPU or the CPU.
+        ranks: of the run.
+        local_ranks: of them on a host.
+        threads: of a rank on a CPU.
+    """
+
+    device: str
+    name: str
+    ranks: int
+    local_ranks: int
+    threads: int
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether it is on GPUs."""
+        return self.device == "cuda"
+
+    def hardware(self) -> Hardware | None:
+        """What a rank has: as calibrated, else as known by name; None where neither is."""
+        found = of_machine(self.name)
+        return shared(found, self.local_ranks) if found else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """What a run should take.
+
+    Attributes:
+        machine: where it is.
+        hardware: what the plan is for; None: unknown, and with it the time.
+        workload: of a step.
+        memory: bytes of the fullest rank, counted as the run reports its peak.
+        time: seconds of a step; None where the hardware is not known.
+    """
+
+    machine: Machine
+    hardware: Hardware | None
+    workload: Workload
+    memory: Estimate
+    time: Estimate | None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Of one rank."""
+        return self.workload.tokens_per_rank / self.time.total if self.time else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For ``plan.json``."""
+        return {
+            "machine": asdict(self.machine),
+            "hardware": self.hardware.name if self.hardware else None,
+            "activation_checkpoint": self.workload.activation_checkpoint,
+            "memory_bytes": dict(self.memory.parts),
+            "step_seconds": dict(self.time.parts) if self.time else None,
+            "tokens_per_second_per_rank": self.tokens_per_second,
+        }
+
+
+def plan_run(config: RunConfig, facts: ModelFacts, machine: Machine, hardware: Hardware | None) -> RunPlan:
+    """The plan of ``config``.
+
+    Args:
+        config: the run, with everything decided that the machine decides.
+        facts: of its model.
+        machine: where it is.
+        hardware: of each rank; None: unknown.
+    """
+    workload = from_config(config, facts, machine.ranks, device="cuda" if machine.on_gpu else "cpu")
+    return RunPlan(
+        machine=machine,
+        hardware=hardware,
+        workload=workload,
+        memory=memory(workload, hardware or (None if machine.on_gpu else KNOWN["cpu"]), counting="allocated"),
+        time=step_time(workload, hardware) if hardware else None,
+    )
+
+
+def summed(parts: Mapping[str, float], unit: float, digits: int = 2) -> str:
+    """``activations 40.10 + parameters 4.01``: parts from the largest down, in units of ``unit``."""
+    total = sum(parts.values())
+    large = {name: value for name, value in parts.items() if value >= LEAST_PART * total > 0}
+    ordered = sorted(large.items(), key=lambda item: -item[1])
+    return " + ".join(f"{name} {value / unit:.{digits}f}" for name, value in ordered)

@@ -1,0 +1,154 @@
+"""What a processor and its memory reach: seconds of matmuls, attention and elementwise passes. Torch-free."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from crius.planner.hardware import Hardware
+from crius.planner.time_constants import TimeConstants
+from crius.planner.workload import Workload
+
+UNFUSED_CAST = 4
+"""Times that quantizing costs more in eager PyTorch; and by rows under tensor parallelism, whose shards are cast alone
+(github.com/pytorch/torchtitan/issues/1207)."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Reached, not peak.
+
+    Attributes:
+        flops: of matmuls of blocks in the precision that they run in, a second.
+        wide_flops: of matmuls that stay in bfloat16 (below float32): the output layer's, experts' router.
+        attention_flops: of attention, a second.
+        bytes: of elementwise operations, a second.
+        traffic: seconds for each operand number of a matmul of the blocks.
+        wide_traffic: the same of those that stay in bfloat16.
+        elementwise: bytes of activations that a layer moves, as a multiple of one pass.
+        op_seconds: to launch one operation.
+        experts: factor on permutation and routing to experts.
+    """
+
+    flops: float
+    wide_flops: float
+    attention_flops: float
+    bytes: float
+    traffic: float
+    wide_traffic: float
+    elementwise: float
+    op_seconds: float
+    experts: float
+
+    def matmuls(self, tokens: float, sizes: Iterable[tuple[float, float]], experts: float = 1.0) -> float:
+        """Seconds of the matmuls' forward: FLOPs, and operands through the memory.
+
+        Args:
+            tokens: rows of the activations.
+            sizes: features in and out.
+            experts: matmuls of each size, over which the rows are spread.
+        """
+        flops = numbers = 0.0
+        for features_in, features_out in sizes:
+            weights = features_in * features_out
+            flops += weights
+            numbers += experts * weights + tokens * (features_in + features_out)
+        return 2 * tokens * flops / self.flops + numbers * self.traffic
+
+
+def rates(workload: Workload, hardware: Hardware, constants: TimeConstants) -> Rates:
+    """What ``hardware`` reaches in this workload."""
+    recipe, compiled = workload.float8_recipe, workload.compile
+    casts_fused = (compiled or workload.framework == "megatron") and not (
+        "rowwise" in recipe and workload.layout.tp > 1
+    )
+    return _rates(hardware, constants, workload.framework, workload.precision, recipe, compiled, casts_fused)
+
+
+@lru_cache(maxsize=1024)
+def _rates(
+    hardware: Hardware,
+    constants: TimeConstants,
+    framework: str,
+    precision: str,
+    recipe: str,
+    compiled: bool,
+    casts_fused: bool,
+) -> Rates:
+    efficiency, attention = _efficiencies(hardware, constants, framework)
+    on_cpu = hardware.generation == "cpu"
+    memory = (hardware.memory_efficiency or constants.memory) * hardware.memory_bandwidth
+    wide_peak = hardware.float32_flops if precision == "float32" else hardware.bfloat16_flops
+    wide_bytes = 4 if precision == "float32" else 2
+    peak, relative, operand_bytes = _narrow(hardware, constants, framework, precision, recipe)
+    flops = peak * efficiency * relative if peak else wide_peak * efficiency
+    cast = constants.cast_traffic * (1 if casts_fused else UNFUSED_CAST) * 2 if peak else 0.0
+    bias = 1.0 if hardware.measured else _bias(constants, framework)  # what is measured has it in it
+    attention_peak = hardware.float32_flops if on_cpu else hardware.bfloat16_flops
+    if precision == "float32" and not on_cpu:
+        attention_peak = hardware.float32_flops
+    width = wide_bytes / 2
+    return Rates(
+        flops=flops / bias,
+        wide_flops=wide_peak * efficiency / bias,
+        attention_flops=attention_peak * attention / bias,
+        bytes=memory / bias,
+        traffic=(constants.matmul_traffic * (operand_bytes if peak else wide_bytes) + cast) / memory,
+        wide_traffic=constants.matmul_traffic * wide_bytes / memory,
+        elementwise=width * _elementwise(constants, framework, compiled),
+        op_seconds=constants.op_seconds if hardware.op_seconds is None else hardware.op_seconds,
+        experts=1.0 if framework == "megatron" else constants.expert_torch,
+    )
+
+
+def _efficiencies(hardware: Hardware, constants: TimeConstants, framework: str) -> tuple[float, float]:
+    """Of matmuls and of attention."""
+    matmul, attention = {
+        "ampere": (constants.matmul_ampere, constants.attention_ampere),
+        "ada": (constants.matmul_ampere, constants.attention_ampere),
+        "blackwell": (constants.matmul_blackwell, constants.attention_blackwell),
+        "blackwell_ultra": (constants.matmul_blackwell_ultra, constants.attention_blackwell),
+        "cdna3": (constants.matmul_cdna3, constants.attention_hopper),
+        "cpu": (0.8, 0.3),
+    }.get(hardware.generation, (constants.matmul_hopper, constants.attention_hopper))
+    if framework != "megatron" and hardware.generation not in ("ampere", "ada", "cpu"):
+        attention = min(attention, constants.flash2_flops / hardware.bfloat16_flops)
+    if framework == "fsdp1":
+        attention *= constants.attention_fsdp1
+    is_blackwell = hardware.generation.startswith("blackwell")
+    limit = hardware.power ** (constants.power_exponent_blackwell if is_blackwell else constants.power_exponent)
+    return hardware.matmul_efficiency or matmul * limit, hardware.attention_efficiency or attention * limit
+
+
+def _narrow(
+    hardware: Hardware, constants: TimeConstants, framework: str, precision: str, recipe: str
+) -> tuple[float, float, float]:
+    """Peak, efficiency relative to bfloat16's, and bytes of an operand, of matmuls below 16 bits; else a peak of 0."""
+    if precision in ("float32", "bfloat16"):
+        return 0.0, 1.0, 2.0
+    if precision == "nvfp4" and hardware.float4_flops:
+        return hardware.float4_flops, constants.nvfp4, 0.5
+    if "rowwise" in recipe:
+        return hardware.float8_flops, constants.float8_rowwise, 1.0
+    relative = constants.float8_fused if framework in ("megatron", "fsdp1") else constants.float8_tensorwise
+    return hardware.float8_flops, relative * (constants.mxfp8 if precision == "mxfp8" else 1.0), 1.0
+
+
+def _elementwise(constants: TimeConstants, framework: str, compiled: bool) -> float:
+    if framework == "megatron":
+        return constants.elementwise_fused
+    if framework == "fsdp1":
+        return constants.elementwise_fsdp1
+    return constants.elementwise_compiled if compiled else constants.elementwise_eager
+
+
+def _bias(constants: TimeConstants, framework: str) -> float:
+    """How many times slower the framework computes than the rest says; Crius builds its blocks as torchtitan does."""
+    return 2.718281828459045 ** {
+        "crius": constants.bias_torchtitan,
+        "torchtitan": constants.bias_torchtitan,
+        "torchtitan_graph": constants.bias_torchtitan,
+        "kempnerforge": constants.bias_torchtitan,
+        "megatron": constants.bias_megatron,
+        "fsdp1": constants.bias_fsdp1,
+        "nanotron": constants.bias_nanotron,
+    }.get(framework, 0.0)

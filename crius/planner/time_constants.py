@@ -1,0 +1,113 @@
+"""What the closed form of time does not derive. Written by ``benchmarks/fit_planner.py``."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class TimeConstants:
+    """Efficiencies, overlaps and overheads; shares of a peak unless a unit is named.
+
+    Attributes:
+        matmul_ampere: of the peak, what large matmuls of a training step reach on A100.
+        matmul_hopper: the same on H100 and H200.
+        matmul_blackwell: the same on B200 and GB200.
+        matmul_blackwell_ultra: the same on B300 and GB300, against the same peaks.
+        matmul_cdna3: the same on MI300X.
+        power_exponent: efficiency falls with the power limit's share to this power.
+        power_exponent_blackwell: the same on Blackwell, which its full power limits too.
+        matmul_traffic: times that a matmul's operands cross the memory, as a cost beside its FLOPs.
+        attention_ampere: of the peak, what causal attention reaches on A100.
+        attention_hopper: the same on H100 and H200 with TransformerEngine's kernels.
+        attention_blackwell: the same on Blackwell.
+        flash2_flops: FLOPs a second of FlashAttention-2 on GPUs newer than it, whose matmul units it does not use.
+        attention_fsdp1: factor on these of the kernels that FSDP1's trainers of 2023 had.
+        memory: of the bandwidth, what elementwise operations reach.
+        elementwise_eager: times that a layer's activations cross the memory in eager PyTorch.
+        elementwise_compiled: the same, compiled.
+        elementwise_fsdp1: the same in FSDP1's trainers, whose LayerNorm and GELU are single kernels.
+        elementwise_fused: the same, with TransformerEngine's and Megatron's fused kernels.
+        float8_tensorwise: of float8's peak relative to bfloat16's efficiency, with one scale a tensor.
+        float8_rowwise: the same with one scale a row.
+        float8_fused: the same in TransformerEngine.
+        mxfp8: factor on these with a scale every 32 numbers.
+        nvfp4: of the 4-bit peak.
+        cast_traffic: times that a matmul's operands cross the memory to be quantized.
+        link: of ``link_bandwidth``, what collectives reach.
+        nic: of ``nic_bandwidth``.
+        hop_seconds: latency of a collective for each node it visits, seconds.
+        overlap_cost: share of hidden communication that slows the compute beside it.
+        overlap_cost_fsdp1: the same in FSDP1.
+        overlap_cost_megatron: the same in Megatron's FSDP.
+        tp_exposed: share of tensor parallelism's communication that is not hidden.
+        tp_async: factor on it with async tensor parallelism.
+        tp_fused: factor on it with TransformerEngine's overlap.
+        cp_imbalance: attention slows by this share as context parallelism grows.
+        cp_exposed: share of context parallelism's communication that is not hidden.
+        ep_exposed: share of expert parallelism's all-to-alls that is not hidden.
+        dp_exposed: share of the gradient reduction that overlaps in theory and yet is not hidden.
+        dp_exposed_nanotron: the same in nanotron.
+        expert_efficiency: factor on the efficiency of matmuls of experts.
+        expert_traffic: times that routed tokens cross the memory to be permuted.
+        expert_seconds: time a layer of experts waits for its routing to reach the host and back, both passes, seconds.
+        expert_torch: factor on the permutation and the routing to experts outside Megatron.
+        graph_launch: share of launch times that is left when graphs or compiled code are launched.
+        op_seconds: time to launch one operation, seconds.
+        step_seconds: fixed cost of a step, seconds.
+        bias_torchtitan: logarithm of how much slower its compute is than the rest says.
+        bias_megatron: the same.
+        bias_fsdp1: the same.
+        bias_nanotron: the same.
+    """
+
+    matmul_ampere: float = 0.827
+    matmul_hopper: float = 0.694
+    matmul_blackwell: float = 0.543
+    matmul_blackwell_ultra: float = 0.754
+    matmul_cdna3: float = 0.333
+    power_exponent: float = 0.454
+    power_exponent_blackwell: float = 0.878
+    matmul_traffic: float = 0.975
+    attention_ampere: float = 0.523
+    attention_hopper: float = 0.479
+    attention_blackwell: float = 0.471
+    flash2_flops: float = 271000000000000.0
+    attention_fsdp1: float = 0.696
+    memory: float = 0.825
+    elementwise_eager: float = 1.8
+    elementwise_compiled: float = 0.465
+    elementwise_fsdp1: float = 0.753
+    elementwise_fused: float = 0.673
+    float8_tensorwise: float = 0.977
+    float8_rowwise: float = 0.57
+    float8_fused: float = 1.17
+    mxfp8: float = 0.947
+    nvfp4: float = 0.522
+    cast_traffic: float = 0.397
+    link: float = 0.745
+    nic: float = 0.89
+    hop_seconds: float = 4.21e-06
+    overlap_cost: float = 0.18
+    overlap_cost_fsdp1: float = 0.106
+    overlap_cost_megatron: float = 0.304
+    tp_exposed: float = 1.22
+    tp_async: float = 0.643
+    tp_fused: float = 0.342
+    cp_imbalance: float = 0.211
+    cp_exposed: float = 0.298
+    ep_exposed: float = 0.722
+    dp_exposed: float = 0.281
+    dp_exposed_nanotron: float = 0.754
+    expert_efficiency: float = 0.721
+    expert_traffic: float = 5.1
+    expert_seconds: float = 0.00741
+    expert_torch: float = 4.0
+    graph_launch: float = 0.266
+    op_seconds: float = 6.01e-06
+    step_seconds: float = 0.0425
+    bias_torchtitan: float = 0.0849
+    bias_megatron: float = 0.0728
+    bias_fsdp1: float = 0.0792
+    bias_nanotron: float = -0.123
+
+
+TIME = TimeConstants()

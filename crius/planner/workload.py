@@ -1,0 +1,154 @@
+"""``Workload``: everything but the hardware that decides how much memory and time a step takes. Torch-free.
+
+A workload comes from a ``RunConfig``, from a row of published measurements, or from the search.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from crius.parallel.dims import ParallelDims
+
+Framework = Literal["crius", "torchtitan", "torchtitan_graph", "kempnerforge", "megatron", "fsdp1", "nanotron", "other"]
+Precision = Literal["float32", "bfloat16", "float8", "mxfp8", "nvfp4"]
+Checkpointing = Literal["none", "selective", "full"]
+Loss = Literal["eager", "compiled", "chunked", "fused"]
+Pointwise = Literal["operators", "silu", "fused"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """Sizes of a decoder, dense or with experts; widths are of numbers, the others are counts.
+
+    Attributes:
+        name: for tables.
+        num_layers: decoder layers.
+        dim: width of the residual stream.
+        ffn_dim: hidden width of a dense feed-forward.
+        num_heads: query heads.
+        num_kv_heads: key/value heads.
+        head_dim: width of a head.
+        vocab_size: rows of the embedding.
+        tied_embeddings: the output layer shares the embedding's weight.
+        gated: the feed-forward has three matrices (SwiGLU), not two.
+        num_experts: routed experts of a layer; 0: a dense model.
+        top_k: routed experts that a token visits.
+        expert_ffn_dim: hidden width of one routed expert.
+        shared_ffn_dim: hidden width of the shared experts together.
+        num_dense_layers: leading layers with a dense feed-forward in a model with experts.
+        attention: ``gqa``, or ``mla`` (DeepSeek-V2, arXiv:2405.04434).
+        num_parameters_known: the published number of parameters, where the sizes above do not give it exactly.
+    """
+
+    name: str
+    num_layers: int
+    dim: int
+    ffn_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    tied_embeddings: bool = False
+    gated: bool = True
+    num_experts: int = 0
+    top_k: int = 0
+    expert_ffn_dim: int = 0
+    shared_ffn_dim: int = 0
+    num_dense_layers: int = 0
+    attention: Literal["gqa", "mla"] = "gqa"
+    num_parameters_known: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout(ParallelDims):
+    """The degrees of the mesh, and of expert parallelism, which lies within the other axes and adds no ranks."""
+
+    ep: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        """Product of all degrees but ``ep``."""
+        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """One optimizer step of one model under one layout.
+
+    Attributes:
+        model: sizes.
+        layout: degrees.
+        seq_len: tokens of a sequence, before context parallelism splits it.
+        microbatch: sequences in one forward of one data-parallel rank.
+        num_microbatches: of one step: gradient accumulation, or what the pipeline is fed.
+        schedule: of the pipeline, by the flag's spelling.
+        stages_per_rank: virtual stages of the interleaved schedules, 1 otherwise.
+        activation_checkpoint: what is recomputed. ``selective`` is by op: every other matmul.
+        selective_layers: of ``selective``: every so many layers recomputed in full; None: by op.
+        compile: every block is compiled.
+        precision: of the matmuls of the blocks; the output layer and attention stay in bfloat16 below float32.
+        float8_recipe: of torchao or TransformerEngine: ``tensorwise``, ``rowwise``, ...; empty: the framework's.
+        float8_all_gather: FSDP gathers weights in float8.
+        weight_bytes: of one stored weight: 4 for float32.
+        param_bytes: of one weight while it computes: 2 for bfloat16.
+        reduce_bytes: of one number of a gradient that is reduced.
+        moment_bytes: of one running mean of the optimizer, of which there are two.
+        zero_stage: 0 replicas, 1 optimizer state sharded, 2 gradients too, 3 weights too (FSDP2).
+        reshard: ``reshard_after_forward_mode``.
+        gradient_sync: ``immediate`` reduces in every microbatch, ``deferred`` in the last.
+        async_tp: tensor parallelism's collectives are split and overlapped with the matmuls.
+        loss: how logits and cross-entropy are computed.
+        loss_tokens: of ``chunked``: tokens whose logits exist at a time.
+        score_tokens: of those, tokens that are scored in float32 at a time.
+        optimizer: ``fused``, ``foreach`` or ``for-loop``.
+        cpu_offload: weights, gradients and optimizer state lie in the host's memory between their uses.
+        framework: whose implementation: what is fused, kept and overlapped.
+        pointwise: what norms and gates keep for their backward. ``operators``: all, as PyTorch differentiates them on a
+            CPU; ``silu``: the gate before and after its activation too, as eager PyTorch does on a GPU; ``fused``: only
+            their inputs. None: ``fused`` where blocks are compiled, else what the framework does.
+        muon: matrices of the layers keep one running mean, not two.
+        sequence_parallel: between the matmuls of tensor parallelism a rank has its part of the sequence.
+        stage_layers: layers of each pipeline stage in order; empty: as even in cost as they go.
+        keeps_mask: attention under context parallelism keeps an explicit mask, as a CPU's kernels do.
+        snapshot: a copy of weights and optimizer state is kept beside them, to go back to.
+    """
+
+    model: ModelShape
+    layout: Layout
+    seq_len: int
+    microbatch: int = 1
+    num_microbatches: int = 1
+    schedule: str = "1f1b"
+    stages_per_rank: int = 1
+    activation_checkpoint: Checkpointing = "none"
+    selective_layers: int | None = None
+    compile: bool = False
+    precision: Precision = "bfloat16"
+    float8_recipe: str = ""
+    float8_all_gather: bool = False
+    weight_bytes: float = 4
+    param_bytes: float = 2
+    reduce_bytes: float = 4
+    moment_bytes: float = 4
+    zero_stage: int = 3
+    reshard: str = "default"
+    gradient_sync: Literal["immediate", "deferred"] = "immediate"
+    async_tp: bool = False
+    loss: Loss = "eager"
+    loss_tokens: int | None = None
+    score_tokens: int = 0
+    optimizer: str = "fused"
+    cpu_offload: bool = False
+    framework: Framework = "crius"
+    pointwise: Pointwise | None = None
+    muon: bool = False
+    sequence_parallel: bool = True
+    stage_layers: tuple[int, ...] = ()
+    keeps_mask: bool = False
+    snapshot: bool = False
+
+    @property
+    def tokens_per_rank(self) -> float:
+        """Tokens of one step for each GPU: what tokens/s/GPU counts."""
+        layout = self.layout
+        sequences = self.microbatch * self.num_microbatches * layout.batch
+        return sequences * self.seq_len / layout.num_ranks
