@@ -73,6 +73,10 @@ class HangError(CriusError):
     """A rank does not go on."""
 
 
+class OutOfMemoryError(CriusError):
+    """A device, or the host of a CPU run, has no memory left for a tensor."""
+
+
 class EnvironmentError(CriusError):
     """A package, a device or a permission that the run needs is missing."""
 

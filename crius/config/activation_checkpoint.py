@@ -11,10 +11,11 @@ SAVE_OPS = ("attention", "matmul", "matmul_every_other", "reduce_scatter")
 class ActivationCheckpointConfig:
     """Recompute activations in the backward instead of keeping them. The loss stays the same to the last bit."""
 
-    mode: Literal["none", "full", "selective", "memory_budget"] = "none"
+    mode: Literal["none", "full", "selective", "memory_budget", "auto"] = "none"
     """none keeps all activations. full keeps only each block's input and runs its forward again in the backward.
     selective does so for some blocks or some ops (selective_option). memory_budget lets torch.compile choose what to
-    recompute so that memory_budget of the activations stay; it needs --compile.enable."""
+    recompute so that memory_budget of the activations stay; it needs --compile.enable. auto: the first of none,
+    selective by op and full that is estimated to fit into 90 % of the device's memory; the log has the estimates."""
 
     selective_option: Literal["op"] | int = "op"
     """mode selective. op: in every block the results of save_ops stay, all else is recomputed. An integer n: every

@@ -12,7 +12,7 @@ class CompileConfig:
     """Compile the blocks of the model: they share one graph. Faster on a GPU; a CPU gains little."""
 
     loss: bool = False
-    """Also compile the loss, so that the logits are not copied to float32. Needs enable."""
+    """Also compile the loss, so that no logits are copied to float32. Needs enable."""
 
     backend: Literal["inductor", "aot_eager", "eager", "cudagraphs"] = "inductor"
     """Backend of torch.compile. inductor generates kernels; cudagraphs replays eager ones; aot_eager and eager

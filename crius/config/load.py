@@ -58,6 +58,15 @@ MOVED = {
     "optimizer.fused": "optimizer.implementation",
 }
 
+# Short names of flags, for crius plan.
+PLAN_SHORT = {
+    "model": "model.name",
+    "flavor": "model.flavor",
+    "seq_len": "training.seq_len",
+    "global_batch_size": "training.global_batch_size",
+    "local_batch_size": "training.local_batch_size",
+}
+
 # Other people's spellings of a choice that differ by more than case, hyphens and underscores.
 CHOICE_ALIASES = {"interleaved1f1b": "interleave_1f1b", "interleavedzerobubble": "interleave_zero_bubble"}
 
@@ -101,7 +110,7 @@ class RunSources:
         recipes = [token.value for token in named["--recipe"].tokens]
         if not recipes and "verify" in commands:  # below a --config too: what that leaves open stays small
             recipes = [PRECISION_RECIPE if "precision" in commands else VERIFY_RECIPE]
-        elif not recipes and not files:
+        elif not recipes and not files and "plan" not in commands:  # a plan is of a model, not of the debug run
             recipes = [DEFAULT_RECIPE]
         self.recipe = recipes[0] if recipes else ""
         for source, table in [*((path, read_toml(Path(path))) for path in reversed(files)), *map(_recipe, recipes)]:
@@ -129,6 +138,16 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(what, where="--config", fix="give a TOML file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}.", fix="mend that line") from None
+
+
+def recipe_settings(name: str) -> dict[str, Any]:
+    """Dotted names and values of a recipe, as its file has them.
+
+    Raises:
+        ConfigError: there is no such recipe.
+    """
+    source, table = _recipe(name)
+    return _settings(table, source)
 
 
 def _recipe(name: str) -> tuple[str, dict[str, Any]]:
@@ -220,15 +239,19 @@ def normalized_argv(argv: Sequence[str]) -> list[str]:
     """
     options = {"recipe": "", "nproc": 0, "strict": False, "dry_run": False, "dry_run_rank": 0}
     defaults: dict[str, Any] = flatten(RunConfig()) | options
+    aliases = ALIASES | PLAN_SHORT if argv and argv[0] == "plan" else ALIASES
     out: list[str] = []
     last: dict[str, int] = {}  # where in ``out`` each flag that takes one value stands
     for token in argv:
+        if out and out[-1] == "--vs":  # its value is flags
+            out[-1] += f"={token}"
+            continue
         if token.lower() in ("true", "false") and out and out[-1].startswith("--") and "=" not in out[-1]:
             out[-1] += f"={token.lower()}"
             continue
         if token.startswith("--"):
             flag, equals, value = token[2:].partition("=")
-            name = ALIASES.get(flag.replace("-", "_"), flag.replace("-", "_"))
+            name = aliases.get(flag.replace("-", "_"), flag.replace("-", "_"))
             token = f"--{name if name in defaults else flag}{equals}{value}"
             setting = name.replace(".no_", ".") if name.replace(".no_", ".") in defaults else name
             if setting in last:

@@ -125,6 +125,17 @@ def linear_choices(config: RunConfig, model: Any, plan: Any, *, accelerated: boo
     ]
 
 
+def converts_output(choices: Iterable[LinearChoice], plan: Any) -> bool:
+    """Whether the output layer is among those in low precision.
+
+    Args:
+        choices: of all linear layers of the model.
+        plan: its ``crius.models.plan.ShardingPlan``.
+    """
+    rows = [row for row, style in plan.tensor_parallel.items() if style == "logits"]
+    return any(choice.is_converted and any(_is_row(row, choice.name) for row in rows) for choice in choices)
+
+
 def indivisible(shape: tuple[int, int], parts: tuple[int, int], unit: int) -> str:
     """Which dims of a rank's share are no multiples of ``unit``, with the sum; empty where all are.
 

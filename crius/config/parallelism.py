@@ -11,6 +11,11 @@ Schedule = Literal["gpipe", "1f1b", "interleave_1f1b", "interleave_zero_bubble",
 class ParallelismConfig:
     """The layout: degrees multiply to the number of ranks."""
 
+    auto: bool = False
+    """Let the planner choose all degrees, the microbatch, the schedule, resharding and activation checkpointing for the
+    ranks at hand, as ``crius plan`` does; what is given of the latter four stays. The global batch is never changed.
+    A CPU, and a GPU that is not known by name, should be measured once: crius plan --calibrate."""
+
     data_parallel_replicate_degree: int = 1
     """Replicas of the model. Alone it is DDP, with data_parallel_shard_degree HSDP. Raise it where FSDP would gather
     over slow links: gradients are all-reduced over replicas, weights are gathered inside one."""

@@ -12,6 +12,7 @@ from crius.config.export import flatten
 from crius.config.facts import Facts, Rule, Violations
 from crius.config.load import did_you_mean
 from crius.config.rules_checkpoint import CHECKPOINT_RULES
+from crius.config.rules_kernels import KERNEL_RULES
 from crius.config.rules_layout import LAYOUT_RULES
 from crius.config.rules_optimizer import OPTIMIZER_RULES
 from crius.config.rules_pipeline import PIPELINE_RULES
@@ -82,6 +83,7 @@ _RANGES: list[tuple[str, Callable[[Any], bool], str, str]] = [
         for name in (
             "training.local_batch_size",
             "training.global_batch_size",
+            "kernels.loss_chunk_tokens",
             "parallelism.data_parallel_shard_degree",
         )
     ],
@@ -248,6 +250,7 @@ RULES: tuple[Rule, ...] = (
     *LAYOUT_RULES,
     *PIPELINE_RULES,
     *QUANTIZE_RULES,
+    *KERNEL_RULES,
     *OPTIMIZER_RULES,
     *STABILITY_RULES,
     *CHECKPOINT_RULES,

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from crius.config.activation_checkpoint import SAVE_OPS
+from crius.config.activation_checkpoint import SAVE_OPS, ActivationCheckpointConfig
 from crius.config.batch import batch_sizes
 from crius.config.facts import Facts, Rule, Violations
 from crius.config.load import did_you_mean
@@ -255,7 +255,10 @@ def activation_checkpoint_options(facts: Facts) -> Violations:
     section, prefix = config.activation_checkpoint, "activation_checkpoint"
     owners = {"selective_option": "selective", "save_ops": "selective", "memory_budget": "memory_budget"}
     for name, mode in owners.items():
-        if facts.origin(f"{prefix}.{name}") == "command line" and section.mode != mode:
+        is_asked = facts.origin(f"{prefix}.{name}") == "command line"
+        # auto takes its modes with the defaults of their options; none and full of another file may be overridden ones
+        is_lost = section.mode == "auto" and getattr(section, name) != getattr(ActivationCheckpointConfig(), name)
+        if section.mode != mode and (is_asked or is_lost):
             yield ConfigError(
                 f"{prefix}.{name} has no effect with {prefix}.mode {section.mode}.",
                 where=facts.flag(f"{prefix}.{name}"),

@@ -179,7 +179,7 @@ def split_backward_goes_with(facts: Facts) -> Violations:
             why="gradients of weights come after another microbatch's forward has freed the gathered weights",
             fix=f"--{name} never, or {other}",
         )
-    if config.activation_checkpoint.mode != "none":
+    if config.activation_checkpoint.mode not in ("none", "auto"):
         name = "activation_checkpoint.mode"
         yield LayoutError(
             f"{name} {config.activation_checkpoint.mode} does not go with {schedule}.",

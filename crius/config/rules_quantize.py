@@ -11,6 +11,7 @@ from crius.config.low_precision import (
     LAYER_NUMBER,
     LinearChoice,
     block,
+    converts_output,
     indivisible,
     is_enabled,
     kind,
@@ -246,6 +247,21 @@ def something_is_converted(facts: Facts) -> Violations:
     )
 
 
+def chunked_loss_has_its_layer(facts: Facts) -> Violations:
+    """The chunked loss multiplies with the output layer itself, in high precision."""
+    if facts.config.kernels.linear_cross_entropy != "chunked" or not _is_sound(facts):
+        return
+    if list(included_layers_divide(facts)) or not converts_output(_choices(facts), facts.plan):
+        return
+    names = ["kernels.linear_cross_entropy", f"{_DENSE}{kind(facts.config.quantize.dense)}.enable"]
+    yield ConfigError(
+        "kernels.linear_cross_entropy chunked does not go with an output layer in low precision.",
+        where=", ".join(map(facts.flag, names)),
+        why="it multiplies with that layer's weight itself, as it is",
+        fix=f"--{names[0]} off",
+    )
+
+
 QUANTIZE_RULES: tuple[Rule, ...] = (
     one_low_precision,
     patterns_fit_layers,
@@ -254,4 +270,5 @@ QUANTIZE_RULES: tuple[Rule, ...] = (
     quantize_flags_have_effect,
     float8_gather_suits,
     something_is_converted,
+    chunked_loss_has_its_layer,
 )

@@ -9,6 +9,7 @@ from crius.config.compile import CompileConfig
 from crius.config.data import DataConfig
 from crius.config.debug import DebugConfig
 from crius.config.job import JobConfig
+from crius.config.kernels import KernelsConfig
 from crius.config.launch import LaunchConfig
 from crius.config.lr_scheduler import LRSchedulerConfig
 from crius.config.metrics import MetricsConfig
@@ -36,6 +37,7 @@ class RunConfig:
     lr_scheduler: LRSchedulerConfig = field(default_factory=LRSchedulerConfig)
     activation_checkpoint: ActivationCheckpointConfig = field(default_factory=ActivationCheckpointConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
+    kernels: KernelsConfig = field(default_factory=KernelsConfig)
     quantize: QuantizeConfig = field(default_factory=QuantizeConfig)
     stability: StabilityConfig = field(default_factory=StabilityConfig)
     sdc: SdcConfig = field(default_factory=SdcConfig)

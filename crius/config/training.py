@@ -34,8 +34,10 @@ class TrainingConfig:
     dtype: Dtype = "float32"
     """dtype in which weights are kept and updated. bfloat16 halves their memory; see optimizer.stochastic_rounding."""
 
-    mixed_precision_param: Dtype = "bfloat16"
-    """dtype of the gathered weights and of the activations. The weights that are updated stay in training.dtype."""
+    mixed_precision_param: Literal["auto", "float32", "bfloat16"] = "auto"
+    """dtype of the gathered weights and of the activations. The weights that are updated stay in training.dtype. auto:
+    bfloat16 on a GPU and on a CPU that multiplies it (amx_bf16 or avx512_bf16), else float32; a run that goes on from
+    its checkpoint keeps the checkpoint's."""
 
     mixed_precision_reduce: Dtype = "float32"
     """dtype in which gradients are reduced over ranks and accumulated."""

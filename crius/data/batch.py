@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-IGNORE_INDEX = -100
-"""Label of a position that is not scored; PyTorch's default ``ignore_index``."""
+from crius.kernels.linear_cross_entropy import IGNORE_INDEX as IGNORE_INDEX
 
 
 @dataclass(frozen=True)

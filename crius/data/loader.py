@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from crius.data.batch import IGNORE_INDEX, Batch
-from crius.data.source import HeldOut, Int64Array, TokenSource
+from crius.data.source import HeldOut, Int64Array, TokenArray, TokenSource
 from crius.errors import ConfigError, DataError
 
 _log = logging.getLogger("crius.data")
@@ -244,9 +244,9 @@ def _batch(source: TokenSource | HeldOut, sample_ids: range | list[int]) -> Batc
     return _to_batch(tokens, positions, tuple(sample_ids))
 
 
-def _to_batch(tokens: Int64Array, positions: Int64Array, sample_ids: tuple[int, ...]) -> Batch:
-    both = torch.from_numpy(tokens)
-    return Batch(both[:, :-1].contiguous(), both[:, 1:].contiguous(), torch.from_numpy(positions), sample_ids)
+def _to_batch(tokens: TokenArray, positions: Int64Array, sample_ids: tuple[int, ...]) -> Batch:
+    inputs, labels = tokens[:, :-1].astype(np.int64), tokens[:, 1:].astype(np.int64)
+    return Batch(torch.from_numpy(inputs), torch.from_numpy(labels), torch.from_numpy(positions), sample_ids)
 
 
 def _padded(source: HeldOut, sample_ids: list[int], batch_size: int) -> Batch:

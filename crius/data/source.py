@@ -31,7 +31,7 @@ class TokenSource(Protocol):
     def identity(self) -> str:
         """Changes when sample ids stand for other sequences; a resume under another identity is reported."""
 
-    def read(self, sample_ids: Sequence[int]) -> tuple[Int64Array, Int64Array]:
+    def read(self, sample_ids: Sequence[int]) -> tuple[TokenArray, Int64Array]:
         """Tokens ``(batch, seq_len + 1)`` and positions ``(batch, seq_len)`` of these samples.
 
         With shards, the samples of each shard have to be asked for in order, each one once.
@@ -58,16 +58,19 @@ class HeldOut(Protocol):
     def num_samples(self) -> int:
         """Sequences there are; the same on every rank."""
 
-    def read(self, sample_ids: Sequence[int]) -> tuple[Int64Array, Int64Array]:
+    def read(self, sample_ids: Sequence[int]) -> tuple[TokenArray, Int64Array]:
         """Tokens ``(batch, seq_len + 1)`` and positions ``(batch, seq_len)`` of samples below ``num_samples``."""
 
 
-def positions_of(document_starts: Int64Array, seq_len: int) -> Int64Array:
-    """Positions ``(seq_len,)`` of a sequence in which documents start at these indices, besides index 0.
+def positions_of(rows: Int64Array, columns: Int64Array, shape: tuple[int, int]) -> Int64Array:
+    """Positions of ``shape``, ``(batch, seq_len)``, of sequences in which documents start, besides at index 0.
 
     Args:
-        document_starts: indices into the sequence, each in [0, seq_len).
+        rows: the sequence of each document start, in [0, batch).
+        columns: its index in that sequence, in [0, seq_len).
+        shape: of the result.
     """
-    last_start = np.zeros(seq_len, dtype=np.int64)
-    last_start[document_starts] = document_starts
-    return np.arange(seq_len, dtype=np.int64) - np.maximum.accumulate(last_start)
+    positions = np.zeros(shape, dtype=np.int64)
+    positions[rows, columns] = columns
+    np.maximum.accumulate(positions, axis=1, out=positions)
+    return np.subtract(np.arange(shape[1], dtype=np.int64), positions, out=positions)

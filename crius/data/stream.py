@@ -95,7 +95,8 @@ class ShardReader:
             if self._offset == len(tokens):
                 self._step()
         self._last = int(window[-1])
-        return window, positions_of(np.array(starts, dtype=np.int64), self.seq_len)
+        columns = np.array(starts, dtype=np.int64)
+        return window, positions_of(np.zeros_like(columns), columns, (1, self.seq_len))[0]
 
     def check(self) -> None:
         """Read the first document, so that bad data is found before anything is trained.

@@ -16,12 +16,15 @@ import numpy as np
 import numpy.typing as npt
 
 from crius.data.permutation import mix, permute
-from crius.data.source import Cursor, Int64Array, positions_of
+from crius.data.source import Cursor, Int64Array, TokenArray, positions_of
 from crius.errors import DataError
 
 FORMAT_VERSION = 1
 TOKENS, DOCUMENTS, TOKEN_BYTES, META = "tokens.bin", "documents.bin", "token_bytes.bin", "meta.json"
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+
+ORDER_BLOCK = 1024
+"""Samples whose order is found at once: a permutation of few costs as many calls of NumPy as one of many."""
 
 _PREPARE = "crius data prepare writes a new folder"
 
@@ -179,6 +182,9 @@ class IndexedSource:
         self.seq_len, self.vocab_size, self.seed, self.shuffle = seq_len, vocab_size, seed, shuffle
         self.num_samples = max(0, last_token - first_token - 1) // seq_len
         """Sequences in an epoch."""
+        size = min(seq_len + 1, len(file.tokens))  # a corpus of less has no sequence
+        self._sequences = np.lib.stride_tricks.sliding_window_view(file.tokens, size)  # one at each token, no copies
+        self._order: tuple[int, Int64Array] = (-1, np.empty(0, dtype=np.int64))
 
     @property
     def identity(self) -> str:
@@ -186,33 +192,50 @@ class IndexedSource:
         order = f"shuffled {self.seed}" if self.shuffle else "in order"
         return f"{self.file.identity} [{self.first_token}, {self.last_token}) by {self.seq_len} {order}"
 
-    def read(self, sample_ids: Sequence[int]) -> tuple[Int64Array, Int64Array]:
-        """Tokens ``(batch, seq_len + 1)`` and positions ``(batch, seq_len)``.
+    def read(self, sample_ids: Sequence[int]) -> tuple[TokenArray, Int64Array]:
+        """Tokens ``(batch, seq_len + 1)`` of the dtype of the file, and positions ``(batch, seq_len)``.
 
         Raises:
             DataError: a token id is ``vocab_size`` or more; names file, token, sample and position.
         """
-        tokens = np.empty((len(sample_ids), self.seq_len + 1), dtype=np.int64)
-        positions = np.empty((len(sample_ids), self.seq_len), dtype=np.int64)
-        for row, start in enumerate(self.first_token + self.windows(sample_ids) * self.seq_len):
-            tokens[row] = self.file.tokens[start : start + self.seq_len + 1]
-            inside = np.searchsorted(self.file.documents, (start, start + self.seq_len))
-            positions[row] = positions_of(self.file.documents[slice(*inside)] - start, self.seq_len)
-            if tokens[row].max() >= self.vocab_size:
-                self._refuse(tokens[row], sample_ids[row], int(start))
-        return tokens, positions
+        starts = self.first_token + self.windows(sample_ids) * self.seq_len
+        tokens = self._sequences[starts]
+        if tokens.size and tokens.max() >= self.vocab_size:
+            row = int(np.argmax(tokens.max(axis=1) >= self.vocab_size))
+            self._refuse(tokens[row], sample_ids[row], int(starts[row]))
+        documents = self.file.documents
+        first, end = np.searchsorted(documents, (starts, starts + self.seq_len))
+        counts = end - first
+        rows = np.repeat(np.arange(len(starts)), counts)
+        # of the n-th document start in all rows together: the first one of its row, plus its place in the row
+        numbers = np.arange(len(rows)) + np.repeat(first - np.cumsum(counts) + counts, counts)
+        return tokens, positions_of(rows, documents[numbers] - starts[rows], (len(starts), self.seq_len))
 
     def windows(self, sample_ids: Sequence[int]) -> Int64Array:
         """Which window each sample is, ``(batch,)``, in [0, num_samples)."""
-        epochs, indices = np.divmod(np.asarray(sample_ids, dtype=np.int64), self.num_samples)
+        ids = np.asarray(sample_ids, dtype=np.int64)
         if not self.shuffle:
-            return indices
-        windows = np.empty_like(indices)
+            return ids % self.num_samples
+        windows = np.empty_like(ids)
+        blocks, places = np.divmod(ids, ORDER_BLOCK)
+        for block in np.unique(blocks):
+            rows = blocks == block
+            windows[rows] = self._order_of(int(block))[places[rows]]
+        return windows
+
+    def _order_of(self, block: int) -> Int64Array:
+        """Windows of the samples ``block * ORDER_BLOCK`` on, ``(ORDER_BLOCK,)``; the last block is kept."""
+        if self._order[0] == block:
+            return self._order[1]
+        ids = np.arange(block * ORDER_BLOCK, (block + 1) * ORDER_BLOCK)
+        epochs, indices = np.divmod(ids, self.num_samples)
+        order = np.empty_like(ids)
         for epoch in np.unique(epochs):
             rows = epochs == epoch
             key = mix(mix(self.seed) ^ int(epoch))
-            windows[rows] = permute(indices[rows].astype(np.uint64), self.num_samples, key).astype(np.int64)
-        return windows
+            order[rows] = permute(indices[rows].astype(np.uint64), self.num_samples, key).astype(np.int64)
+        self._order = block, order
+        return order
 
     def cursors(self, shards: Iterable[int]) -> dict[int, list[int]]:
         """Empty: a sample id says where it is."""
@@ -221,7 +244,7 @@ class IndexedSource:
     def restore(self, cursors: Mapping[int, Cursor]) -> None:
         """Nothing to do: a sample id says where it is."""
 
-    def _refuse(self, tokens: Int64Array, sample_id: int, start: int) -> None:
+    def _refuse(self, tokens: TokenArray, sample_id: int, start: int) -> None:
         position = int(np.argmax(tokens >= self.vocab_size))
         raise DataError(
             f"token {start + position:,} of {self.file.folder / TOKENS} has id {tokens[position]}, the model has "

@@ -36,6 +36,7 @@ ContextFn = Callable[[], Contexts]
 EVERY_OTHER = "matmul_every_other"
 _MATMULS = (
     *("aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default", "aten.linear.default"),
+    "crius.onednn_linear.default",
     *("aten._scaled_mm.default", "aten._scaled_mm_v2.default"),
     *("aten._grouped_mm.default", "aten._scaled_grouped_mm.default", "aten._scaled_grouped_mm_v2.default"),
 )
@@ -96,7 +97,7 @@ def apply_activation_checkpoint(
     Args:
         model: the whole model, or one pipeline stage of it; blocks are counted from 1 over all stages.
         plan: names the block.
-        config: the section.
+        config: the section, its mode decided.
         compile_enabled: blocks are compiled afterwards.
 
     Raises:
@@ -121,6 +122,7 @@ def apply_activation_checkpoint(
         kept = ", ".join(config.save_ops) or "nothing"
         note *= "attention" not in config.save_ops
         return CheckpointedBlocks(len(blocks), len(blocks), f"of each block stay: {kept}{note}", matches)
+    assert config.mode in ("full", "selective"), config.mode  # auto is one of the others by now: choices.decide
     every = 1 if config.mode == "full" else int(config.selective_option)
     # by its number in the whole model, so that it is the same block under every layout
     wrapped = [block for name, block in numbered.items() if (int(name.rpartition(".")[2]) + 1) % every == 0]

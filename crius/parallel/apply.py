@@ -13,11 +13,12 @@ from crius.models.spec import ModelFacts
 from crius.parallel.activation_checkpoint import CheckpointedBlocks, apply_activation_checkpoint
 from crius.parallel.compile import compile_blocks
 from crius.parallel.context import apply_context_parallel
-from crius.parallel.fsdp import describe_units, plan_units, shard
+from crius.parallel.fsdp import describe_units, needs_fsdp, plan_units, shard
 from crius.parallel.init import init_parameters
 from crius.parallel.mesh import Mesh
 from crius.parallel.runtime import World
 from crius.parallel.tensor import apply_tensor_parallel
+from crius.parallel.ties import allocate
 
 log = logging.getLogger("crius.parallel")
 
@@ -55,6 +56,9 @@ def parallelize(model: nn.Module, plan: ShardingPlan, facts: ModelFacts, mesh: M
 
 def _shard(model: nn.Module, plan: ShardingPlan, mesh: Mesh, config: RunConfig) -> Iterator[str]:
     dims, training = mesh.dims, config.training
+    if not needs_fsdp(dims, config):
+        yield f"fsdp: none: one rank holds all weights, computes in their {training.dtype}, and sums with nobody"
+        return
     units = plan_units(plan, model, config.parallelism)
     shard(model, units, mesh, training)
     offloaded = ", offloaded to host memory" if training.enable_cpu_offload else ""
@@ -72,5 +76,5 @@ def _say(lines: Iterable[str]) -> None:
 
 def materialize(model: nn.Module, rules: list[tuple[str, Init]], world: World, config: RunConfig) -> None:
     """Allocate this rank's shards and start them from ``debug.seed``, alike under every layout."""
-    model.to_empty(device="cpu" if config.training.enable_cpu_offload else world.device)
+    allocate(model, "cpu" if config.training.enable_cpu_offload else world.device)
     init_parameters(model, rules, config.debug.seed)

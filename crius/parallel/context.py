@@ -15,10 +15,11 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn import functional as F
+from torch.nn.attention.flex_attention import BlockMask
 
 from crius.errors import LayoutError, PlanError
-from crius.models.layers.attention import CausalAttention, DocumentMask, masked_attention
+from crius.kernels.attention import Mask, causal_attention, masked_attention
+from crius.models.layers.attention import CausalAttention, DocumentMask
 from crius.parallel.collectives import all_gather, all_to_all
 
 Method = Literal["all_gather", "ulysses"]
@@ -121,7 +122,7 @@ class GatheredAttention(CausalAttention):
         self._shard = shard
         self._has_flash = _flash_on_gpu()
 
-    def forward(self, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(self, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, mask: Mask | None) -> Tensor:
         """``(B, L, N, H)``, tokens in this rank's order.
 
         Each chunk of queries meets the keys up to its own end, no later ones: over a rank's two chunks that is half of
@@ -134,6 +135,7 @@ class GatheredAttention(CausalAttention):
             mask: bool ``(B, 1, L, T)``, queries in this rank's order, keys in natural order, all of them no later than
                 the query; None for plain causal attention.
         """
+        assert not isinstance(mask, BlockMask)  # GatheredDocumentMask makes none
         keys_values = self._shard.gather(torch.cat((k_BLKH, v_BLKH), dim=-1))  # together: one collective
         k_BTKH, v_BTKH = keys_values.split((k_BLKH.shape[-1], v_BLKH.shape[-1]), dim=-1)
         chunks = self._shard.chunks
@@ -147,12 +149,12 @@ class GatheredAttention(CausalAttention):
         return torch.cat(parts, dim=1)
 
 
-def _attend(q_BCNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, mask: Tensor | None, has_flash: bool) -> Tensor:
+def _attend(q_BCNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, mask: Mask | None, has_flash: bool) -> Tensor:
     """Attention of the last ``C`` queries of a sequence over all its keys, ``(B, C, N, H)``; no mask: causal."""
     num_queries, num_keys = q_BCNH.shape[1], k_BTKH.shape[1]
     q, k, v = (x.transpose(1, 2) for x in (q_BCNH, k_BTKH, v_BTKH))
     if mask is None and num_queries == num_keys:
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        y = causal_attention(q, k, v)
     elif mask is None and has_flash and _fits_flash(q, v):
         # causal of this op is aligned to the last query; the public way there, CausalBias, cannot be compiled
         y = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True)[0]
@@ -184,7 +186,7 @@ class HeadsAttention(CausalAttention):
         self._shard = shard
         self._has_flash = _flash_on_gpu()
 
-    def forward(self, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(self, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, mask: Mask | None) -> Tensor:
         """``(B, L, N, H)``, tokens in natural order on every rank.
 
         Key/value heads fewer than ranks are repeated, ``cp / K`` times each, so that every rank has the one its query
@@ -250,7 +252,7 @@ class WholeDocumentMask(DocumentMask):
         super().__init__()
         self._shard = shard
 
-    def forward(self, positions_BL: Tensor) -> Tensor:
+    def forward(self, positions_BL: Tensor) -> Mask:
         """Bool ``(B, 1, T, T)``, queries before keys."""
         return super().forward(self._shard.gather(positions_BL))
 

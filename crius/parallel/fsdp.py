@@ -1,6 +1,7 @@
 """FSDP2 for every data-parallel layout: shards, replicas of shards (HSDP), plain replicas (DDP) and one process.
 
-DDP is a mesh of replicas with one shard each, one process a mesh of one: ``fully_shard`` serves all of them.
+DDP is a mesh of replicas with one shard each, one process a mesh of one: ``fully_shard`` serves all of them. As the
+other passes it leaves alone what it would not change: one rank whose weights need no cast.
 """
 
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from crius.config.parallelism import ParallelismConfig
+from crius.config.run import RunConfig
 from crius.config.training import TrainingConfig
 from crius.models.plan import ShardingPlan
 from crius.parallel.bits import HashedReduceScatter, PlainReduceScatter
@@ -35,6 +37,27 @@ class FsdpUnit:
     reshard_after_forward: bool | int
     reason: str
     numel: int
+
+
+def needs_fsdp(dims: ParallelDims, config: RunConfig) -> bool:
+    """Whether FSDP does anything: splits, sums, casts or offloads weights, rounds or shows their gradients.
+
+    Where it does not, it would still copy every weight twice a microbatch and every gradient once.
+    """
+    training = config.training
+    stored, reduce = (getattr(torch, name) for name in (training.dtype, training.mixed_precision_reduce))
+    accumulates_apart = training.gradient_sync == "deferred" and reduce != stored
+    rounds_gradients = reduce.itemsize < stored.itemsize  # a wider one is cast back before it is added
+    return (
+        dims.num_ranks > 1
+        or training.mixed_precision_param != training.dtype
+        or accumulates_apart
+        or rounds_gradients
+        or training.enable_cpu_offload
+        or training.reproducible
+        or config.sdc.recompute_interval > 0
+        or config.quantize.dense.float8.enable_fsdp_float8_all_gather
+    )
 
 
 def plan_units(plan: ShardingPlan, model: nn.Module, parallelism: ParallelismConfig) -> list[FsdpUnit]:
@@ -114,7 +137,7 @@ def shard(model: nn.Module, units: list[FsdpUnit], mesh: Mesh, training: Trainin
             offload_policy=offload,
         )
     fully_shard(model, mesh=axes, mp_policy=precision, offload_policy=offload)
-    for module in fsdp_modules(model):
+    for module in fsdp_modules(model) if axes.size() > 1 else ():  # one rank would divide by the factor it is given
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # Gloo cannot pre-multiply; a plain sum is NCCL's fast path too
 
@@ -145,7 +168,7 @@ class GradientSync:
     """When the gradients of a step's microbatches are synchronised, and how long gathered weights stay.
 
     Args:
-        model: laid out on ``mesh``.
+        model: laid out on ``mesh``; without FSDP where ``needs_fsdp`` says so, which leaves nothing to synchronise.
         parallelism: the section.
         training: the section.
         mesh: needed under ``training.reproducible``.
@@ -154,8 +177,8 @@ class GradientSync:
     def __init__(
         self, model: nn.Module, parallelism: ParallelismConfig, training: TrainingConfig, mesh: Mesh | None = None
     ) -> None:
-        assert isinstance(model, FSDPModule)
-        self._model = model
+        self._model = model if isinstance(model, FSDPModule) else None
+        self._numel = sum(parameter.numel() // num_shards(parameter, "tp") for parameter in model.parameters())
         self._trees: list[TreeAccumulation] = []
         if training.reproducible:
             assert mesh is not None
@@ -176,8 +199,7 @@ class GradientSync:
             counts.append(f"{scatters} reduce-scatter")
         if dims.dp_replicate > 1:
             counts.append(f"{reduces} all-reduce")
-        numel = sum(parameter.numel() // num_shards(parameter, "tp") for parameter in self._model.parameters())
-        unsharded = numel * self._reduce_dtype.itemsize / 2**20
+        unsharded = self._numel * self._reduce_dtype.itemsize / 2**20
         kept = {
             "immediate": "only sharded gradients stay",
             "deferred": f"{unsharded:,.1f} MiB of unsharded gradients stay until the last microbatch",
@@ -192,9 +214,11 @@ class GradientSync:
                 parameter.grad = None  # what the microbatch before left is in the trees
             for tree in self._trees:
                 tree.is_last = is_last
+        elif self._model is None:
+            return  # nobody to synchronise with
         elif self._mode == "deferred":
             self._model.set_requires_gradient_sync(is_last)
         elif self._mode == "auto":
             self._model.set_requires_all_reduce(is_last)
-        if self._keep_weights:
+        if self._model is not None and self._keep_weights:
             self._model.set_reshard_after_backward(is_last)

@@ -28,9 +28,6 @@ from crius.parallel.stages import TORCH_SCHEDULES, order_of
 
 _HIDDEN_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
-Loss = Callable[[Tensor, Tensor], Tensor]
-"""Output of the last stage and labels ``(B, T)`` to the sum of the token losses, a float64 scalar."""
-
 
 class _Stage(PipelineStage):
     """A stage that does not write to its own rank, which Gloo cannot.
@@ -49,14 +46,14 @@ class Pipeline:
     has receive buffers of its own from then on.
 
     Args:
-        parts: the stages of this rank, laid out and materialised; their forward is ``part(x, positions_BT=...)``, where
-            x is token ids ``(B, T)`` on the first stage and the hidden state ``(B, T / tp, D)`` elsewhere.
+        parts: the stages of this rank, laid out and materialised; their forward is ``part(x, positions_BT=...,
+            labels_BT=...)``, where x is token ids ``(B, T)`` on the first stage and the hidden state ``(B, T / tp, D)``
+            elsewhere. The last stage returns the sum of the token losses, a float64 scalar.
         indices: their places in the pipeline, ascending.
         parallelism: degree and schedule.
         num_microbatches: of a training step; the schedule takes so many (``config.pipeline.microbatches_allowed``).
         mesh: the ranks of this pipeline, one axis.
         device: of the tensors.
-        loss: gets the output of the last stage as it is, a DTensor if its logits are split.
     """
 
     def __init__(
@@ -67,14 +64,12 @@ class Pipeline:
         num_microbatches: int,
         mesh: DeviceMesh,
         device: torch.device,
-        loss: Loss,
     ) -> None:
         self._parts = dict(zip(indices, parts, strict=True))
         self._parallelism = parallelism
         self._num_microbatches = num_microbatches
         self._group = mesh.get_group()
         self._device = device
-        self._loss = loss
         self._ranks = placement(parallelism)
         self._num_stages = sum(map(len, self._ranks))
         self._schedule: _PipelineSchedule | None = None
@@ -107,8 +102,8 @@ class Pipeline:
         self._valid_tokens = valid_tokens
         losses: list[Tensor] = []
         inputs = (tokens_BT,) if 0 in self._parts else ()
-        # without the outputs: they would keep the logits of all microbatches
-        self._schedule.step(*inputs, target=labels_BT, losses=losses, return_outputs=False, positions_BT=positions_BT)
+        batch: dict[str, Any] = {"positions_BT": positions_BT, "labels_BT": labels_BT}
+        self._schedule.step(*inputs, target=labels_BT, losses=losses, return_outputs=False, **batch)
         if not self.has_last_stage:
             return torch.zeros(self._num_microbatches, dtype=torch.float64, device=self._device)
         return torch.stack([loss.detach() for loss in losses])
@@ -140,9 +135,9 @@ class Pipeline:
                 stage, number = action
                 following = (stage + 1, number)
                 if rank == me:
-                    output = self._parts[stage](inputs.pop(action), positions_BT=batch[1][number])
+                    output = self._parts[stage](inputs.pop(action), batch[1][number], batch[2][number])
                     if stage + 1 == self._num_stages:
-                        total += self._loss(output, batch[2][number])
+                        total += output
                     elif stage + 1 in self._parts:
                         inputs[following] = output
                     else:
@@ -174,8 +169,9 @@ class Pipeline:
         kind = get_schedule_class(TORCH_SCHEDULES[self._parallelism.pipeline_parallel_schedule])
         return kind(stages[0] if issubclass(kind, PipelineScheduleSingle) else stages, **options)
 
-    def _scaled_loss(self, output: Tensor, labels_BT: Tensor) -> Tensor:
-        return self._loss(output, labels_BT) / self._valid_tokens
+    def _scaled_loss(self, loss_sum: Tensor, labels_BT: Tensor) -> Tensor:
+        """What the schedule calls with the output of the last stage, and with labels that this has seen already."""
+        return loss_sum / self._valid_tokens
 
     def _hidden_like(self, tokens_BT: Tensor, positions_BT: Tensor) -> tuple[torch.Size, torch.dtype]:
         """Shape and dtype of the hidden state between stages, found by the first stage, once for each input shape."""

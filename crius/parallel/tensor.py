@@ -23,7 +23,10 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional as F
 
 from crius.models.layers.linear import LowPrecisionLinear
+from crius.models.layers.output import Output
 from crius.models.plan import ShardingPlan, match
+from crius.parallel.collectives import all_gather
+from crius.parallel.ties import keeping_ties
 
 
 class VocabParallel(ParallelStyle):
@@ -173,6 +176,35 @@ def _rows(linear: LowPrecisionLinear, x_BTD: Tensor) -> Tensor:
     return summands.redistribute(placements=[Shard(1)], async_op=True).to_local()
 
 
+class SplitVocabulary(ParallelStyle):
+    """An output layer whose rows are split, for a sequence that is split: logits are split over the vocabulary.
+
+    What borrows the weight gets this rank's rows.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, Output)
+        module.weight = nn.Parameter(distribute_tensor(module.weight, device_mesh, [Shard(0)], src_data_rank=None))
+        module.forward = MethodType(_vocabulary, module)  # type: ignore[method-assign]
+        return module
+
+
+def _vocabulary(output: Output, x_BTD: Tensor, use: Callable[..., Tensor] | None = None) -> Tensor:
+    """``(B, T, V)`` as a DTensor, or what ``use`` makes of the whole sequence and this rank's rows."""
+    weight = output.weight
+    assert isinstance(weight, DTensor) and isinstance(x_BTD, DTensor)
+    mesh = weight.device_mesh
+    whole = x_BTD.redistribute(placements=[Replicate()], async_op=True)
+    if use is None:
+        return F.linear(whole, weight)
+    most_rows = -(-weight.shape[0] // mesh.size())
+
+    def gather(numbers: Tensor) -> Tensor:
+        return all_gather(numbers[None], mesh)
+
+    return use(_whole(whole), weight.to_local(), first_row=most_rows * mesh.get_local_rank(), gather=gather)
+
+
 StyleOf = Callable[[int, int], ParallelStyle]  # of the number of key/value heads and of ranks
 
 
@@ -183,9 +215,7 @@ STYLES: dict[str, StyleOf] = {
     "colwise": lambda heads, ranks: ColwiseParallel(),
     "colwise_heads": lambda heads, ranks: ReplicatedHeads(heads) if heads < ranks else ColwiseParallel(),
     "rowwise": lambda heads, ranks: RowwiseParallel(output_layouts=Shard(1)),
-    "logits": lambda heads, ranks: ColwiseParallel(
-        input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False
-    ),
+    "logits": lambda heads, ranks: SplitVocabulary(),
 }
 
 _COLUMNS = ("colwise", "colwise_heads")  # what reads a sequence that was gathered for it
@@ -224,13 +254,9 @@ def apply_tensor_parallel(
                 styles[name] = GatherSequence(rounding)
                 rounded += 1
             rows[style] = rows.get(style, 0) + 1
-    tied = _tied_weights(model)
-    # no communication: all ranks build the same meta tensors
-    parallelize_module(model, mesh, styles, src_data_rank=None)
-    for first, *others in tied:
-        for name in others:
-            owner, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(owner), attribute, model.get_parameter(first))
+    with keeping_ties(model):
+        # no communication: all ranks build the same meta tensors
+        parallelize_module(model, mesh, styles, src_data_rank=None)
     lines = [f"tensor parallel: {mesh.size()} ranks, " + ", ".join(f"{n} {style}" for style, n in rows.items())]
     if num_kv_heads < mesh.size() and "colwise_heads" in rows:
         lines.append(
@@ -252,16 +278,3 @@ def _rounding(name: str, module: nn.Module, plan: ShardingPlan) -> LowPrecisionL
 
 def _style_of(name: str, rows: Mapping[str, str]) -> str | None:
     return next((style for pattern, style in rows.items() if match(pattern, name)), None)
-
-
-def _tied_weights(model: nn.Module) -> list[list[str]]:
-    """Names of parameters that are one tensor, grouped."""
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    return [group for group in names.values() if len(group) > 1]
-
-
-def whole_tensor(tensor: Tensor) -> Tensor:
-    """A DTensor that is the same on every rank, as a plain tensor; a plain tensor as it is."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

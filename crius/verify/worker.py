@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from crius.config.activation_checkpoint import ActivationCheckpointConfig
 from crius.config.run import RunConfig
 from crius.data.batch import Batch
 from crius.errors import NonFiniteError
@@ -144,7 +145,10 @@ def start(task: Task, placement: Placement) -> None:
         CriusError: whatever building a model raises.
     """
     with _session(task, placement) as (facts, mesh, ranks, _):
-        built = build_model(task.config, facts, mesh, ranks)
+        config = task.config
+        if config.activation_checkpoint.mode == "auto":  # decided for a batch, and there is none
+            config = dataclasses.replace(config, activation_checkpoint=ActivationCheckpointConfig(mode="none"))
+        built = build_model(config, facts, mesh, ranks)
         _write(task, ranks, {"checksums": checksums(named_parameters(built.parts), built.names, ranks)})
 
 

@@ -1,0 +1,26 @@
+"""Weights that two modules share, which torch's functions over a model's parameters replace one by one."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+
+@contextmanager
+def keeping_ties(model: nn.Module) -> Iterator[None]:
+    """Parameters of ``model`` that are one tensor before are one tensor, the first of them, after."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    yield
+    for first, *others in names.values():
+        for name in others:
+            owner, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(owner), attribute, model.get_parameter(first))
+
+
+def allocate(model: nn.Module, device: torch.device | str) -> None:
+    """Memory for the parameters of a meta-device model, in place, whatever is in it."""
+    with keeping_ties(model):
+        model.to_empty(device=device)
