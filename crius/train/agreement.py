@@ -5,6 +5,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from crius.errors import LayoutError
+from crius.parallel.dims import ParallelDims
+from crius.parallel.runtime import World
+
 
 @dataclass(frozen=True)
 class Decision:
@@ -30,3 +34,21 @@ def agree(stop: int | None, save: bool, give_up: bool) -> Decision:
     dist.all_reduce(words, op=dist.ReduceOp.MAX)
     found, has_to_save, gives_up = words.tolist()
     return Decision(found, bool(has_to_save), bool(gives_up))
+
+
+def one_layout(dims: ParallelDims, ranks: World) -> ParallelDims:
+    """``dims``, the same on all ranks. Others would hang: their flags, or what ``parallelism.auto`` found, differ.
+
+    Raises:
+        LayoutError: a rank has another layout than the others.
+    """
+    found: list[str] = ranks.gather_json(str(dims))
+    if len(set(found)) > 1:
+        first = "; ".join(f"{text} on {found.count(text)}, first rank {found.index(text)}" for text in sorted({*found}))
+        raise LayoutError(
+            f"the layout differs between ranks: {first}.",
+            where="[parallelism]",
+            why="each host reads its own flags and files; parallelism.auto looks at its own GPUs",
+            fix="give all hosts the same degrees: crius config show prints those that parallelism.auto finds",
+        )
+    return dims

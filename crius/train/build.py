@@ -9,13 +9,14 @@ import torch
 from torch import nn
 
 from crius.config.batch import BatchSizes
+from crius.config.low_precision import converts_output
 from crius.config.optimizer import OptimizerConfig
 from crius.config.pipeline import describe_microbatches, describe_stages, num_stages, placement, split_stages
 from crius.config.run import RunConfig
 from crius.models import registry
+from crius.models.layers.output import loss_of
 from crius.models.spec import ModelFacts
 from crius.parallel.apply import Applied, materialize, parallelize
-from crius.parallel.compile import compile_loss
 from crius.parallel.fsdp import GradientSync
 from crius.parallel.gradients import Gradients
 from crius.parallel.mesh import Mesh
@@ -26,8 +27,8 @@ from crius.parallel.stages import order_of, prune, simulate, stage_costs, stage_
 from crius.quantize.convert import Converted
 from crius.train.fault import Fault
 from crius.train.inputs import run_modules
-from crius.train.loss import LossSum, loss_sum
-from crius.train.planted import planted_in_loss
+from crius.train.loss import LossChoice, choose_loss, set_up_loss
+from crius.train.planted import plant_in_loss
 from crius.train.precision import LowPrecision, low_precision
 from crius.train.step import Accumulation, Pipelined, Runner
 
@@ -89,8 +90,17 @@ def build_part(
     part = _on_meta(config, facts)
     prune(part, modules)
     converted = precision.convert(part, mesh.fsdp.size(-1)) if precision else Converted(0)
+    set_up_loss(part, run_loss(config, facts, mesh, precision), config)
     applied = parallelize(part, registry.SPECS[config.model.name].plan(facts), facts, mesh, config)
     return part, applied, converted
+
+
+def run_loss(config: RunConfig, facts: ModelFacts, mesh: Mesh, precision: LowPrecision | None) -> LossChoice:
+    """How the run computes its loss on ``mesh``, the same on every rank."""
+    plan = registry.SPECS[config.model.name].plan(facts)
+    in_low_precision = precision is not None and converts_output(precision.choices, plan)
+    device_type = mesh.fsdp.device_type
+    return choose_loss(config, facts, device_type, num_ranks=mesh.dims.tp, in_low_precision=in_low_precision)
 
 
 def build_model(config: RunConfig, facts: ModelFacts, mesh: Mesh, ranks: World) -> Built:
@@ -136,8 +146,12 @@ def build_runner(
 ) -> Runner:
     """What runs the parts over a batch: an accumulation loop, or a pipeline; with ``faults`` planted in the loss."""
     parallelism, training = config.parallelism, config.training
-    loss: LossSum = compile_loss(loss_sum, config.compile) if config.compile.loss else loss_sum
-    loss = planted_in_loss(faults, loss, len(built.modules) - 1 in built.stages, ranks)
+    loss = run_loss(config, facts, mesh, built.precision)
+    itemsize = getattr(torch, training.mixed_precision_param).itemsize
+    num_tokens = sizes.local * training.seq_len // mesh.dims.cp
+    log.info("%s", loss.line(num_tokens, -(-facts.vocab_size // mesh.dims.tp), itemsize))
+    has_loss = len(built.modules) - 1 in built.stages
+    plant_in_loss(faults, loss_of(built.parts[-1]) if has_loss else None, ranks)
     if mesh.pp is None:
         sync = GradientSync(built.parts[0], parallelism, training, mesh)
         if training.reproducible:
@@ -145,7 +159,7 @@ def build_runner(
             log.info("reproducible: %s, summed as a tree: %s", shards, sync.describe(mesh.dims, sizes.accumulation))
         elif sizes.accumulation > 1:
             log.info("gradient_sync %s: %s", training.gradient_sync, sync.describe(mesh.dims, sizes.accumulation))
-        return Accumulation(built.parts[0], sync, sizes.local, loss)
+        return Accumulation(built.parts[0], sync, sizes.local)
     modules = run_modules(config, facts)
     timeline = simulate(order_of(parallelism, sizes.accumulation), stage_costs(modules, built.modules))
     asked = training.local_batch_size != -1
@@ -155,5 +169,5 @@ def build_runner(
     for line in stage_table(modules, built.modules, placement(parallelism), timeline):
         log.info("pipeline: %s", line)
     log.info("gradient_sync deferred: the schedule synchronises once a step, after the last microbatch")
-    pipeline = Pipeline(built.parts, built.stages, parallelism, sizes.accumulation, mesh.pp, ranks.device, loss)
+    pipeline = Pipeline(built.parts, built.stages, parallelism, sizes.accumulation, mesh.pp, ranks.device)
     return Pipelined(pipeline)

@@ -14,13 +14,14 @@ from crius.errors import ConfigError
 from crius.launch.status import PHASES
 
 VARIABLE = "CRIUS_FAULT"
+PROCESS_KINDS = ("kill", "stop", "hang", "raise", "oom")
 GRAMMAR = {
     "nan": "nan:step=N[,rank=R][,where=loss|grad]",
     "spike": "spike:step=N,factor=F[,rank=R][,where=loss|grad]",
     "dropout": "dropout:p=P",
     **{
         kind: f"{kind}:step=N[,phase=PHASE][,rank=R][,attempt=A] or {kind}:phase=start|load[,rank=R][,attempt=A]"
-        for kind in ("kill", "stop", "hang", "raise")
+        for kind in PROCESS_KINDS
     },
     "disk": "disk:save=N,error=enospc|erofs|slow[,seconds=S][,rank=R]",
 }
@@ -56,16 +57,16 @@ class LossFault:
 
 @dataclass(frozen=True, kw_only=True)
 class DropoutFault:
-    """Dropout of the logits of each microbatch of training, drawn from torch's default generator of the device.
+    """Dropout of what the output layer reads in training, drawn from torch's default generator of the device.
 
     Attributes:
-        p: the probability that a logit becomes 0, in (0, 1).
+        p: the probability that a number becomes 0, in (0, 1).
     """
 
     p: float
 
     def __str__(self) -> str:
-        return f"dropout {self.p:g} of the logits on every rank"
+        return f"dropout {self.p:g} of the last hidden state on every rank"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,14 +74,15 @@ class ProcessFault:
     """Something that happens to the process of a rank, once.
 
     Attributes:
-        kind: kill: SIGKILL; stop: SIGSTOP; hang: it sleeps for ever; raise: RuntimeError.
+        kind: kill: SIGKILL; stop: SIGSTOP; hang: it sleeps for ever; raise: RuntimeError; oom: torch's allocator is
+            asked for more than there can be.
         step: from 1; None in the phases of ``BEFORE_STEPS``.
         phase: one of ``PHASES``.
         rank: the rank it happens to.
         attempt: restarts of the run before it, so that the restarted run does not meet it again.
     """
 
-    kind: Literal["kill", "stop", "hang", "raise"]
+    kind: Literal["kill", "stop", "hang", "raise", "oom"]
     step: int | None
     phase: str = "forward"
     rank: int = 0
@@ -197,7 +199,7 @@ def _parse(text: str) -> Fault:
             values[name] = _VALUES[name](value)
         except ValueError as error:
             raise ValueError(f"{name} {value!r} {error}") from None
-    if kind in ("kill", "stop", "hang", "raise"):
+    if kind in PROCESS_KINDS:
         return _process_fault(kind, values)
     for name in re.findall(r"(\w+)=", re.sub(r"\[.*?\]", "", GRAMMAR[kind])):
         if name not in values:

@@ -16,6 +16,7 @@ from crius.metrics.device import GIB
 from crius.parallel.gradients import Gradients
 from crius.parallel.runtime import World
 from crius.train.incident import IncidentReporter
+from crius.train.late import Late
 from crius.train.snapshot import Snapshot
 from crius.train.stability import Score, SpikeMonitor
 from crius.train.state import TrainState
@@ -34,17 +35,11 @@ class _Unseen:
         self.result = result
         groups = enumerate(optimizer.param_groups)
         self.lr = {str(group.get("name", index)): float(group["lr"]) for index, group in groups}
-        on_device = torch.stack((result.loss, result.grad_norm))
-        self._totals = on_device.to("cpu", non_blocking=True)
-        self._arrived = torch.cuda.Event() if on_device.is_cuda else None
-        if self._arrived:
-            self._arrived.record()
+        self._totals = Late(torch.stack((result.loss, result.grad_norm)))
 
     def read(self) -> tuple[float, float]:
         """Loss and gradient norm; waits for the device only as far as it has not computed them yet."""
-        if self._arrived:
-            self._arrived.synchronize()
-        loss, grad_norm = self._totals.tolist()
+        loss, grad_norm = self._totals.read()
         return loss, grad_norm
 
 
@@ -74,6 +69,9 @@ class UpdateGuard:
         all_names: of the whole model, in order: a pipeline stage has some of them.
         world: all ranks.
         run_dir: folder of the run.
+
+    Attributes:
+        passed_step: number of the last step it has looked at without ending the run; 0 before the first.
     """
 
     def __init__(
@@ -107,6 +105,7 @@ class UpdateGuard:
         can_wait = config.nonfinite == "stop" and config.spike in ("warn", "off")
         self._looks_late = self._optimizer.takes_found_inf and can_wait
         self._unseen: _Unseen | None = None
+        self.passed_step = 0
         self._skips_in_a_row = self._rollbacks_in_a_row = self._spikes_in_a_row = 0
 
     def update(self, result: StepResult) -> None:
@@ -169,6 +168,12 @@ class UpdateGuard:
         unseen, self._unseen = self._unseen, None
         if unseen is None:
             return True
+        is_made = self._judge(unseen)
+        self.passed_step = unseen.result.step
+        return is_made
+
+    def _judge(self, unseen: _Unseen) -> bool:
+        """Do what the policy says; whether the update is to be made."""
         loss, grad_norm = unseen.read()
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             self._on_nonfinite(unseen, loss, grad_norm)

@@ -1,8 +1,10 @@
 """What a run needs before torch: sizes of the model and the corpus. Torch-free, so that bad data shows at once."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, Literal
 
 from crius.checkpoint.disk import open_disk
 from crius.checkpoint.folder import CheckpointFolder
@@ -16,6 +18,7 @@ from crius.config.pipeline import microbatch_unit, settle_stages
 from crius.config.run import RunConfig
 from crius.data.corpus import Corpus, open_corpus
 from crius.errors import CheckpointError, EnvironmentError
+from crius.host_cpu import BFLOAT16_FLAGS, bfloat16_instructions
 from crius.models.registry import SPECS
 from crius.models.spec import ModelFacts, ModuleFacts
 
@@ -38,6 +41,32 @@ def settled(config: RunConfig) -> RunConfig:
     """``config`` with what it leaves to the size of the model decided: the stages of a pipeline rank."""
     facts = known_model_facts(config)
     return replace(config, parallelism=settle_stages(config.parallelism, facts.num_layers)) if facts else config
+
+
+def with_dtype(config: RunConfig, *, on_gpu: bool) -> RunConfig:
+    """``config`` with ``training.mixed_precision_param`` decided.
+
+    Args:
+        config: the run.
+        on_gpu: where it computes; else on the CPU of this host.
+    """
+    if config.training.mixed_precision_param != "auto":
+        return config
+    return _with_dtype(config, auto_dtype(on_gpu=on_gpu)[0])
+
+
+def auto_dtype(*, on_gpu: bool) -> tuple[Literal["float32", "bfloat16"], str]:
+    """What ``training.mixed_precision_param auto`` means here, and why: docs/training.md has the measurement."""
+    if on_gpu:
+        return "bfloat16", "a GPU"
+    instructions = bfloat16_instructions()
+    if instructions:
+        return "bfloat16", f"a CPU with {instructions}"
+    return "float32", f"a CPU without {' or '.join(BFLOAT16_FLAGS)}"
+
+
+def _with_dtype(config: RunConfig, dtype: Literal["float32", "bfloat16"]) -> RunConfig:
+    return replace(config, training=replace(config.training, mixed_precision_param=dtype))
 
 
 def run_batch_sizes(config: RunConfig, data_parallel_ranks: int) -> BatchSizes:
@@ -97,6 +126,23 @@ def own_checkpoint_folder(config: RunConfig, run_dir: Path) -> Path | None:
     return folder
 
 
+def resumed_dtype(asked: RunConfig, config: RunConfig, run_dir: Path) -> RunConfig:
+    """``config`` with the ``training.mixed_precision_param`` of the checkpoint that it would go on from.
+
+    The curve belongs to the run and not to the machine on which it goes on, so that ``auto`` decides once.
+
+    Args:
+        asked: the run as it was asked for; unless it says auto, ``config`` stays.
+        config: the same, decided on this machine.
+        run_dir: folder of the run.
+    """
+    if asked.training.mixed_precision_param != "auto":
+        return config
+    found = _resumed_settings(config, run_dir)
+    dtype = found[0].get("training.mixed_precision_param") if found else None
+    return _with_dtype(config, dtype) if dtype in ("float32", "bfloat16") else config
+
+
 def check_resume(config: RunConfig, run_dir: Path) -> None:
     """Compare the settings of a run with those of the checkpoint that it would go on from, before anything is started.
 
@@ -105,8 +151,19 @@ def check_resume(config: RunConfig, run_dir: Path) -> None:
     Raises:
         ConfigError: the run cannot go on with these settings.
     """
+    found = _resumed_settings(config, run_dir)
+    if found:
+        settings, where = found
+        check_changes(changes(settings, shown(config)), config.checkpoint.allow_changes, where)
+
+
+def _resumed_settings(config: RunConfig, run_dir: Path) -> tuple[Mapping[str, Any], str] | None:
+    """The settings in the checkpoint that a run would go on from, and where that is; None where there is none.
+
+    An import from another trainer has no settings.
+    """
     if not config.checkpoint.is_enabled:
-        return
+        return None
     own, other, load_step = checkpoint_folder(config, run_dir), config.checkpoint.load_path, config.checkpoint.load_step
     for place, step_to_load in ((own, -1 if other else load_step), (other, load_step)):
         if not place:
@@ -120,8 +177,6 @@ def check_resume(config: RunConfig, run_dir: Path) -> None:
             manifest = read_manifest(folder.disk, name)
             is_import = bool(read_state(folder.disk, name, manifest).get("imported"))
         except CheckpointError:
-            return
-        if not is_import:
-            found = changes(manifest.config, shown(config))
-            check_changes(found, config.checkpoint.allow_changes, f"{folder.disk.where}/{name}")
-        return
+            return None
+        return None if is_import else (manifest.config, f"{folder.disk.where}/{name}")
+    return None

@@ -23,6 +23,8 @@ from crius.data.batch import Batch
 from crius.data.corpus import Corpus
 from crius.data.loader import BatchLoader, validation_batches
 from crius.data.sample_log import Attempt, SampleLog, next_attempt
+from crius.host_memory import keep_freed_memory
+from crius.kernels import choice as kernels
 from crius.launch.environment import Placement
 from crius.launch.stop import PREEMPTED, catch_stop_signals
 from crius.metrics.build import build_sinks
@@ -40,13 +42,18 @@ from crius.parallel.dims import ParallelDims
 from crius.parallel.mesh import Mesh, build_mesh
 from crius.parallel.runtime import World, pick_device, world
 from crius.shards import named_parameters
+from crius.train.agreement import one_layout
 from crius.train.build import Built, build_gradients, build_model, build_runner, run_optimizer
 from crius.train.checkpoints import Checkpoints, Parts
+from crius.train.choices import decide
 from crius.train.fault import Fault, read_faults
 from crius.train.guard import UpdateGuard
 from crius.train.inputs import model_facts, open_run_corpus, run_batch_sizes
+from crius.train.kernels import run_kernels
 from crius.train.logs import start_logging
 from crius.train.loop import Loop, Meter, Preempted, Validation
+from crius.train.out_of_memory import explained
+from crius.train.plan import PlanWatch, machine_of, watch_plan
 from crius.train.planted import DiskFaults, planted_in_process
 from crius.train.precision import keep_scales
 from crius.train.profiler import profiler
@@ -60,7 +67,15 @@ SUMMARY = "summary.json"
 log = logging.getLogger("crius.train")
 
 
-def run(config: RunConfig, run_dir: Path, started: float, placement: Placement, *, strict: bool = False) -> None:
+def run(
+    config: RunConfig,
+    run_dir: Path,
+    started: float,
+    placement: Placement,
+    *,
+    strict: bool = False,
+    prepare: Callable[[Loop], Loop] = lambda loop: loop,
+) -> None:
     """Train ``config`` as one of the ranks of ``placement``.
 
     Args:
@@ -69,6 +84,7 @@ def run(config: RunConfig, run_dir: Path, started: float, placement: Placement, 
         started: ``time.monotonic()`` at the start of the command on this machine.
         placement: this process among the ranks.
         strict: an optimisation that is on and does nothing ends the run.
+        prepare: gives the loop that runs in place of the one that is ready to.
 
     Raises:
         CriusError: whatever the user can mend, see ``crius.errors``.
@@ -79,47 +95,52 @@ def run(config: RunConfig, run_dir: Path, started: float, placement: Placement, 
     stop = catch_stop_signals(has_launcher=placement.launcher == "local") if config.checkpoint.is_enabled else None
     ledger = TimeLedger(started)
     recovery = Recovery(placement, ledger)
-    with contextlib.ExitStack() as stack:
+    with explained(run_dir, placement.rank) as story, contextlib.ExitStack() as stack:
         stack.enter_context(planted_in_process(faults, placement.rank, placement.attempt))
         with ledger.phase("initialise"):
             device = set_up_torch(config, placement)
             dims = ParallelDims.build(config.parallelism, placement.world_size)
             sizes = run_batch_sizes(config, dims.batch)
             facts = model_facts(config)
+            machine = machine_of(device, placement.world_size, placement.local_world_size)
+            story.begin(device, machine, config, facts)
             corpus = open_run_corpus(config, dims.batch)  # before the ranks meet, so that none waits in a collective
-            ranks = stack.enter_context(
-                world(
-                    placement.rank,
-                    placement.world_size,
-                    device,
-                    placement.rendezvous,
-                    config.comm.timeout_seconds,
-                )
-            )
-            mesh = build_mesh(dims, device.type)
+            ranks = stack.enter_context(_world(config, placement, device))
+            mesh = build_mesh(one_layout(dims, ranks), device.type)
             _log_run(config, run_dir, facts, sizes, mesh, device, corpus)
             sinks: list[Sink] = []
             loop = assemble(config, facts, sizes, corpus, mesh, ranks, run_dir, ledger, sinks, stack, strict, faults)
+            story.config = decided = loop.config
+            config = dataclasses.replace(decided, activation_checkpoint=config.activation_checkpoint)  # auto: anew
         step = 0
         if config.checkpoint.is_enabled:
             with ledger.phase("load"):
-                parts = Parts(loop.state, loop.guard, loop.loader, corpus.train.identity, ledger)
-                disk_faults = DiskFaults(faults, ranks.rank)
-                checkpoints = Checkpoints(config, run_dir, mesh, ranks, placement, parts, disk_faults)
-                resumed = checkpoints.resume()
-                step = resumed.step
-                recovery.resumed(step, resumed.seconds)
-                keep_scales(config, loop.state.parts, mesh)  # of the weights that were loaded
-                follow = functools.partial(_in_turn, loop.after_step, recovery.step)
-                samples = _sample_log(run_dir, corpus, loop, mesh, ranks)
-                stack.callback(samples.close)
-                loop = dataclasses.replace(loop, checkpoints=checkpoints, stop=stop, after_step=follow, samples=samples)
+                kept = Parts(loop.state, loop.guard, loop.loader, corpus.train.identity, ledger)
+                checkpoints = Checkpoints(config, run_dir, mesh, ranks, placement, kept, DiskFaults(faults, ranks.rank))
+                loop, step = _resume(loop, checkpoints, recovery, mesh)
+                samples = stack.enter_context(contextlib.closing(_sample_log(run_dir, corpus, loop, mesh, ranks)))
+                loop = dataclasses.replace(loop, stop=stop, samples=samples)
         with ledger.phase("initialise"):
-            sinks += _sinks(config, run_dir, ranks, stack, step)
+            watch = watch_plan(decided, facts, machine, ledger, run_dir) if ranks.rank == 0 else None
+            sinks += [*_sinks(config, run_dir, ranks, stack, step), *([watch] if watch else [])]
         recovery.ready()
-        validation = _run(loop, placement)
+        validation = _run(prepare(loop), placement)
         if loop.state.step > step or not (run_dir / SUMMARY).exists():
-            _finish(config, run_dir, ranks, ledger, loop.state, validation)
+            _finish(config, run_dir, ledger, loop.state, validation, watch)
+
+
+def _resume(loop: Loop, checkpoints: Checkpoints, recovery: Recovery, mesh: Mesh) -> tuple[Loop, int]:
+    """``loop`` with checkpoints, from the newest of which it goes on, and the step that it was saved after."""
+    resumed = checkpoints.resume()
+    recovery.resumed(resumed.step, resumed.seconds)
+    keep_scales(loop.config, loop.state.parts, mesh)  # of the weights that were loaded
+    follow = functools.partial(_in_turn, loop.after_step, recovery.step)
+    return dataclasses.replace(loop, checkpoints=checkpoints, after_step=follow), resumed.step
+
+
+def _world(config: RunConfig, placement: Placement, device: torch.device) -> contextlib.AbstractContextManager[World]:
+    seconds = config.comm.timeout_seconds
+    return world(placement.rank, placement.world_size, device, placement.rendezvous, seconds)
 
 
 def _run(loop: Loop, placement: Placement) -> ValidationMetrics | None:
@@ -149,7 +170,8 @@ def assemble(
     strict: bool = False,
     faults: Sequence[Fault] = (),
 ) -> Loop:
-    """Model, optimizer, data and reports, joined into the loop."""
+    """Model, optimizer, data and reports, joined into the loop, whose config has what the machine decides decided."""
+    config = decide(config, facts, mesh.dims, ranks)
     training = config.training
     if mesh.tp:
         stack.enter_context(loss_parallel())
@@ -233,7 +255,7 @@ def _place(config: RunConfig, device: torch.device, shard: ContextShard, batch: 
 
 
 def set_up_torch(config: RunConfig, placement: Placement) -> torch.device:
-    """Threads, determinism, compiler and the device of this process."""
+    """Threads, determinism, compiler, kernels and the device of this process."""
     if config.training.reproducible:
         torch.set_num_threads(1)  # the last bits of sums depend on the number of threads
     elif "OMP_NUM_THREADS" in os.environ or placement.local_world_size > 1:
@@ -244,7 +266,11 @@ def set_up_torch(config: RunConfig, placement: Placement) -> torch.device:
         torch.use_deterministic_algorithms(True)
     if config.compile.enable:
         prepare_compile(config.compile, local_ranks=placement.local_world_size)
-    return pick_device(config.training.device, placement.local_rank)
+    device = pick_device(config.training.device, placement.local_rank)
+    if device.type == "cpu":
+        keep_freed_memory()
+    kernels.apply(run_kernels(config, device))
+    return device
 
 
 def _validation(config: RunConfig, corpus: Corpus, sizes: BatchSizes, mesh: Mesh) -> Validation | None:
@@ -295,6 +321,7 @@ def _log_run(
         threads,
         run_dir,
     )
+    log.info("kernels: %s", kernels.current())
     log.info("mesh: %s = %d ranks", mesh.dims, mesh.dims.num_ranks)
     log.info(
         "model: %s/%s, %s parameters, %s in matmuls",
@@ -318,15 +345,18 @@ def _log_run(
 def _finish(
     config: RunConfig,
     run_dir: Path,
-    ranks: World,
     ledger: TimeLedger,
     state: TrainState,
     validation: ValidationMetrics | None,
+    watch: PlanWatch | None,
 ) -> None:
-    """Say where the time went; rank 0 writes ``summary.json``."""
-    if ranks.rank != 0:
+    """Say where the time went and how the plan did; rank 0, which has a ``watch``, writes ``summary.json``."""
+    if watch is None:
         return
     log.info("time: %s", ledger.summary())
+    compared = watch.comparison()
+    if compared.plan.hardware:
+        log.info("plan: %s", compared.line())
     summary = {
         "steps": state.step,
         "tokens": state.tokens,
@@ -337,6 +367,7 @@ def _finish(
         "wall_seconds": ledger.wall(),
         "seconds": ledger.parts(),
         "goodput": ledger.goodput(),
+        "plan": compared.as_dict() if compared.plan.hardware else None,
     }
     (run_dir / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     if validation:

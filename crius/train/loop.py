@@ -1,6 +1,7 @@
 """The for loop of training, and what is reported on the way."""
 
 import contextlib
+import copy
 import gc
 import math
 import time
@@ -28,13 +29,17 @@ from crius.train.agreement import agree
 from crius.train.checkpoints import Checkpoints
 from crius.train.evaluate import evaluate
 from crius.train.guard import UpdateGuard
+from crius.train.late import Late
 from crius.train.pace import Pace
 from crius.train.sdc import SdcCheck
 from crius.train.state import TrainState
-from crius.train.step import Runner, StepResult, train_step
+from crius.train.step import Runner, train_step
 
 PACE_INTERVAL = 20
 """Steps between looks at how long a step takes."""
+
+RESCUE_SECONDS = 30.0
+"""How long a run that fails waits for the numbers of its last step: a device that hangs must not hide the failure."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,15 +85,19 @@ class Meter:
         self._seconds += seconds
         self._data_seconds += data_seconds
 
-    def report(self, state: TrainState, result: StepResult, lr: float, goodput: float) -> StepMetrics:
-        """The record of the steps since the last one."""
+    def wait(self, seconds: float) -> None:
+        """Add time of the steps since the last report that ``count`` has not had."""
+        self._seconds += seconds
+
+    def report(self, state: TrainState, loss: float, grad_norm: float, lr: float, goodput: float) -> StepMetrics:
+        """The record of the steps since the last one, of which ``state``, ``loss`` and all else are the last one's."""
         rate = self._tokens / self._seconds
         per_rank = rate / self._world.size
         tflops = per_rank * self._flops / 1e12
         record = StepMetrics(
             step=state.step,
-            loss=result.loss.item(),
-            grad_norm=result.grad_norm.item(),
+            loss=loss,
+            grad_norm=grad_norm,
             lr=lr,
             tokens=state.tokens,
             tokens_per_second=rate,
@@ -107,6 +116,41 @@ class Meter:
         return record
 
 
+class _Clock:
+    """Cuts the host's time into that of steps. It runs on between two steps where the device is at work on the first.
+
+    There the host's work between steps costs the device nothing, and what it takes of a step's time must not be missing
+    from it. Where the device has done its work, on a CPU always, a step's time is that of ``Loop._step``.
+    """
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+
+    def start(self) -> None:
+        """Run from here, unless it runs already."""
+        if self._since is None:
+            self._since = time.monotonic()
+
+    def lap(self) -> float:
+        """Seconds since the last lap, or since the start."""
+        assert self._since is not None
+        before, self._since = self._since, time.monotonic()
+        return self._since - before
+
+    def stop(self) -> None:
+        """What passes until the next start is nobody's."""
+        self._since = None
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What is known of a reported step when its loss is not yet."""
+
+    state: TrainState
+    lr: float
+    totals: Late
+
+
 @dataclass(frozen=True, kw_only=True)
 class Loop:
     """The parts of a training job, and the loop over its steps.
@@ -118,6 +162,8 @@ class Loop:
         pace: tells the watchdog how long a step takes.
         checkpoints: saves the run; None where it does not.
         stop: the wish that the run ends; None where a signal ends it at once.
+        clock: cuts time into that of steps.
+        unwritten: reports whose numbers are on their way, or whose step the guard has not looked at yet.
     """
 
     config: RunConfig
@@ -140,6 +186,8 @@ class Loop:
     checkpoints: Checkpoints | None = None
     stop: StopRequest | None = None
     pace: Pace = field(default_factory=Pace)
+    clock: _Clock = field(default_factory=_Clock)
+    unwritten: list[_Report] = field(default_factory=list)
 
     def run(self) -> ValidationMetrics | None:
         """Train until ``training.steps``; returns the last validation.
@@ -154,7 +202,8 @@ class Loop:
         config, state = self.config, self.state
         last_validation = None
         interval, first = config.validation.interval, state.step
-        with _scheduled_gc(config.training.gc_interval, self.ledger) as collect, self.profiler() as profile:
+        collecting = _scheduled_gc(config.training.gc_interval, self.ledger)
+        with collecting as collect, self.profiler() as profile, self._rescued_reports():
             self._settle()  # a wish to stop may have come while all was built
             while state.step < config.training.steps:
                 self._step()
@@ -187,6 +236,7 @@ class Loop:
         if decision.give_up:
             checkpoints.give_up()
         if is_due or is_last or decision.stop:
+            self.finish_reports()  # a run that goes on from here does not report these steps again
             with self.ledger.phase("save_blocked"):
                 checkpoints.save(wait=is_last or bool(decision.stop))
         if decision.stop and not is_last:
@@ -196,11 +246,12 @@ class Loop:
     def _step(self) -> None:
         config, state = self.config, self.state
         step = state.step + 1
-        begin = time.monotonic()
+        self.clock.start()
+        started = time.monotonic()
         status.update(step=step, phase="data")
         with self.ledger.phase("data"):
             batch = next(self.loader)
-        data_seconds = time.monotonic() - begin
+        data_seconds = time.monotonic() - started
         lr = state.set_lr(config.optimizer.lr)
         is_reported = step in (1, config.training.steps) or step % config.metrics.log_interval == 0
         with self.ledger.phase("compute"):
@@ -209,30 +260,89 @@ class Loop:
             result = train_step(
                 step, placed, self.runner, self.gradients, self.world, self.dims, config.training.max_norm
             )
-            status.update(phase="optimizer")
+        status.update(phase="optimizer")
+        self._catch_up()  # with the step before, while the device computes this one
+        with self.ledger.phase("compute"):
             self.guard.update(result)
             self.sdc.after_step(step)
-            if is_reported:
-                self.guard.check()  # waits for the device, so that the time of the reported steps is theirs
-                if self.world.device.type == "cuda":
-                    torch.cuda.synchronize()
         tokens = batch.tokens_BT.numel() * self.loader.num_ranks
         state.step, state.tokens = step, state.tokens + tokens
         if self.samples:
             self.samples.write(step, batch.sample_ids)
-        self.meter.count(tokens, time.monotonic() - begin, data_seconds)
-        self.pace.count(time.monotonic() - begin)
+        self.meter.count(tokens, self.clock.lap(), data_seconds)
+        self.pace.count(time.monotonic() - started)
         if step % PACE_INTERVAL == 0 or not status.limit_seconds:
             status.limit_seconds = self.pace.limit_seconds()
         if is_reported:
-            with self.ledger.phase("report"):
-                record = self.meter.report(state, result, lr, self.ledger.goodput())
-                for sink in self.sinks:
-                    sink.write(record)
+            self.unwritten.append(_Report(copy.copy(state), lr, Late(torch.stack((result.loss, result.grad_norm)))))
+        if step == config.training.steps:
+            self.finish_reports()
+        self._write_reports()
+        if not self.unwritten and self.guard.passed_step == step:  # nothing waits for the device
+            self.clock.stop()
+
+    def finish_reports(self) -> None:
+        """Wait for the device, look at its last result, and write the reports of all steps so far.
+
+        Raises:
+            NonFiniteError, SpikeError: as ``UpdateGuard.check``.
+        """
+        self.clock.start()
+        self._catch_up()
+        self.clock.stop()
+
+    def _catch_up(self) -> None:
+        """Look at the result of the last step, and write its report: its time ends where the device was done with it.
+
+        Before the guard's next update, which on a GPU can wait for the step after.
+        """
+        with self.ledger.phase("compute"):
+            self.guard.check()
+            for report in self.unwritten:
+                report.totals.read()
+        self.meter.wait(self.clock.lap())
+        self._write_reports()
+
+    def _write_reports(self) -> None:
+        """Write those whose numbers have arrived and whose step the guard let pass: a broken one is not a record."""
+        while self.unwritten:
+            report = self.unwritten[0]
+            if report.state.step > self.guard.passed_step or not report.totals.has_arrived():
+                return
+            self._write_next()
+
+    def _write_next(self) -> None:
+        with self.ledger.phase("report"):
+            report = self.unwritten.pop(0)
+            loss, grad_norm = report.totals.read()
+            record = self.meter.report(report.state, loss, grad_norm, report.lr, self.ledger.goodput())
+            for sink in self.sinks:
+                sink.write(record)
+
+    @contextlib.contextmanager
+    def _rescued_reports(self) -> Iterator[None]:
+        """Where an error ends the run, the healthy step before it is still reported."""
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(Exception):  # the device or the disk may be what failed: the first error counts
+                self._rescue()
+            raise
+
+    def _rescue(self) -> None:
+        # the guard is not asked: its report of a broken step is a collective, and other ranks may be elsewhere. Where
+        # it looks late it stops for what is not finite and for nothing else
+        for report in tuple(self.unwritten):
+            if not report.totals.arrives_within(RESCUE_SECONDS):
+                return
+            if report.state.step > self.guard.passed_step and not all(map(math.isfinite, report.totals.read())):
+                return
+            self.meter.wait(self.clock.lap())
+            self._write_next()
 
     def _validate(self, validation: Validation) -> ValidationMetrics:
         status.update(step=self.state.step, phase="validation")
-        self.guard.check()
+        self.finish_reports()
         with self.ledger.phase("validation"):
             record = evaluate(
                 self.state.parts,

@@ -1,30 +1,80 @@
-"""The loss of language models, summed, never averaged: the step divides once, by the global count of valid tokens."""
+"""How a run computes its loss: all logits first, or a chunk of tokens at a time."""
 
-from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
+from torch import Tensor, nn
 
+from crius.config.loss_chunks import loss_chunks
+from crius.config.run import RunConfig
 from crius.data.batch import IGNORE_INDEX
-from crius.parallel.tensor import whole_tensor
+from crius.kernels.linear_cross_entropy import Chunks
+from crius.models.layers.output import loss_of
+from crius.models.spec import ModelFacts
+from crius.parallel.compile import compile_loss
 
-LossSum = Callable[[Tensor, Tensor], Tensor]
-"""Of logits ``(B, T, V)`` and labels ``(B, T)``: the sum of the token losses, a float64 scalar."""
 
+@dataclass(frozen=True)
+class LossChoice:
+    """What ``[kernels] linear_cross_entropy`` comes to.
 
-def token_losses(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
-    """Cross-entropy of each token in nats, float32 ``(B * T,)``; 0 where the label is ``IGNORE_INDEX``.
-
-    Under tensor parallelism the logits stay split over the vocabulary: only maxima and sums are communicated.
+    Attributes:
+        chunks: None where all logits are computed first.
+        reason: why, in a few words.
     """
-    logits = logits_BTV.flatten(0, 1).to(torch.float32)
-    return F.cross_entropy(logits, labels_BT.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
+
+    chunks: Chunks | None
+    reason: str
+
+    def line(self, num_tokens: int, vocabulary: int, itemsize: int) -> str:
+        """What to log of a microbatch of ``num_tokens`` with logits of ``itemsize`` bytes over a ``vocabulary``."""
+        name = "linear_cross_entropy"
+        logits = num_tokens * vocabulary
+        if self.chunks is None:
+            return f"{name}: off ({self.reason}): {_mib(logits * itemsize)} of logits a microbatch"
+        tokens = min(num_tokens, self.chunks.tokens)
+        eager = logits * 3 * 4  # in its backward: log-softmax, the gradient of that, the gradient of the logits
+        here = tokens * vocabulary * itemsize + min(tokens, self.chunks.block_tokens) * vocabulary * 4
+        return (
+            f"{name}: chunked ({self.reason}): at most {tokens:,} of {num_tokens:,} tokens at a time, "
+            f"{_mib(here)} of logits instead of {_mib(eager)}"
+        )
 
 
-def loss_sum(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
-    """Sum of the token losses, a float64 scalar: in float64 the order of the sum does not show."""
-    return whole_tensor(token_losses(logits_BTV, labels_BT).sum(dtype=torch.float64))
+def choose_loss(
+    config: RunConfig,
+    facts: ModelFacts,
+    device_type: str,
+    *,
+    num_ranks: int = 1,
+    in_low_precision: bool = False,
+) -> LossChoice:
+    """What ``[kernels] linear_cross_entropy`` comes to.
+
+    Args:
+        config: the run; its rules have been checked.
+        facts: sizes of the model.
+        device_type: ``cpu`` or ``cuda``.
+        num_ranks: tensor-parallel ranks that the vocabulary is split over.
+        in_low_precision: the output layer is.
+    """
+    device: Literal["cpu", "cuda"] = "cuda" if device_type == "cuda" else "cpu"
+    found = loss_chunks(config, facts.vocab_size, device, num_ranks=num_ranks, in_low_precision=in_low_precision)
+    return LossChoice(None if found.tokens is None else Chunks(found.tokens, found.block_tokens), found.reason)
+
+
+def set_up_loss(part: nn.Module, choice: LossChoice, config: RunConfig) -> None:
+    """Have a part of the model compute its loss as chosen; where asked for, compiled."""
+    loss = loss_of(part)
+    loss.chunks = choice.chunks
+    if config.compile.enable and config.compile.loss:
+        loss.token_losses = compile_loss(loss.token_losses, config.compile)
+        loss.chunks = choice.chunks and replace(choice.chunks, score=compile_loss(choice.chunks.score, config.compile))
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.1f} MiB"
 
 
 def count_valid(labels_BT: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """What planted faults do, see fault.py.
 
-Those of numbers are planted in the loss function: they go through the real backward pass, the real sums and the real
+Those of numbers are planted in the model's loss: they go through the real backward pass, the real sums and the real
 checks, under every layout. Those of a process happen where it says in which step and phase it is. Those of the disk
 happen before a write of a checkpoint.
 """
@@ -12,9 +12,11 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
@@ -22,9 +24,10 @@ from crius.errors import ConfigError
 from crius.launch.status import status
 from crius.parallel.runtime import World
 from crius.train.fault import VARIABLE, DiskFault, DropoutFault, Fault, LossFault, ProcessFault
-from crius.train.loss import LossSum
 
 log = logging.getLogger("crius.train")
+
+_IMPOSSIBLE_BYTES = 1 << 60
 
 
 @contextlib.contextmanager
@@ -40,7 +43,8 @@ def planted_in_process(faults: Sequence[Fault], rank: int, attempt: int) -> Iter
         attempt: restarts of the run so far.
 
     Raises:
-        RuntimeError: planted, from here or from where the process says that it comes to the step and phase.
+        RuntimeError: planted, from here or from where the process says that it comes to the step and phase; so is
+            the allocator's own error.
     """
     for fault in faults:
         if rank == 0 and not (isinstance(fault, ProcessFault) and fault.attempt != attempt):
@@ -69,6 +73,8 @@ def planted_in_process(faults: Sequence[Fault], rank: int, attempt: int) -> Iter
 def _happen(fault: ProcessFault) -> None:
     if fault.kind == "raise":
         raise RuntimeError(f"planted: {fault}")
+    if fault.kind == "oom":  # the real error of the real allocator
+        torch.empty(_IMPOSSIBLE_BYTES, dtype=torch.uint8, device="cuda" if torch.cuda.is_initialized() else "cpu")
     if fault.kind == "hang":
         while True:  # a signal handler that returns does not end it
             time.sleep(3600)
@@ -106,13 +112,12 @@ class DiskFaults:
                     raise OSError(number, f"{os.strerror(number)} (planted)")
 
 
-def planted_in_loss(faults: Sequence[Fault], loss: LossSum, has_loss: bool, world: World) -> LossSum:
-    """``loss`` with the faults of numbers in it, on the ranks that they are for. Every rank calls this.
+def plant_in_loss(faults: Sequence[Fault], loss: nn.Module | None, world: World) -> None:
+    """Plant the faults of numbers, as hooks, on the ranks that they are for. Every rank calls this.
 
     Args:
         faults: all that are planted.
-        loss: of logits and labels.
-        has_loss: this rank computes the loss; under a pipeline others do not.
+        loss: of the model, see ``crius.models.layers.output``; None where another rank of a pipeline has it.
         world: all ranks.
 
     Raises:
@@ -120,58 +125,45 @@ def planted_in_loss(faults: Sequence[Fault], loss: LossSum, has_loss: bool, worl
     """
     in_numbers = [fault for fault in faults if isinstance(fault, (LossFault, DropoutFault))]
     if not in_numbers:
-        return loss
-    holders = world.gather(torch.tensor(has_loss, dtype=torch.int64, device=world.device)).nonzero().flatten().tolist()
+        return
+    has_loss = torch.tensor(loss is not None, dtype=torch.int64, device=world.device)
+    holders = world.gather(has_loss).nonzero().flatten().tolist()
     for fault in in_numbers:
-        if isinstance(fault, DropoutFault):
-            loss = _with_dropout(fault, loss)
-            continue
-        if fault.rank is not None and fault.rank not in holders:
+        if isinstance(fault, LossFault) and fault.rank is not None and fault.rank not in holders:
             raise ConfigError(
                 f"{VARIABLE} is for rank {fault.rank}, which computes no loss.",
                 where=f"environment variable {VARIABLE}",
                 why=f"ranks that do: {', '.join(map(str, holders))}",
                 fix=f"rank={holders[-1]}, or no rank for all of them",
             )
-        if fault.rank in (None, world.rank):
-            loss = _with_factor(fault, loss)
-    return loss
+        if loss is None:
+            continue
+        if isinstance(fault, DropoutFault):
+            loss.register_forward_pre_hook(partial(_drop, fault))
+        elif fault.rank in (None, world.rank):
+            loss.register_forward_hook(partial(_multiply, fault))
 
 
 def _is_training() -> bool:
     return status.phase in ("forward", "pipeline")
 
 
-def _with_factor(fault: LossFault, loss: LossSum) -> LossSum:
-    def faulty(logits: Tensor, labels_BT: Tensor) -> Tensor:
-        value = loss(logits, labels_BT)
-        if not _is_training() or status.step is None or not fault.first <= status.step <= fault.last:
-            return value
-        if fault.where == "loss":
-            return value * fault.factor
-        value = value.clone()
-        value.register_hook(lambda gradient: gradient * fault.factor)
+def _multiply(fault: LossFault, loss: nn.Module, inputs: tuple[Any, ...], value: Tensor) -> Tensor:
+    if not _is_training() or status.step is None or not fault.first <= status.step <= fault.last:
         return value
-
-    return faulty
-
-
-def _with_dropout(fault: DropoutFault, loss: LossSum) -> LossSum:
-    def faulty(logits: Tensor, labels_BT: Tensor) -> Tensor:
-        return loss(_dropped(logits, fault.p) if _is_training() else logits, labels_BT)
-
-    return faulty
+    if fault.where == "loss":
+        return value * fault.factor
+    value = value.clone()
+    value.register_hook(lambda gradient: gradient * fault.factor)
+    return value
 
 
-def _dropped(logits: Tensor, p: float) -> Tensor:
-    """Dropout of ``logits``; each rank draws for its own part of a DTensor, whose own random state a CPU has not."""
-    if not isinstance(logits, DTensor):
-        return F.dropout(logits, p)
-    return DTensor.from_local(
-        F.dropout(logits.to_local(), p),
-        logits.device_mesh,
-        logits.placements,
-        run_check=False,
-        shape=logits.shape,
-        stride=logits.stride(),
-    )
+def _drop(fault: DropoutFault, loss: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Dropout of the hidden state; under tensor parallelism each rank draws for its part of the sequence."""
+    hidden_BTD, *others = inputs
+    if not _is_training():
+        return inputs
+    if not isinstance(hidden_BTD, DTensor):
+        return F.dropout(hidden_BTD, fault.p), *others
+    dropped = F.dropout(hidden_BTD.to_local(), fault.p)  # a DTensor has no random numbers of its own on a CPU
+    return DTensor.from_local(dropped, hidden_BTD.device_mesh, hidden_BTD.placements, run_check=False), *others

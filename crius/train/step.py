@@ -13,7 +13,7 @@ from crius.parallel.fsdp import GradientSync
 from crius.parallel.gradients import Gradients
 from crius.parallel.pipeline import Pipeline
 from crius.parallel.runtime import World
-from crius.train.loss import LossSum, count_valid
+from crius.train.loss import count_valid
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,14 +59,13 @@ class Accumulation:
     """The whole model on each rank: microbatches one after the other.
 
     Args:
-        model: laid out on the mesh.
+        model: laid out on the mesh; gives the loss sum of tokens, positions and labels.
         sync: when gradients meet.
         microbatch_size: sequences of a microbatch.
-        loss: of logits and labels, summed.
     """
 
-    def __init__(self, model: nn.Module, sync: GradientSync, microbatch_size: int, loss: LossSum) -> None:
-        self._model, self._sync, self._size, self._loss = model, sync, microbatch_size, loss
+    def __init__(self, model: nn.Module, sync: GradientSync, microbatch_size: int) -> None:
+        self._model, self._sync, self._size = model, sync, microbatch_size
 
     def forward_backward(self, batch: Batch, valid_tokens: Tensor) -> Tensor:
         """See ``Runner``."""
@@ -84,21 +83,22 @@ class Accumulation:
 
     def _microbatch(self, part: Batch, valid_tokens: Tensor) -> Tensor:
         status.update(phase="forward")
-        loss = self._loss(self._model(part.tokens_BT, part.positions_BT), part.labels_BT) / valid_tokens
+        loss = self.score(part) / valid_tokens
         status.update(phase="backward")
         loss.backward()
         return loss.detach()
 
     def score(self, batch: Batch) -> Tensor:
         """See ``Runner``."""
-        return self._loss(self._model(batch.tokens_BT, batch.positions_BT), batch.labels_BT)
+        loss_sum: Tensor = self._model(batch.tokens_BT, batch.positions_BT, batch.labels_BT)
+        return loss_sum
 
 
 class Pipelined:
     """The stages of the model on several ranks, and a schedule over them.
 
     Args:
-        pipeline: this rank's stages; it has the loss.
+        pipeline: this rank's stages.
     """
 
     def __init__(self, pipeline: Pipeline) -> None:

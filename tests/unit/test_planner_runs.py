@@ -1,0 +1,362 @@
+"""The plan of a run: calibrated hardware, the comparison, slow steps and out of memory."""
+
+import json
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+from harness import SMALL, parse
+
+from crius import cli
+from crius.bench import calibrate
+from crius.bench.calibrate import Probe, solved
+from crius.config.export import flatten
+from crius.errors import ConfigError, LayoutError, OutOfMemoryError
+from crius.host_cpu import cpu_with_cores
+from crius.metrics.ledger import TimeLedger
+from crius.metrics.record import StepMetrics
+from crius.planner import auto
+from crius.planner.compare import LEAST_STEPS, WARM_STEPS, Comparison, Measured, Reports, compare_run, measured_of
+from crius.planner.from_config import from_config
+from crius.planner.hardware import KNOWN, hardware
+from crius.planner.legal import violations
+from crius.planner.machine import known_gpu, of_machine, shared, user_file, write_hardware
+from crius.planner.memory import memory
+from crius.planner.of_run import Machine, plan_run
+from crius.planner.remedies import remedies
+from crius.planner.time import step_time
+from crius.train.inputs import model_facts
+from crius.train.out_of_memory import explained, is_out_of_memory
+from crius.train.plan import SLOW, WINDOW_STEPS, Load, PlanWatch, blame, hardware_of
+
+GIB = 1 << 30
+CPU = replace(
+    KNOWN["cpu"],
+    **{"name": "here", "measured": "today", "device": cpu_with_cores(), "threads": 2, "matmul_efficiency": 1.0},
+    **{"attention_efficiency": 0.4, "memory_efficiency": 0.9, "op_seconds": 2e-5, "resident_bytes": 0.3 * GIB},
+)
+HERE = Machine(device="cpu", name=cpu_with_cores(), ranks=1, local_ranks=1, threads=2)
+GPUS = Machine(device="cuda", name="NVIDIA H100 80GB HBM3", ranks=8, local_ranks=8, threads=1)
+BIG = [
+    *("--model.flavor", "8b", "--training.seq_len", "8192", "--training.mixed_precision_param", "bfloat16"),
+    *("--training.local_batch_size", "2", "--training.global_batch_size", "64"),
+]
+
+
+def planned(flags=SMALL, machine=HERE, hardware=CPU):
+    config = parse(flags)
+    return plan_run(config, model_facts(config), machine, hardware)
+
+
+# ---- hardware of the machine
+
+
+def test_a_calibrated_file_reads_back_and_is_found_by_the_name_of_its_device(user_cache):
+    assert of_machine(cpu_with_cores()) is None
+    write_hardware(CPU, user_file())
+    assert hardware(str(user_file())) == CPU == of_machine(cpu_with_cores())
+    assert of_machine("another CPU, 3 cores") is None
+    assert user_file().is_relative_to(user_cache)
+
+
+def test_a_file_that_cannot_be_written_is_an_error_with_a_fix(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(Exception, match="cannot be written") as caught:
+        write_hardware(CPU, tmp_path / "file" / "hardware.toml")
+    assert "--out" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("op_seconds = 1e300", "op_seconds = 1e+300 is not between 0 and 1"),
+        ("bfloat16_flops = 1e-300", "bfloat16_flops = 1e-300 is not between"),
+        ("memory_bytes = 80", "memory_bytes = 80 is not between 1e+06 and 1e+15: the unit is bytes"),
+        ("nic_bandwidth = 50", "nic_bandwidth = 50 is not between"),
+        ("memory_efficiency = 1e-300", "memory_efficiency = 1e-300 is not between"),
+        (f"gpus_per_node = 1{'0' * 400}", "is not between 1 and 1e+06"),
+        ("link_bandwidth = inf", "link_bandwidth = inf is not a number"),
+        ('name = ""', "name is empty"),
+        ('like = "h10"', "like = 'h10' is not known, did you mean h100?"),
+    ],
+)
+def test_a_hardware_file_with_an_impossible_value_is_refused(tmp_path, line, said):
+    like = "" if line.startswith("like") else 'like = "H100"\n'
+    (tmp_path / "mine.toml").write_text(f"{like}{line}\n")
+    with pytest.raises(ConfigError) as error:
+        hardware(str(tmp_path / "mine.toml"))
+    assert said in str(error.value)
+
+
+def test_all_known_hardware_is_within_the_bounds_of_a_file(tmp_path):
+    for one in KNOWN.values():
+        write_hardware(one, tmp_path / "one.toml")
+        assert hardware(str(tmp_path / "one.toml")) == one
+
+
+def test_a_damaged_file_ends_no_run(user_cache, caplog):
+    write_hardware(CPU, user_file())
+    user_file().write_text(user_file().read_text() + "wrong = 1\n")
+    logging.getLogger("crius").propagate = True
+    assert hardware_of(HERE) is None
+    assert "no field 'wrong'" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA A100-SXM4-40GB", "a100-40g"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80g"),
+        ("NVIDIA H100 80GB HBM3", "h100-80g"),
+        ("NVIDIA H100", "h100-96g"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA H100 NVL", "h100-nvl"),
+        ("NVIDIA H800", "h800"),
+        ("NVIDIA GH200 480GB", "gh200"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H200 NVL", None),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA GB200", "gb200"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA L40S", None),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("Tesla T4", None),
+    ],
+)
+def test_gpus_are_known_by_the_name_of_their_driver(device, name):
+    found = known_gpu(device)
+    assert (found and found.name) == name
+
+
+def test_ranks_of_a_host_share_its_cpu_and_have_a_gpu_each():
+    one = shared(CPU, 4)
+    assert one.float32_flops == CPU.float32_flops / 4
+    assert one.memory_bytes == CPU.memory_bytes / 4
+    assert one.op_seconds == CPU.op_seconds * 2  # four ranks on the two cores
+    assert shared(KNOWN["h100-80g"], 8) == KNOWN["h100-80g"]
+
+
+def test_the_gpu_is_named_by_its_driver_without_torch(tmp_path):
+    assert auto.gpu_name(tmp_path) == ""
+    (tmp_path / "0000:01:00.0").mkdir()
+    (tmp_path / "0000:01:00.0" / "information").write_text("Model: \t NVIDIA H100 80GB HBM3\nIRQ: 7\n")
+    assert auto.gpu_name(tmp_path) == "NVIDIA H100 80GB HBM3"
+
+
+# ---- calibration
+
+
+def probe(sizes, truth):
+    flags = [part for name, value in sizes.items() for part in (f"--{name}", str(value))]
+    config = parse([*flags, "--training.mixed_precision_param", "float32"])
+    work = from_config(config, model_facts(config), 1, device="cpu")
+    tokens = work.microbatch * work.num_microbatches * work.seq_len
+    return Probe("a model", work, step_time(work, truth).total, memory(work, truth).total, tokens)
+
+
+@pytest.mark.parametrize("reach", [0.5, 1.1])
+def test_calibration_finds_what_made_the_runs_as_fast_as_they_were(reach):
+    truth = replace(CPU, memory_efficiency=reach, op_seconds=3e-5, resident_bytes=0.4 * GIB)
+    probes = [probe(sizes, truth) for sizes in (calibrate._EMPTY, *calibrate._SIZES["cpu"])]
+    found = solved(replace(truth, memory_efficiency=None, op_seconds=None, resident_bytes=0), probes)
+    assert found.memory_efficiency == pytest.approx(reach, rel=0.02)
+    assert found.op_seconds == pytest.approx(3e-5, rel=0.02)
+    assert found.resident_bytes == pytest.approx(0.4 * GIB, rel=1e-3)
+    other = probe({"model.flavor": "debug", "training.seq_len": 512}, truth)
+    assert step_time(other.workload, found).total == pytest.approx(other.seconds, rel=0.02)
+
+
+def test_matmuls_that_other_programs_slowed_are_mended_by_the_runs():
+    probes = [probe(sizes, CPU) for sizes in (calibrate._EMPTY, *calibrate._SIZES["cpu"])]
+    found = solved(replace(CPU, float32_flops=CPU.float32_flops / 3, memory_efficiency=None), probes)
+    errors = [step_time(one.workload, found).total / one.seconds for one in probes[1:]]
+    assert errors == pytest.approx([1, 1], rel=0.15)
+
+
+def test_calibrate_measures_this_machine_and_writes_a_file_that_plans(user_cache, monkeypatch, capsys):
+    monkeypatch.setattr("crius.bench.calibrate_kernels.BUDGET_SECONDS", 0.02)
+    monkeypatch.setattr(calibrate, "_probe", lambda settings, kind, folder: probe(_model_of(settings), CPU))
+    file = user_cache / "mine.toml"
+    assert cli.main(["plan", "--calibrate", "--out", str(file), "--json"]) == 0
+    found = hardware(str(file))
+    assert json.loads(capsys.readouterr().out)["float32_flops"] == found.float32_flops > 1e8
+    assert found.device == cpu_with_cores()
+    assert found.link_bandwidth > 1e6
+    assert 0 < found.hop_seconds < 1
+    assert found.threads == torch.get_num_threads()
+
+
+def _model_of(settings):
+    return {name: value for name, value in settings.items() if name.startswith(("model.", "training."))}
+
+
+# ---- the comparison
+
+
+def record(step, rate=1000.0, gib=0.5, seconds=1.0, data=0.0):
+    return StepMetrics(
+        **{"step": step, "loss": 1.0, "grad_norm": 1.0, "lr": 1.0, "tokens": 1, "mfu": None, "tflops": 0.0},
+        **{"tokens_per_second": rate, "tokens_per_second_per_rank": rate, "step_seconds": seconds},
+        **{"data_seconds": data, "memory_gib": gib},
+    )
+
+
+def test_the_first_steps_do_not_count_nor_do_those_after_a_restart():
+    reports = Reports()
+    rows = [(1, 1.0), *((step, 10.0) for step in range(2, WARM_STEPS + 1))]
+    rows += [(step, 100.0) for step in range(WARM_STEPS + 1, WARM_STEPS + 8)]
+    for step, rate in rows:
+        reports.add(vars(record(step, rate)))
+    assert reports.measured().tokens_per_second == 100.0
+    assert reports.measured().steps == 7
+    assert reports.add(vars(record(WARM_STEPS, 1.0))) == 0  # it went on from a checkpoint
+    assert reports.measured().steps == 7
+
+
+def test_a_report_counts_as_many_times_as_it_has_steps():
+    rows = [vars(record(step, rate)) for step, rate in ((5, 1.0), (10, 20.0), (30, 10.0))]
+    found = measured_of([*rows, {"step": 30, "val_loss": 1.0}])
+    assert (found.steps, found.tokens_per_second, found.memory_bytes) == (20, 10.0, 0.5 * GIB)
+    assert measured_of(rows[:1]).tokens_per_second is None
+    assert LEAST_STEPS <= 5
+
+
+def test_a_comparison_says_both_and_the_error():
+    plan = planned()
+    rate = plan.tokens_per_second
+    measured = Measured(steps=9, tokens_per_second=rate / 1.25, memory_bytes=plan.memory.total * 2)
+    compared = Comparison(plan=plan, measured=measured)
+    assert compared.as_dict()["tokens_per_second_error"] == pytest.approx(0.25)
+    assert compared.as_dict()["memory_error"] == pytest.approx(-0.5)
+    assert "(+25%)" in compared.line()
+    assert "(-50%)" in compared.line()
+    unknown = Comparison(plan=planned(hardware=None), measured=measured)
+    assert unknown.speed_error is None
+    assert unknown.memory_error is None
+    assert "crius plan --calibrate" in unknown.line()
+
+
+def test_a_run_folder_is_compared_with_its_plan_and_any_other_is_refused(tmp_path, user_cache):
+    config, plan = parse([*SMALL, "--activation_checkpoint.mode", "auto"]), planned()
+    (tmp_path / "plan.json").write_text(json.dumps(plan.as_dict() | {"activation_checkpoint": "full"}))
+    rows = [json.dumps(vars(record(step))) for step in range(1, 20)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(rows))
+    found = compare_run(tmp_path, config, model_facts(config), CPU)
+    assert found.plan.workload.activation_checkpoint == "full"
+    assert found.measured.tokens_per_second == 1000.0
+    assert compare_run(tmp_path, config, model_facts(config)).plan.time is None  # nobody measured this machine
+    for text, said in (
+        ("\n".join(rows) + '\n{"step": 20, "lo', "1,000 tokens/s/rank measured"),
+        ("", "no steps reported yet"),
+        ("\n".join(rows[:8]) + "\n", "3 steps after the first 5, at least 5 are needed"),
+    ):
+        (tmp_path / "metrics.jsonl").write_text(text)
+        assert said in compare_run(tmp_path, config, model_facts(config), CPU).line()
+    (tmp_path / "metrics.jsonl").write_text('{"step": 2, "lo\n' + rows[0])
+    with pytest.raises(ConfigError, match="cannot be compared"):
+        compare_run(tmp_path, config, model_facts(config), CPU)
+    (tmp_path / "plan.json").write_text("{}")
+    with pytest.raises(ConfigError, match="cannot be compared"):
+        compare_run(tmp_path, config, model_facts(config), CPU)
+
+
+# ---- slow steps
+
+
+def watch(tmp_path, seconds, *, data=0.0, plan=None):
+    plan = plan or planned()
+    watcher = PlanWatch(plan, TimeLedger(0.0), tmp_path)
+    for step in range(1, WARM_STEPS + 2 * WINDOW_STEPS + 2):
+        watcher.write(record(step, seconds=seconds * plan.time.total, data=data * plan.time.total))
+    return watcher
+
+
+def test_steps_much_slower_than_planned_are_told_once_with_what_is_to_blame(tmp_path, caplog):
+    logging.getLogger("crius").propagate = True
+    watch(tmp_path, 0.95 * SLOW)
+    assert not caplog.records
+    watch(tmp_path, 2.0, data=0.8)
+    assert len(caplog.records) == 1
+    assert "2.0 times" in caplog.text
+    assert "waiting for data" in caplog.text
+    assert json.loads((tmp_path / "plan.json").read_text())["hardware"] == "here"
+
+
+def spent(plan, **values):
+    time = 2 * plan.time.total * 10
+    return Load(**{"steps": 10, "step_seconds": time, "wall_seconds": time, "cpu_seconds": 2 * time, **values})
+
+
+def test_blame_goes_to_what_was_measured_and_else_to_the_links_or_the_device():
+    plan = planned()
+    half = plan.time.total * 5
+    assert "compiling again" in blame(plan, spent(plan, compile_seconds=half), 1.0, 2)
+    assert "sharing the CPU" in blame(plan, spent(plan, cpu_seconds=half), 9.0, 2)
+    assert "load 9.0 on 2 cores" in blame(plan, spent(plan), 9.0, 2)
+    assert "checkpoint" in blame(plan, spent(plan, save_seconds=half), 1.0, 2)
+    assert "slower than it was when calibrated" in blame(plan, spent(plan), 1.0, 2)
+    on_gpus = planned([*BIG, "--training.local_batch_size", "1"], GPUS, KNOWN["h100-80g"])
+    assert "look at the links (fsdp" in blame(on_gpus, spent(on_gpus), 99.0, 2)
+    assert "allocator began anew" in blame(on_gpus, spent(on_gpus, retries=3), 1.0, 2)
+
+
+# ---- out of memory
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks", "gib"), [(BIG, 8, 72.0), (BIG, 8, 30.0), (["--training.seq_len", "4096"], 1, 0.7)]
+)
+def test_remedies_are_three_legal_flags_that_fit_and_keep_the_batch(flags, ranks, gib):
+    config, on_gpu = parse(flags), ranks > 1
+    facts, device = model_facts(config), KNOWN["h100-80g"] if on_gpu else CPU
+    found = remedies(config, facts, ranks, device, gib * GIB, on_gpu=on_gpu)
+    assert len(found) == 3
+    before = memory(from_config(config, facts, ranks, device="cuda" if on_gpu else "cpu"), device).total
+    assert found[0].fits
+    for one in found:
+        changed = parse([*flags, *one.flags.split()])
+        assert {name: flatten(changed)[name] for name in one.changes} == dict(one.changes)
+        assert not violations(changed, model_facts(changed), one.num_ranks)
+        assert one.nbytes == pytest.approx(before - one.saved)
+        assert one.fits == (one.nbytes <= gib * GIB)
+        assert changed.training.global_batch_size in (config.training.global_batch_size, 8)
+
+
+def test_an_out_of_memory_error_is_told_from_others():
+    with pytest.raises(RuntimeError) as real:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    yes = [
+        *(real.value, MemoryError(), torch.OutOfMemoryError("CUDA out of memory.")),
+        RuntimeError("NCCL error: ... Cuda failure 2 'out of memory'"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ]
+    no = [RuntimeError("shape mismatch"), ValueError("out of memory"), OSError(28, "No space left on device")]
+    assert all(map(is_out_of_memory, yes))
+    assert not any(map(is_out_of_memory, no))
+
+
+def test_the_cause_of_a_wrapped_error_is_explained_and_others_pass(tmp_path):
+    config = parse(SMALL)
+
+    def fail(error):
+        with explained(tmp_path, 3) as story:
+            story.begin(torch.device("cpu"), HERE, config, model_facts(config))
+            try:
+                raise error
+            except (torch.OutOfMemoryError, ValueError, LayoutError) as inner:
+                raise RuntimeError("stage 1 failed") from inner
+
+    with pytest.raises(OutOfMemoryError, match=r"rank 3 .* 2.50 GiB more") as caught:
+        fail(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has"))
+    assert caught.value.exit_code == 1
+    assert "activations" in caught.value.why
+    report = json.loads((tmp_path / "incidents" / "out-of-memory-rank-3.json").read_text())
+    assert [one["flags"] in caught.value.fix for one in report["remedies"]] == [True] * 3
+    assert sum(one["bytes"] for one in report["plan"]) == pytest.approx(report["planned_bytes"])
+    with pytest.raises(RuntimeError, match="stage 1 failed"):
+        fail(ValueError("something else"))
+    with pytest.raises(LayoutError), explained(tmp_path, 0):
+        raise LayoutError("the layout")
