@@ -1,24 +1,37 @@
 """The layout of ``--help``: a flag on a line of its own, never broken, its explanation indented below it."""
 
-import io
 import textwrap
+from typing import Any
 
-from cyclopts.help import HelpEntry, HelpPanel
+from cyclopts.help import HelpEntry, HelpPanel, InlineText
 from rich.console import Console, ConsoleOptions
 
 _WIDTH = 110
 
 
-def print_panel(console: Console, options: ConsoleOptions, panel: HelpPanel) -> None:
-    """Print one panel of cyclopts' help as plain text."""
-    if not panel.entries:
-        return
-    console.out(f"{_plain(panel.title)}:", highlight=False)
-    width = min(_WIDTH, max(40, options.max_width))
-    for entry in panel.entries:
-        for line in _entry(entry, width):
-            console.out(line, highlight=False)
-    console.out("")
+class PlainHelp:
+    """Prints cyclopts' help as plain text, for its format ``plaintext``: rich's markup takes longer than all else."""
+
+    def render_usage(self, console: Console, options: ConsoleOptions, usage: object) -> None:
+        """Print how a command is called."""
+        if text := _plain(usage):
+            console.out(f"{text}\n", highlight=False)
+
+    def render_description(self, console: Console, options: ConsoleOptions, description: object) -> None:
+        """Print what a command does: the docstring's paragraphs, filled anew."""
+        for paragraph in _plain(description).split("\n\n"):
+            if text := " ".join(paragraph.split()):
+                console.out(textwrap.fill(text, _width(options), break_on_hyphens=False) + "\n", highlight=False)
+
+    def __call__(self, console: Console, options: ConsoleOptions, panel: HelpPanel) -> None:
+        """Print one panel."""
+        if panel.entries:
+            lines = [line for entry in panel.entries for line in _entry(entry, _width(options))]
+            console.out("\n".join([f"{_plain(panel.title)}:", *lines, ""]), highlight=False)
+
+
+def _width(options: ConsoleOptions) -> int:
+    return min(_WIDTH, max(40, options.max_width))
 
 
 def _entry(entry: HelpEntry, width: int) -> list[str]:
@@ -32,11 +45,8 @@ def _entry(entry: HelpEntry, width: int) -> list[str]:
     return [head, *wrapped]
 
 
-def _plain(text: object) -> str:
-    """A rich renderable as plain text."""
-    if text is None or isinstance(text, str):
-        return text or ""
-    console = Console(file=io.StringIO(), width=10_000, no_color=True, highlight=False)
-    with console.capture() as capture:
-        console.print(text, end="")
-    return capture.get().strip()
+def _plain(text: Any) -> str:
+    """A renderable of cyclopts' plain text, without the marks of code in docstrings."""
+    if isinstance(text, InlineText):
+        text = " ".join(str(part) for part in (text.primary_renderable, *text.texts))
+    return str(text or "").replace("``", "").strip()

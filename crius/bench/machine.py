@@ -4,7 +4,6 @@ import ctypes
 import dataclasses
 import gc
 import os
-import platform
 import re
 import time
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from crius.host_cpu import cpu_name
 from crius.host_memory import free_host_bytes
 
 GIB = 1 << 30
@@ -40,7 +40,7 @@ class Machine:
     @classmethod
     def of(cls, device: torch.device) -> "Machine":
         """The machine that ``device`` is in."""
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
         return cls(device.type, name, torch.get_num_threads(), os.cpu_count() or 1, torch.__version__)
 
     def __str__(self) -> str:
@@ -50,15 +50,6 @@ class Machine:
     def as_dict(self) -> dict[str, object]:
         """For the JSON."""
         return dataclasses.asdict(self)
-
-
-def _cpu_name() -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return platform.processor() or platform.machine()
-    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    return found[1].strip() if found else platform.machine()
 
 
 def free_bytes(device: torch.device) -> int:

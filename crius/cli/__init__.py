@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from cyclopts import CycloptsError
 
-from crius.cli import bench, checkpoint, settings, train, verify  # noqa: F401  # each adds its verbs to the app
+from crius.cli import bench, checkpoint, plan, settings, train, verify  # noqa: F401  # each adds its verbs to the app
 from crius.cli.app import SOURCES, app
 from crius.config.load import explain, normalized_argv
 from crius.errors import CriusError

@@ -16,7 +16,7 @@ from crius.config.facts import Facts
 from crius.config.load import RunSources
 from crius.config.run import RunConfig
 from crius.errors import ConfigError, EnvironmentError
-from crius.help import print_panel
+from crius.help import PlainHelp
 from crius.install import install_line
 from crius.models.registry import SPECS
 
@@ -41,7 +41,8 @@ SOURCES = RunSources()
 _SHARED: dict[str, Any] = {
     "default_parameter": Parameter(name_transform=lambda name: name, negative_bool="no_", negative_iterable=()),
     "config": [SOURCES],
-    "help_formatter": print_panel,
+    "help_format": "plaintext",
+    "help_formatter": PlainHelp(),
     "result_action": "return_value",
 }
 app = App(
@@ -67,12 +68,20 @@ def emit(text: str) -> None:
 def facts_of(run: RunConfig, nproc: int, placement: Any, is_dry: bool = False) -> Facts:
     """What the rules look at, of ``run`` on this machine."""
     from crius.launch.environment import visible_gpus
-    from crius.train.inputs import known_model_facts, settled
+    from crius.train.inputs import known_model_facts, settled, with_dtype
 
+    num_gpus = 0 if run.training.device == "cpu" else visible_gpus(os.environ)
+    stands_for_gpu = is_dry and run.training.device != "cpu"
+    on_gpu = num_gpus > 0 or run.training.device == "cuda" or stands_for_gpu
+    asked = placement.world_size if placement else nproc
+    run = with_dtype(run, on_gpu=on_gpu)
+    if run.parallelism.auto:
+        local_ranks = placement.local_world_size if placement else asked or num_gpus or 1
+        run = _with_layout(
+            run, asked or num_gpus or 1, local_ranks, on_gpu, is_dry, not placement or placement.rank == 0
+        )
     run = settled(run)
     model = known_model_facts(run)
-    num_gpus = 0 if run.training.device == "cpu" else visible_gpus(os.environ)
-    asked = placement.world_size if placement else nproc
     parallelism = run.parallelism
     here = asked or parallelism.total_ranks(num_gpus or 1)
     return Facts(
@@ -89,6 +98,24 @@ def facts_of(run: RunConfig, nproc: int, placement: Any, is_dry: bool = False) -
         local_ranks=placement.local_world_size if placement else here,
         is_dry=is_dry,
     )
+
+
+def _with_layout(
+    run: RunConfig, num_ranks: int, local_ranks: int, on_gpu: bool, is_dry: bool, speaks: bool
+) -> RunConfig:
+    """``run`` with the layout that ``parallelism.auto`` finds; says which and why, on stderr."""
+    from crius.planner.auto import FLAG, fill, hardware_here
+    from crius.train.inputs import known_model_facts
+
+    facts = known_model_facts(run)
+    if facts is None:
+        return run  # a rule says that there is no such model
+    hardware = hardware_here(on_gpu=on_gpu, num_ranks=num_ranks, local_ranks=local_ranks, is_dry=is_dry)
+    filled = fill(run, facts, hardware, num_ranks, SOURCES.origin)
+    SOURCES.origins |= dict.fromkeys((FLAG, *filled.overrides), FLAG)
+    if speaks:
+        sys.stderr.write("\n".join(filled.lines) + "\n")
+    return filled.config
 
 
 def _run_name(placement: Any) -> str:

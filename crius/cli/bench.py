@@ -1,14 +1,31 @@
 """``crius bench``."""
 
+import shlex
+import tempfile
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 
-from crius.cli.app import ConfigFiles, Json, Recipe, Run, bench_app, facts_of, need_torch, refuse_given
+from crius.cli.app import (
+    SOURCES,
+    ConfigFiles,
+    Json,
+    NumProcesses,
+    Recipe,
+    Run,
+    app,
+    bench_app,
+    check_save_ops,
+    facts_of,
+    need_torch,
+    refuse_given,
+    run_dir,
+)
 from crius.config import rules
-from crius.config.export import flatten
+from crius.config.export import flatten, to_toml
 from crius.config.facts import Facts
+from crius.config.load import normalized_argv
 from crius.config.quantize import SET_BY_FORMAT
 from crius.config.run import RunConfig
 
@@ -34,8 +51,7 @@ def optimizer(
     facts = _checked(run)
     from crius.bench.optimizer import optimizer
 
-    degrees = [name for name in flatten(run) if name.endswith("_degree")]
-    refuse_given(degrees, "an optimizer steps over whole parameters here")
+    refuse_given(_degrees(run), "an optimizer steps over whole parameters here")
     return optimizer(run, facts.model, repeat=repeat, variants=variants, as_json=as_json)
 
 
@@ -68,7 +84,7 @@ def quantize(
     facts = _checked(run)
     from crius.bench.quantize import quantize
 
-    others = [name for name in flatten(run) if name.endswith("_degree") and "tensor" not in name]
+    others = [name for name in _degrees(run) if "tensor" not in name]
     refuse_given(others, "they change the shape of no linear layer")
     refuse_given(SET_BY_FORMAT, "all formats are timed, or those of --formats")
     return quantize(
@@ -97,6 +113,141 @@ def checkpoint(
     from crius.bench.checkpoint import checkpoint
 
     return checkpoint(folder, gib=gib, repeat=repeat, as_json=as_json)
+
+
+@bench_app.command
+def data(
+    run: Run = RunConfig(),  # noqa: B008
+    *,
+    recipe: Recipe = "",
+    config: ConfigFiles = (),
+    batches: Annotated[int, Parameter(help="Batches of a sample. 0: as many as hold 4 million tokens.")] = 0,
+    repeat: Repeat = 7,
+    as_json: Json = False,
+) -> int:
+    """Time the loader: tokens a second and core from the corpus to batches, and from text to tokens.
+
+    Takes the flags of train, of which the data, the tokenizer and the sizes of the batch count. Nothing is trained.
+    """
+    _checked(run)
+    from crius.bench.data import data
+
+    refuse_given(_degrees(run), "one rank reads all of a batch here")
+    return data(run, batches=batches, repeat=repeat, as_json=as_json)
+
+
+@bench_app.command
+def startup(
+    run: Run = RunConfig(),  # noqa: B008
+    *,
+    recipe: Recipe = "",
+    config: ConfigFiles = (),
+    repeat: Repeat = 5,
+    as_json: Json = False,
+) -> int:
+    """Time the start: help, errors and the first step of a training, each in processes of its own, in turns.
+
+    Takes the flags of train. A training runs one step; with --compile.enable with a cold and with a warm cache.
+    """
+    facts = _checked(run)
+    from crius.bench.startup import startup
+
+    refuse_given(("job.run_dir", "job.name"), "each training has a folder of its own, which is removed")
+    return startup(facts.config, repeat=repeat, as_json=as_json)
+
+
+@bench_app.command
+def train(
+    run: Run = RunConfig(),  # noqa: B008
+    *,
+    recipe: Recipe = "",
+    config: ConfigFiles = (),
+    nproc: NumProcesses = 0,
+    vs: Annotated[
+        tuple[str, ...],
+        Parameter(help='Flags of a variant, on top of the others, as --vs "--compile.enable"; repeat it for more.'),
+    ] = (),
+    warmup: Annotated[int, Parameter(help="Steps before the first round.")] = 5,
+    rounds: Annotated[int, Parameter(help="Turns of each variant.")] = 10,
+    steps_per_round: Annotated[int, Parameter(help="Steps of a turn.")] = 5,
+    overhead: Annotated[
+        bool, Parameter(negative=(), help="Also run a plain PyTorch loop, and say what the framework costs.")
+    ] = False,
+    as_json: Json = False,
+    out: Annotated[Path | None, Parameter(help="File to write the JSON to.")] = None,
+) -> int:
+    """Time training steps: the real train job, and variants of it, in processes of their own that take turns.
+
+    Takes the flags of train. Validation, checkpoints, profiler and watchdog are off; the losses are the run's.
+    """
+    facts = _timed(run, nproc)
+    from crius.bench.train import Schedule, Variant, prepared, train
+
+    schedule = Schedule(warmup=warmup, rounds=rounds, steps=steps_per_round)
+    if overhead:
+        from crius.bench.bare_loop import check_bare
+
+        check_bare(prepared(facts.config, schedule), facts.num_ranks)
+    variants = [Variant("base", facts.config, facts.num_ranks)]
+    with tempfile.TemporaryDirectory(prefix="crius-bench-") as folder:
+        for flags in vs:
+            other = _variant(facts.config, flags, Path(folder))
+            variants.append(Variant(flags, other.config, other.num_ranks))
+    return train(variants, schedule, overhead=overhead, as_json=as_json, out=out)
+
+
+@bench_app.command(show=False)
+def contestant(
+    run: Run = RunConfig(),  # noqa: B008
+    *,
+    recipe: Recipe = "",
+    config: ConfigFiles = (),
+    nproc: NumProcesses = 0,
+    warmup: int = 5,
+    bare: Annotated[bool, Parameter(negative=())] = False,
+) -> int:
+    """Train in turns, as the one who started this says on stdin: see crius.bench.contestant."""
+    facts = facts_of(run, nproc, None)
+    rules.check(facts)
+    need_torch()
+    folder = run_dir(facts.config, None)
+    if bare:
+        from crius.bench.bare_loop import bare_loop
+
+        return bare_loop(facts.config, folder, warmup)
+    from crius.bench.train_job import train_job
+
+    return train_job(facts.config, folder, facts.num_ranks, warmup)
+
+
+def _timed(run: RunConfig, nproc: int) -> Facts:
+    """What is known of a run that is to be timed: its rules are checked, and its corpus is at hand."""
+    refuse_given(("job.run_dir", "job.name"), "a run that is timed leaves no folder")
+    refuse_given(("training.steps",), "as many steps are trained as are timed", "--rounds and --steps_per_round")
+    facts = facts_of(run, nproc, None)
+    rules.check(facts)
+    need_torch()
+    check_save_ops(facts.config)
+    if facts.config.data.source != "huggingface":
+        from crius.train.inputs import open_run_corpus
+
+        open_run_corpus(facts.config, facts.data_parallel_ranks)
+    return facts
+
+
+def _variant(base: RunConfig, flags: str, folder: Path) -> Facts:
+    """The run of ``base`` with ``flags`` on top."""
+    file = folder / "base.toml"
+    file.write_text(to_toml(base), encoding="utf-8")
+    SOURCES.origins.clear()
+    arguments = normalized_argv(["bench", "contestant", "--config", str(file), *shlex.split(flags)])
+    _, bound, _ = app.parse_args(arguments, exit_on_error=False, print_error=False)
+    return _timed(bound.arguments.get("run", RunConfig()), bound.arguments.get("nproc", 0))
+
+
+def _degrees(run: RunConfig) -> list[str]:
+    """The settings that are degrees of parallelism."""
+    return [name for name in flatten(run) if name.endswith("_degree")]
 
 
 def _checked(run: RunConfig) -> Facts:

@@ -9,7 +9,19 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from crius.cli.app import SOURCES, ConfigFiles, Json, NumProcesses, Recipe, Run, app, config_app, data_app, emit
+from crius.cli.app import (
+    SOURCES,
+    ConfigFiles,
+    Json,
+    NumProcesses,
+    Recipe,
+    Run,
+    app,
+    config_app,
+    data_app,
+    emit,
+    facts_of,
+)
 from crius.config.data import DataConfig
 from crius.config.export import differences, flatten
 from crius.config.load import recipe_names
@@ -29,6 +41,8 @@ def show(
     as_json: Json = False,
 ) -> int:
     """Print every setting of a run, its value and where it came from. Takes the flags of train."""
+    if run.parallelism.auto:
+        run = facts_of(run, nproc, None, is_dry=True).config
     values = _shown(flatten(run))
     if as_json:
         emit(
@@ -52,7 +66,7 @@ def diff(
     as_json: Json = False,
 ) -> int:
     """Print the settings that differ between two runs: run folders, TOML files or names of recipes."""
-    changed = _shown(differences(_config_of(left), _config_of(right)))
+    changed = _shown(differences(config_of(left), config_of(right)))
     if as_json:
         emit(json.dumps({name: {"left": a, "right": b} for name, (a, b) in changed.items()}, indent=2))
         return 0
@@ -68,7 +82,7 @@ def _shown(values: dict[str, Any]) -> dict[str, Any]:
     return {name: redact_value(name, value) for name, value in values.items()}
 
 
-def _config_of(place: str) -> RunConfig:
+def config_of(place: str) -> RunConfig:
     """The settings of a run folder, a TOML file or a recipe."""
     path = Path(place) / "run.toml" if Path(place).is_dir() else Path(place)
     if place not in recipe_names() and not path.exists():

@@ -63,12 +63,16 @@ def train(
             fix="leave out --nproc",
         )
     facts = facts_of(run, nproc, placement)
-    run = facts.config
+    asked, run = run, facts.config
     rules.check(facts)
     need_torch()
     check_save_ops(run)
     folder = run_dir(run, placement)
     from crius.launch.stop import leave_on_stop_signals
+    from crius.train.inputs import resumed_dtype
+
+    run = resumed_dtype(asked, run, folder)
+    rules.check(dataclasses.replace(facts, config=run))
 
     if placement is None and run.checkpoint.is_enabled:
         leave_on_stop_signals()  # until there are workers that have something to save
@@ -142,7 +146,7 @@ def _dry_run(run: RunConfig, nproc: int, rank: int, as_json: bool) -> int:
     rules.check(facts)
     need_torch()
     check_save_ops(run)
-    from crius.planner.dry_run import dry_run
+    from crius.dry_run.run import dry_run
 
     report = dry_run(run, facts.num_ranks, rank, STARTED)
     emit(json.dumps(report.as_dict(), indent=2) if as_json else "\n".join(report.lines()))

@@ -1,0 +1,262 @@
+"""``crius plan``: which layout, how much memory, how fast."""
+
+import json
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from crius.cli.app import (
+    SOURCES,
+    STARTED,
+    ConfigFiles,
+    Json,
+    Recipe,
+    Run,
+    app,
+    check_save_ops,
+    emit,
+    facts_of,
+    need_torch,
+    refuse_given,
+)
+from crius.cli.settings import config_of
+from crius.config import rules
+from crius.config.export import flatten
+from crius.config.layout import replace_fields
+from crius.config.load import DEFAULT_RECIPE, recipe_settings
+from crius.config.run import RunConfig
+from crius.errors import ConfigError
+from crius.models.registry import SPECS
+
+if TYPE_CHECKING:
+    from crius.planner.check import CheckReport
+    from crius.planner.hardware import Hardware
+    from crius.planner.legal import Case
+    from crius.planner.plan import Plan
+
+DEFAULT_GPU = "h100"
+DEFAULT_SEQ_LEN = 8192
+"""Of a plan that nobody gave a length: the context that Llama 3 was trained with (arXiv:2407.21783)."""
+
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "float32": {"training.mixed_precision_param": "float32"},
+    "bfloat16": {"training.mixed_precision_param": "bfloat16"},
+    "float8": {"training.mixed_precision_param": "bfloat16", "quantize.dense.float8.enable": True},
+}
+"""What ``--precision`` sets."""
+
+PLANNED = (
+    *("model.", "training.mixed", "training.dtype", "optimizer.state_dtype", "optimizer.implementation"),
+    *("training.device", "training.enable_cpu_offload", "quantize.dense.float8.enable"),
+)
+"""Beginnings of the settings that a plan rests on and its search does not choose."""
+
+UNPLANNED = tuple(
+    f"parallelism.pipeline_parallel_{name}"
+    for name in ("schedule_csv", "first_stage_less_layers", "last_stage_less_layers", "module_names_per_stage")
+)
+"""Settings of train that a plan knows nothing of."""
+
+
+@app.command
+def plan(
+    run: Run = RunConfig(),  # noqa: B008
+    *,
+    gpus: Annotated[int | None, Parameter(help="How many. Without: those of --nodes, or 8.")] = None,
+    gpu: Annotated[
+        str,
+        Parameter(help="A known GPU, or a TOML file: docs/planner.md lists them. Empty: h100; of --compare: its own."),
+    ] = "",
+    nodes: Annotated[int | None, Parameter(help="Whole nodes, in place of --gpus.")] = None,
+    precision: Annotated[
+        Literal["", "float32", "bfloat16", "float8"],
+        Parameter(help="Of the matmuls. Empty: what the other flags say, bfloat16 on a GPU."),
+    ] = "",
+    recipe: Recipe = "",
+    config: ConfigFiles = (),
+    explain: Annotated[bool, Parameter(negative=(), help="Say how each choice was made, with its numbers.")] = False,
+    check: Annotated[
+        bool, Parameter(negative=(), help="Compare the plan with the dry run of the real code. Needs torch.")
+    ] = False,
+    validate: Annotated[
+        Path | None, Parameter(help="CSV file of measurements: judge the planner by its rows instead.")
+    ] = None,
+    calibrate: Annotated[
+        bool, Parameter(negative=(), help="Measure this machine instead, and write a hardware file.")
+    ] = False,
+    compare: Annotated[Path | None, Parameter(help="Run folder: compare the run with its plan instead.")] = None,
+    out: Annotated[Path | None, Parameter(help="The hardware file that --calibrate writes.")] = None,
+    as_json: Json = False,
+) -> int:
+    """Find the layout that trains a model fastest on some GPUs, without any: memory, speed and the flags to take.
+
+    Takes the flags of train: what is given stays, what is left open is searched. --model, --flavor, --seq_len,
+    --global_batch_size and --local_batch_size are short for their dotted names. Exit code 1 where nothing fits.
+    """
+    modes = {"--validate": validate, "--calibrate": calibrate or None, "--compare": compare, "--check": check or None}
+    given = [name for name, value in modes.items() if value is not None]
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)} exclude each other.", where="command line", fix="give one")
+    if out is not None and not calibrate:
+        raise ConfigError("--out has no effect without --calibrate.", where="command line", fix="leave out --out")
+    if validate is not None:
+        return _validate(validate, as_json)
+    if calibrate:
+        return _calibrate(out, as_json)
+    if compare is not None:
+        return _compare(compare, gpu, as_json)
+    return _plan(_case(run, gpu, gpus, nodes, precision), config, explain=explain, check=check, as_json=as_json)
+
+
+def _case(run: RunConfig, gpu: str, gpus: int | None, nodes: int | None, precision: str) -> "Case":
+    """What is asked: flags, recipe and files are fixed, what they leave open is searched."""
+    from crius.planner.from_config import shape_of
+    from crius.planner.hardware import hardware
+    from crius.planner.legal import Case
+    from crius.planner.machine import shared
+    from crius.planner.shapes import shape_named
+    from crius.train.inputs import known_model_facts, with_dtype
+
+    refuse_given(UNPLANNED, "a plan splits the layers by their cost")
+    found = hardware(gpu or DEFAULT_GPU)
+    num_gpus, on_gpu = _count(gpus, nodes, found), found.generation != "cpu"
+    pinned = set(SOURCES.origins) & set(flatten(RunConfig()))
+    changes: dict[str, Any] = dict(PRECISIONS.get(precision, {})) | ({} if on_gpu else {"training.device": "cpu"})
+    if "training.seq_len" not in pinned:
+        changes["training.seq_len"] = DEFAULT_SEQ_LEN
+    run = with_dtype(replace_fields(run, changes), on_gpu=on_gpu)
+    if on_gpu:
+        _check_precision(run, found, precision)
+    facts = known_model_facts(run)
+    if facts:
+        shape = shape_of(facts, f"{run.model.name}/{run.model.flavor}")
+    elif run.model.name in SPECS:
+        raise next(iter(rules.known_model(facts_of(run, 0, None, is_dry=True))))
+    else:
+        shape = shape_named(run.model.name, run.model.flavor if "model.flavor" in pinned else "")
+    return Case(
+        config=run,
+        facts=facts,
+        shape=shape,
+        hardware=shared(found, num_gpus),
+        num_gpus=num_gpus,
+        pinned=frozenset(pinned | set(changes)),
+    )
+
+
+def _check_precision(run: RunConfig, found: "Hardware", precision: str) -> None:
+    """The GPU has the matmuls that are asked for: crius train emulates others, which no plan knows the speed of.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    missing = {"float8": not found.float8_flops, "mxfp8": not found.has_mxfp8}
+    for kind, is_missing in missing.items():
+        name = f"quantize.dense.{kind}.enable"
+        if is_missing and getattr(run.quantize.dense, kind).enable:
+            is_short = precision == kind
+            raise ConfigError(
+                f"{found.name} has no {kind} matmuls.",
+                where=f"--precision {kind}" if is_short else f"--{name} ({SOURCES.origin(name)})",
+                why="" if is_short else "crius train emulates them there, which gains nothing and is not planned",
+                fix=f"{'--precision bfloat16' if is_short else f'leave out --{name}'}, or another --gpu",
+            )
+
+
+def _count(gpus: int | None, nodes: int | None, found: "Hardware") -> int:
+    """GPUs that were asked for.
+
+    Raises:
+        ConfigError: a number below 1, or two that differ.
+    """
+    for name, count in (("gpus", gpus), ("nodes", nodes)):
+        if count is not None and count < 1:
+            raise ConfigError(f"--{name} {count}: a count is at least 1.", where="command line", fix=f"e.g. --{name} 8")
+    if gpus and nodes and gpus != nodes * found.gpus_per_node:
+        raise ConfigError(
+            f"--nodes {nodes} of {found.gpus_per_node} GPUs are not --gpus {gpus}.",
+            where="command line",
+            fix="give one",
+        )
+    return gpus or (nodes or 0) * found.gpus_per_node or 8
+
+
+def _plan(case: "Case", files: tuple[Path, ...], *, explain: bool, check: bool, as_json: bool) -> int:
+    """Search, and print what was found; returns the exit code."""
+    from crius.planner import render
+    from crius.planner.plan import check_case, make_plan, remedies_of
+
+    if check and case.facts is None:
+        raise ConfigError(
+            f"--check needs a model that Crius trains, and {case.shape.name} is not trainable yet.",
+            where="--check",
+            fix=f"leave out --check, or plan one of {', '.join(SPECS)}",
+        )
+    check_case(case, SOURCES.origin)
+    plan = make_plan(case)
+    if plan.winner is None:
+        found = remedies_of(plan)
+        data = render.impossible_data(plan, found)
+        emit(json.dumps(data, indent=2) if as_json else "\n".join(render.impossible_lines(plan, found)))
+        return 1
+    settings = _settings(case, plan.settings, files)
+    sources = [f"--recipe {SOURCES.recipe}"] * bool(SOURCES.recipe) + [f"--config {shlex.quote(str(f))}" for f in files]
+    lines = render.plan_lines(plan, " ".join(["crius train", *sources]), settings, is_explained=explain)
+    data, code = render.plan_data(plan, settings), 0
+    if check:
+        report = _checked(case, plan)
+        lines, data, code = [*lines, "", *report.lines()], data | {"check": report.as_dict()}, int(not report.agrees)
+    emit(json.dumps(data, indent=2) if as_json else "\n".join(lines))
+    return code
+
+
+def _settings(case: "Case", settings: dict[str, Any], files: tuple[Path, ...]) -> dict[str, Any]:
+    """What the command of a plan says beside its recipe and its files; without any ``crius train`` takes its own."""
+    is_bare = not SOURCES.recipe and not files
+    base = flatten(RunConfig()) | (recipe_settings(DEFAULT_RECIPE) if is_bare else {})
+    planned = flatten(replace_fields(case.config, settings))
+    rests_on = {name: value for name, value in planned.items() if name.startswith(PLANNED) and value != base[name]}
+    elsewhere = {name for name, origin in SOURCES.origins.items() if origin != "command line"}
+    ordered = sorted(settings | rests_on, key=list(planned).index)
+    return {name: planned[name] for name in ordered if name not in elsewhere}
+
+
+def _checked(case: "Case", plan: "Plan") -> "CheckReport":
+    """The winner in closed form and through the dry run of the real code."""
+    assert case.facts is not None
+    need_torch()
+    run = replace_fields(case.config, plan.settings)
+    check_save_ops(run)
+    from crius.dry_run.run import dry_run
+    from crius.planner.check import compare_dry_run
+
+    return compare_dry_run(run, case.facts, case.num_gpus, dry_run(run, case.num_gpus, 0, STARTED).as_dict())
+
+
+def _validate(file: Path, as_json: bool) -> int:
+    from crius.planner.validate import validate_file
+
+    report = validate_file(file)
+    emit(json.dumps(report.as_json(), indent=2) if as_json else "\n".join(report.table()))
+    return 0
+
+
+def _calibrate(out: Path | None, as_json: bool) -> int:
+    need_torch()
+    from crius.bench.calibrate import calibrate
+
+    return calibrate(out, as_json=as_json)
+
+
+def _compare(run_dir: Path, gpu: str, as_json: bool) -> int:
+    """What a finished run took, beside its plan."""
+    from crius.planner.compare import compare_run
+    from crius.planner.hardware import hardware
+    from crius.train.inputs import model_facts
+
+    run = config_of(str(run_dir))
+    compared = compare_run(run_dir, run, model_facts(run), hardware(gpu) if gpu else None)
+    emit(json.dumps(compared.as_dict(), indent=2) if as_json else "\n".join(compared.lines()))
+    return 0

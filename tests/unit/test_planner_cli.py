@@ -1,0 +1,230 @@
+"""``crius plan``: what it prints, its exit codes, and that it needs no torch."""
+
+import json
+import os
+import resource
+import shlex
+import subprocess
+import sys
+
+import pytest
+from harness import ROOT, parse
+
+from crius import cli
+from crius.config.export import flatten
+from crius.planner.check import compare_dry_run
+
+SMALL = ["--flavor", "8b", "--gpus", "8"]
+_MAIN = """
+import sys
+sys.modules["torch"] = None
+from crius.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture
+def plan(capsys):
+    """Run ``crius plan`` in this process; gives exit code, stdout and stderr."""
+
+    def run(*argv):
+        code = cli.main(["plan", *map(str, argv)])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def planned(plan):
+    """The JSON of a plan."""
+
+    def run(*argv):
+        code, out, err = plan(*argv, "--json")
+        assert err == ""
+        return code, json.loads(out)
+
+    return run
+
+
+def test_512_gpus_take_seconds_and_no_torch():
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [
+        sys.executable,
+        "-c",
+        _MAIN,
+        "plan",
+        "--model",
+        "llama3",
+        "--flavor",
+        "405b",
+        "--gpus",
+        "512",
+        "--explain",
+    ]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environ, timeout=120, check=False)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0, done.stderr
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 10
+    for said in (
+        "recommended: ",
+        "how it was decided",
+        "not taken",
+        "fewest GPUs that fit",
+        "what one change would do",
+    ):
+        assert said in done.stdout
+
+
+def test_the_command_of_a_plan_can_be_pasted(plan):
+    """Also without a recipe, where ``crius train`` begins with that of the debug model."""
+    code, out, _ = plan(*SMALL, "--precision", "float8")
+    assert code == 0
+    start = out.index("crius train")
+    command = out[start : out.index("\n\n", start)].replace("\\\n", " ")
+    settings = flatten(parse(shlex.split(command)[2:]))
+    for name, value in {
+        "model.flavor": "8b",
+        "training.seq_len": 8192,
+        "training.global_batch_size": 8,
+        "training.mixed_precision_param": "bfloat16",
+        "parallelism.data_parallel_shard_degree": 8,
+        "compile.enable": True,
+        "quantize.dense.float8.enable": True,
+    }.items():
+        assert settings[name] == value
+
+
+def test_json_has_all_that_is_printed(planned):
+    code, found = planned(*SMALL)
+    assert code == 0 and found["fits"] and found["model"]["trainable"]
+    assert found["recommended"]["layout"] == "fsdp8"
+    for name, total in (("memory", "memory_bytes"), ("time", "step_seconds")):
+        assert sum(found["recommended"][name].values()) == pytest.approx(found["recommended"][total], rel=0.01)
+    assert len(found["best"]) == 5
+    assert all(row["reason"] for row in found["rejected"])
+    assert found["least_gpus"] >= 1
+    assert {"sensitivity", "explanation", "outside_validated_range", "flags", "settings"} <= set(found)
+
+
+def test_what_is_given_stays_and_the_rest_is_searched(planned):
+    _, found = planned(*SMALL, "--parallelism.tensor_parallel_degree", "4", "--activation_checkpoint.mode", "full")
+    for one in found["best"]:
+        assert (one["degrees"]["tp"], one["activation_checkpoint"]) == (4, "full")
+    assert found["settings"]["activation_checkpoint.mode"] == "full"
+
+
+def test_a_recipe_is_named_in_the_command_and_not_repeated(plan):
+    code, out, _ = plan("--recipe", "llama3_debug", "--gpus", "2", "--gpu", "cpu")
+    assert code == 0
+    [line] = [line for line in out.splitlines() if line.startswith("crius train")]
+    assert line.startswith("crius train --recipe llama3_debug --")
+    assert "optimizer.lr" not in out and "training.seq_len" not in out
+
+
+def test_nodes_are_whole(planned):
+    assert planned("--flavor", "8b", "--nodes", "2")[1]["num_gpus"] == 16
+
+
+def test_an_impossible_case_says_how_many_gpus_and_what_to_change(plan, planned):
+    impossible = ["--flavor", "8b", "--gpus", "1", "--gpu", "rtx-4090"]
+    code, out, _ = plan(*impossible)
+    assert code == 1
+    assert "does not fit: the smallest layout" in out
+    assert "fewest GPUs that fit: " in out
+    assert "fits: --training.enable_cpu_offload" in out
+    assert "not enough: --optimizer.state_dtype 8bit" in out
+    code, found = planned(*impossible)
+    assert (code, found["fits"], found["recommended"]) == (1, False, None)
+    assert found["least_gpus"] > 1
+    assert found["smallest"]["memory_bytes"] > found["usable_bytes"]
+    assert any(one["fits"] for one in found["remedies"])
+
+
+def test_a_model_with_experts_is_planned_and_not_trainable_yet(planned):
+    code, found = planned("--model", "mixtral", "--flavor", "8x7b", "--gpus", "64", "--seq_len", "4096")
+    assert code == 0
+    assert found["model"] == {"name": "mixtral-8x7b", "parameters": 46_702_792_704, "trainable": False}
+
+
+def test_experts_are_planned_in_float8(planned):
+    flags = ["--gpus", "64", "--gpu", "b200", "--seq_len", "4096", "--parallelism.tensor_parallel_degree", "1"]
+    for low in (["--precision", "float8"], ["--quantize.dense.mxfp8.enable"]):
+        assert planned("--model", "mixtral", "--flavor", "8x7b", *flags, *low)[0] == 0
+
+
+def test_experts_that_do_not_fit_have_remedies(planned):
+    code, found = planned("--model", "mixtral", "--flavor", "8x7b", "--gpus", "4", "--seq_len", "4096")
+    assert code == 1
+    assert {one["flags"]: one["fits"] for one in found["remedies"]} == {
+        "--training.enable_cpu_offload": True,
+        "--optimizer.state_dtype 8bit --training.dtype bfloat16": True,
+        "--optimizer.state_dtype 8bit": False,
+        "--optimizer.state_dtype bfloat16": False,
+        "--training.dtype bfloat16": False,
+    }
+    for one in found["remedies"]:
+        assert one["nbytes"] == pytest.approx(found["smallest"]["memory_bytes"] - one["saved"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--flavor", "8c"], "no flavor 8c"),
+        (["--model", "llama4"], "did you mean llama3?"),
+        (["--model", "mixtral"], "use mixtral-8x7b or mixtral-8x22b"),
+        (["--gpu", "h1000"], "GPU 'h1000' is not known, and there is no such file, did you mean h100?"),
+        (["--gpus", "-1"], "a count is at least 1"),
+        (["--gpus", "0"], "--gpus 0: a count is at least 1"),
+        (["--nodes", "0"], "--nodes 0: a count is at least 1"),
+        (
+            ["--gpu", "a100", "--quantize.dense.float8.enable"],
+            "from   --quantize.dense.float8.enable (command line)",
+        ),
+        (["--gpu", "h100", "--quantize.dense.mxfp8.enable"], "h100-96g has no mxfp8 matmuls"),
+        (["--flavor", "8b", "--local_batch_size", "3", "--global_batch_size", "8"], "8 is no multiple of 3"),
+        (["--flavor", "8b", "--parallelism.expert_parallel_degree", "2"], "not built yet: expert parallelism"),
+        (
+            [
+                *("--flavor", "8b", "--parallelism.pipeline_parallel_degree", "2", "--compile.enable"),
+                *("--parallelism.pipeline_parallel_schedule", "zbv_zero_bubble"),
+            ],
+            "compile.enable does not go with parallelism.pipeline_parallel_schedule zbv_zero_bubble",
+        ),
+        (
+            ["--flavor", "8b", "--gpus", "8", "--parallelism.tensor_parallel_degree", "16"],
+            "8 GPUs are no multiple of 16",
+        ),
+        (["--gpus", "9", "--nodes", "1"], "--nodes 1 of 8 GPUs are not --gpus 9"),
+        (["--gpu", "a100", "--precision", "float8"], "a100-80g has no float8 matmuls"),
+        (["--flavor", "8b", "--parallelism.tensor_parallel_degree", "3"], "tensor_parallel_degree 3 does not divide"),
+        (["--activation_checkpoint.mode", "memory_budget"], "memory_budget cannot be planned"),
+        (["--parallelism.pipeline_parallel_schedule_csv", "a.csv"], "no effect"),
+        (["--check", "--calibrate"], "exclude each other"),
+        (["--out", "a.toml"], "--out has no effect"),
+        (["--seq_lens", "3"], "unknown flag --seq_lens"),
+        (["--model", "mixtral-8x7b", "--check", "--gpus", "64"], "not trainable yet"),
+    ],
+)
+def test_a_mistake_is_one_error_with_a_fix(plan, flags, said):
+    code, out, err = plan(*flags)
+    assert (code, out) == (2, "")
+    assert said in err
+    assert "  fix    " in err
+
+
+def test_a_plan_that_differs_from_the_dry_run_says_so():
+    config = parse(["--training.mixed_precision_param", "float32"])
+    facts_of_debug = cli.plan.SPECS["llama3"].flavors["debug"]
+    sizes = {"parameter": 6_824_448, "gradient": 6_824_448, "optimizer": 13_649_196, "activation": 180_494_360}
+    stage = {"pp_rank": 0, **{f"{kind}_bytes": nbytes for kind, nbytes in sizes.items()}}
+    ranks = [{"pp_rank": 0, "peak_bytes": 206_297_484}]
+    report = compare_dry_run(config, facts_of_debug, 1, {"ranks": ranks, "stages": [stage], "seconds": 1.0})
+    assert report.agrees and report.lines()[-1].startswith("they agree")
+    for wrong in ({"optimizer_bytes": 13_649_200}, {"activation_bytes": 160_000_000}):
+        report = compare_dry_run(config, facts_of_debug, 1, {"ranks": ranks, "stages": [stage | wrong], "seconds": 1.0})
+        assert not report.agrees
+        assert [row.kind for row in report.rows if not row.agrees] == [
+            next(iter(wrong)).replace("_bytes", "").replace("activation", "activations")
+        ]
+        assert any(line.endswith("DIFFERS") for line in report.lines())
