@@ -2,88 +2,11 @@
 
 import json
 import re
-import statistics
 from typing import Any
 
-from gpu_sections import ROOT, Place, Report, Section, call, train
+from gpu_sections import ROOT, Place, Report, Section, call
 
 TEXT = ["--data.source", "text", "--data.path", str(ROOT / "tests" / "golden" / "tempest.txt")]
-
-# 4 of the 32 layers of 8B, and an eighth of its vocabulary: the output layer, which stays in bfloat16, then has the
-# share of the matmuls that it has in the whole model
-LAYERS, VOCABULARY = 4, 128_256 // 8
-
-_FLOAT8 = ["--quantize.dense.float8.enable", "--quantize.dense.float8.recipe"]
-KINDS: dict[str, list[str]] = {
-    "bfloat16": [],
-    "float8 tensorwise": [*_FLOAT8, "tensorwise"],
-    "float8 rowwise": [*_FLOAT8, "rowwise"],
-    "float8 tensorwise, float8 all-gather": [
-        *(*_FLOAT8, "tensorwise"),
-        *("--quantize.dense.float8.enable_fsdp_float8_all_gather", "--quantize.dense.float8.precompute_scale"),
-    ],
-}
-ORDER = ("bfloat16", "float8 tensorwise", "float8 rowwise", "bfloat16", "float8 tensorwise, float8 all-gather")
-FASTER = "float8 tensorwise"
-
-
-def float8(place: Place, report: Report) -> None:
-    """The shapes of 8B at 8192 tokens, compiled: bfloat16 and float8 in turn, with tokens/s and peak memory."""
-    flags, warm = float8_flags(place), 8
-    rates: dict[str, list[float]] = {}
-    losses: dict[str, float] = {}
-    for number, kind in enumerate(ORDER, start=1):
-        name = f"{number}-{re.sub('[^a-z0-9]+', '-', kind)}"
-        run = train(place, report, name, flags + KINDS[kind])
-        if run is None:
-            continue
-        summary = run.summary(warm)
-        rates.setdefault(kind, []).extend(summary["samples"])
-        losses[kind] = summary["last_loss"]
-        line = next((line for line in run.output.splitlines() if re.match(r"float8: \d+ converted", line)), "")
-        report.row(run=number, kind=kind, **summary, effect=line)
-        if KINDS[kind]:
-            converted = re.match(r"float8: (\d+)", line)
-            count = int(converted[1]) if converted else 0
-            report.check(f"run {number} ({kind}) converted linear layers", count > 0, line or "no line says so")
-            is_real = "emulated" not in line if place.device == "cuda" else None
-            report.check(f"run {number} ({kind}) multiplies in float8", is_real, line)
-    compare_float8(place, report, rates, losses)
-
-
-def compare_float8(place: Place, report: Report, rates: dict[str, list[float]], losses: dict[str, float]) -> None:
-    """Whether float8 pays, and whether the losses stay together."""
-    if not (rates.get("bfloat16") and rates.get(FASTER)):
-        report.check(f"{FASTER} is faster than bfloat16", False, "a run is missing")
-        return
-    medians = {kind: statistics.median(found) for kind, found in rates.items()}
-    high, low = medians["bfloat16"], medians[FASTER]
-    report.check(
-        f"{FASTER} is faster than bfloat16",
-        low > high if place.device == "cuda" else None,
-        "; ".join(f"{kind} {rate:,.0f} tokens/s, {rate / high:.3f} x" for kind, rate in medians.items()),
-    )
-    for kind, loss in losses.items():
-        if kind != "bfloat16":
-            gap = loss / losses["bfloat16"] - 1
-            # float8 rounds by up to 2**-4, a mean over 8192 tokens by far less; the curves of 200 steps stay within 2 %
-            report.check(f"the last loss of {kind} is within 2 % of bfloat16's", abs(gap) < 0.02, f"{gap:+.2%}")
-
-
-def float8_flags(place: Place) -> list[str]:
-    """Flags of all runs of the section."""
-    batch = 2 if place.memory_gib > 100 else 1
-    flavor, layers, seq_len, vocabulary = "8b", LAYERS, 8192, VOCABULARY
-    if place.tiny:
-        flavor, layers, seq_len, vocabulary, batch = "debug", 1, 64, 512, 1
-    return [
-        *("--model.flavor", flavor, "--model.num_layers", str(layers), "--model.vocab_size", str(vocabulary)),
-        *("--training.seq_len", str(seq_len), "--training.mixed_precision_param", "bfloat16"),
-        *("--training.global_batch_size", str(batch), "--training.local_batch_size", str(batch)),
-        *("--training.steps", "24", "--metrics.log_interval", "4", "--optimizer.lr", "3e-4"),
-        *("--compile.enable", *(("--compile.backend", "eager") if place.tiny else ())),
-        *(*TEXT, "--validation.interval", "0", "--metrics.no_enable_progress_bar"),
-    ]
 
 
 def bench_quantize(place: Place, report: Report) -> None:
@@ -164,7 +87,6 @@ def answer(
 
 
 LOW_PRECISION: dict[str, tuple[Section, float]] = {
-    "float8": (float8, 160),
     "bench_quantize": (bench_quantize, 90),
     "bench_optimizer": (bench_optimizer, 50),
     "float8_curves": (float8_curves, 60),

@@ -1,8 +1,9 @@
-"""The sections of the GPU suite: a section is one function and one row of ``SECTIONS``. Needs no torch.
+"""What the sections of the GPU suite have in common, and two of them: ``tests`` and ``precision``. No torch here.
 
 A section starts processes, adds rows, and checks claims. What it adds is on disk at once.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -18,6 +19,8 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
 TAIL_LINES = 40
+LAST_SECONDS = 10.0
+"""What a process that is out of time has to write what it found; then it is killed."""
 
 
 class TimeLimit(Exception):
@@ -40,7 +43,7 @@ class Report:
     """What a section found: rows of a table, claims that hold or do not, notes, and commands that failed.
 
     Args:
-        name: of the section; the file is ``name.json``.
+        name: of the section; the file, while it runs, is ``name.json``.
         out: folder of the results.
         limit: seconds that the section may take.
         environment: written into the file, so that it speaks for itself.
@@ -91,9 +94,10 @@ class Report:
             self.error = f"{type(error).__name__}: {error}"
         self.save()
 
-    def save(self) -> None:
-        """Write the file; a reader never sees half of it."""
-        content = {
+    @property
+    def content(self) -> dict[str, Any]:
+        """All of it but the environment, for JSON."""
+        return {
             "section": self.name,
             "status": self.status,
             "seconds": self._seconds,
@@ -103,18 +107,30 @@ class Report:
             "rows": self.rows,
             "notes": self.notes,
             "failures": self.failures,
-            "environment": self.environment,
         }
-        temporary = self._path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        os.replace(temporary, self._path)
+
+    def save(self) -> None:
+        """Write the file."""
+        write_json(self._path, {**self.content, "environment": self.environment})
+
+    def remove(self) -> None:
+        """Delete the file; for when another one has what it says."""
+        self._path.unlink(missing_ok=True)
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write a file of which a reader never sees half."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
 
 
 def call(place: Place, report: Report, name: str, arguments: list[str]) -> tuple[int, str]:
     """Run Python with ``arguments`` in the repository root; returns its exit code and output.
 
     Raises:
-        TimeLimit: the section's time was used up; the process and its children are killed.
+        TimeLimit: the section's time was used up; the process and its children were interrupted, and killed where that
+            did not end them.
     """
     log = place.work / f"{report.name}-{name}.log"
     command = [place.python, *arguments]
@@ -127,12 +143,15 @@ def call(place: Place, report: Report, name: str, arguments: list[str]) -> tuple
         try:
             code = process.wait(timeout=max(0.0, report.left()))
         except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=LAST_SECONDS)
             report.fail(arguments, f"stopped after {report.limit:.0f} s of the section", _read(log))
             raise TimeLimit(f"{report.limit:.0f} s are over, in {name}") from None
         finally:
-            if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # what it started may outlive it
                 os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            process.wait()
     print(f"[{report.name}] {name}: exit code {code} after {time.monotonic() - begin:.1f} s", flush=True)
     return code, _read(log)
 
@@ -200,31 +219,41 @@ def model_flags(
     ]
 
 
+def converted_line(output: str) -> str:
+    """What a run says about float8 where it converted some layers; empty where it converted none."""
+    found = (line for line in output.splitlines() if re.match(r"float8: [1-9]\d* converted", line))
+    return next(found, "")
+
+
 def tests(place: Place, report: Report) -> None:
     """The tests marked ``gpu``."""
     results = place.work / "junit.xml"
     # four at a time where pytest-xdist is there: most of a test is the start of its processes
     parallel = ["-n", "4"] if place.environ.get("CRIUS_SUITE_XDIST") else []
-    where = "tests/gpu" if place.tiny else "tests"
-    code, output = call(
-        place,
-        report,
-        "pytest",
-        [
-            *("-m", "pytest", "-m", "gpu", where, "-vv", "-rs", "--continue-on-collection-errors", *parallel),
-            *(f"--junitxml={results}", f"--basetemp={place.work / 'pytest'}"),
-        ],
-    )
-    rows = read_junit(results) if results.exists() else []
-    for row in rows:
-        report.row(**row)
+    arguments = ["-m", "pytest", "-m", "gpu", *files_with_gpu_tests(), "-vv", "-rs", *parallel]
+    arguments += ["--continue-on-collection-errors", f"--junitxml={results}", f"--basetemp={place.work / 'pytest'}"]
+    rows: list[dict[str, Any]] = []
+    try:
+        code, output = call(place, report, "pytest", arguments)
+    finally:  # pytest that is interrupted, because its time is over, writes what it has
+        with contextlib.suppress(OSError, ElementTree.ParseError):
+            rows = read_junit(results)
+        for row in rows:
+            report.row(**row)
     counts = {result: sum(row["result"] == result for row in rows) for result in ("passed", "failed", "skipped")}
     detail = ", ".join(f"{count} {result}" for result, count in counts.items())
     if code not in (0, 5) or counts["failed"]:  # 5: nothing was collected, which the second check says
-        report.fail(["-m", "pytest", "-m", "gpu", where], f"exit code {code}", output)
+        report.fail(arguments, f"exit code {code}", output)
     report.check("every test that ran passed", not counts["failed"] and code in (0, 5), detail)
     ran = counts["passed"] + counts["failed"]
     report.check("GPU tests ran", ran > 0 if place.device == "cuda" else None, f"{ran} ran")
+
+
+def files_with_gpu_tests() -> list[str]:
+    """Those of ``tests/gpu`` first; to import all tests takes longer than some of these run."""
+    found = [path for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text(encoding="utf-8")]
+    files = sorted(found, key=lambda path: (path.parent.name != "gpu", path))
+    return [str(path.relative_to(ROOT)) for path in files]
 
 
 def read_junit(path: Path) -> list[dict[str, Any]]:
@@ -244,87 +273,6 @@ def read_junit(path: Path) -> list[dict[str, Any]]:
             }
         )
     return rows
-
-
-def compile_speed(place: Place, report: Report) -> None:
-    """Eager and compiled in turn, twice each, so that a device that warms up favours neither."""
-    flags = model_flags(place, layers=16, seq_len=4096, steps=24, interval=4)
-    warm = 8
-    compiled_flags = ["--compile.enable", *(("--compile.backend", "eager") if place.tiny else ())]
-    rates: dict[str, list[float]] = {"eager": [], "compiled": []}
-    losses: dict[str, float] = {}
-    for number, kind in enumerate(("eager", "compiled", "eager", "compiled"), start=1):
-        run = train(place, report, f"{number}-{kind}", flags + (compiled_flags if kind == "compiled" else []))
-        if run is None:
-            continue
-        summary = run.summary(warm)
-        rates[kind] += summary["samples"]
-        losses[kind] = summary["last_loss"]
-        lines = compile_lines(run.output)
-        report.row(run=number, kind=kind, **summary, compile="; ".join(lines))
-        if kind == "compiled":
-            count = num_graphs(lines)
-            report.check(f"run {number} compiled something", count > 0, f"{count} graphs")
-    if not (rates["eager"] and rates["compiled"]):
-        report.check("compiled is faster than eager", False, "a run is missing")
-        return
-    eager, compiled = (statistics.median(rates[kind]) for kind in ("eager", "compiled"))
-    spread = {kind: (max(rate) - min(rate)) / statistics.median(rate) for kind, rate in rates.items()}
-    report.check(
-        "compiled is faster than eager",
-        compiled > eager if place.device == "cuda" else None,
-        f"medians {compiled:,.0f} and {eager:,.0f} tokens/s, {compiled / eager:.3f} x; "
-        f"spread {spread['compiled']:.1%} and {spread['eager']:.1%}",
-    )
-    difference = abs(losses["compiled"] / losses["eager"] - 1)
-    # bfloat16 has 8 significant bits, and a fused kernel rounds once where eager ones round several times
-    report.check("the last losses agree within 1 %", difference < 1e-2, f"{difference:.2e} relative")
-
-
-def compile_lines(output: str) -> list[str]:
-    """What a run says about compilation."""
-    return [line for line in output.splitlines() if line.startswith("compile: ")]
-
-
-def num_graphs(lines: list[str]) -> int:
-    """Compiled graphs by the run's own account; 0 where it says none."""
-    found = (re.match(r"compile: (\d+) graphs?\b", line) for line in lines)
-    return next((int(match[1]) for match in found if match), 0)
-
-
-MODES = {
-    "none": ["--activation_checkpoint.mode", "none"],
-    "selective 2": ["--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_option", "2"],
-    "selective op": ["--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_option", "op"],
-    "full": ["--activation_checkpoint.mode", "full"],
-}
-
-# Predicted by crius train --dry_run with the flags below, 4 sequences: none 46.9, selective 2 40.1, selective op 36.8,
-# full 33.2 GiB. The logits and their gradient, 15.7 GiB of each, are there in every mode.
-LESS_MEMORY = [("full", "selective op"), ("selective op", "selective 2"), ("selective 2", "none")]
-
-
-def activation_checkpoint(place: Place, report: Report) -> None:
-    """Peak memory and speed of each mode, and whether the peaks are in the predicted order."""
-    flags = model_flags(place, layers=8, seq_len=4096, steps=16, interval=4)
-    found: dict[str, dict[str, Any]] = {}
-    for mode, extra in MODES.items():
-        run = train(place, report, mode.replace(" ", "-"), flags + extra)
-        if run is not None:
-            found[mode] = run.summary(warm=4)
-            report.row(mode=mode, **found[mode])
-    for less, more in LESS_MEMORY:
-        claim = f"peak memory of {less} is below that of {more}"
-        if less not in found or more not in found:
-            report.check(claim, False, "a run is missing")
-            continue
-        low, high = found[less]["peak_memory_gib"], found[more]["peak_memory_gib"]
-        # the resident set of a CPU process is not the activations'
-        report.check(claim, low < high if place.device == "cuda" else None, f"{low:.2f} and {high:.2f} GiB")
-    if "none" in found and "full" in found:
-        fast, slow = found["none"]["tokens_per_second"], found["full"]["tokens_per_second"]
-        passed = slow < fast if place.device == "cuda" else None
-        report.check("full recomputes, so it is slower than none", passed, f"{slow:,.0f} and {fast:,.0f} tokens/s")
 
 
 def precision(place: Place, report: Report) -> None:
@@ -347,25 +295,8 @@ def precision(place: Place, report: Report) -> None:
         report.check(f"{dtype} learns", curve[-1] < curve[0], f"{curve[0]:.4f} to {curve[-1]:.4f}")
 
 
-def attention(place: Place, report: Report) -> None:
-    """Which attention kernel runs for grouped queries and a document mask; nothing is claimed."""
-    tokens = 64 if place.tiny else 4096
-    code, output = call(place, report, "probe", ["benchmarks/gpu_probe.py", "attention", place.device, str(tokens)])
-    if code:
-        report.fail(["benchmarks/gpu_probe.py", "attention"], f"exit code {code}", output)
-        return
-    for row in json.loads(output.splitlines()[-1]):
-        report.row(**row)
-    report.note("forward and backward of one attention, median of 10; ops are those that PyTorch dispatched to")
-
-
 Section = Callable[[Place, Report], None]
 
 # seconds that a section may take
-SECTIONS: dict[str, tuple[Section, float]] = {
-    "tests": (tests, 160),
-    "compile": (compile_speed, 170),
-    "activation_checkpoint": (activation_checkpoint, 110),
-    "precision": (precision, 50),
-    "attention": (attention, 30),
-}
+TESTS: dict[str, tuple[Section, float]] = {"tests": (tests, 115)}
+PRECISION: dict[str, tuple[Section, float]] = {"precision": (precision, 50)}

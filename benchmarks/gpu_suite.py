@@ -7,11 +7,13 @@ import argparse
 import datetime
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,9 +23,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from gpu_kernels import KERNELS
 from gpu_low_precision import LOW_PRECISION
-from gpu_sections import ROOT, Place, Report
-from gpu_sections import SECTIONS as SINGLE_DEVICE
+from gpu_models import FULL_8B, MODELS
+from gpu_profile import PROFILE
+from gpu_sections import PRECISION, ROOT, TESTS, Place, Report, write_json
+from gpu_sweep import SWEEP
 
 # module to distribution: what Crius and its tests import beside torch and numpy, and what those need in turn
 NEEDED = {
@@ -53,8 +58,11 @@ NEEDED = {
     "torchao": "torchao",
     "tzdata": "tzdata",
 }
-SECTIONS = LOW_PRECISION | SINGLE_DEVICE
+SECTIONS = TESTS | MODELS | SWEEP | PROFILE | KERNELS | FULL_8B | LOW_PRECISION | PRECISION
 """In the order of their priority: what does not fit into ``TOTAL_SECONDS`` is not run, and said."""
+
+REHEARSED = ("models", "sweep", "profile", "kernels")
+"""What ``--rehearse`` runs unless told otherwise, to be quick; the others have less of their own."""
 
 TOTAL_SECONDS = 520.0
 LEAST_SHARE = 0.5
@@ -72,6 +80,8 @@ def main(argv: list[str] | None = None) -> int:
         for name, (section, limit) in SECTIONS.items():
             print(f"{name:<22} at most {limit:.0f} s   {(section.__doc__ or '').splitlines()[0]}")
         return 0
+    # a background job ignores SIGINT, and so would pytest, which is to end by it when its time is over
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     work = Path(tempfile.mkdtemp(prefix="crius-gpu-suite-"))
     try:
         return _run(options, work)
@@ -81,23 +91,27 @@ def main(argv: list[str] | None = None) -> int:
 
 def _options(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks/gpu_suite.sh", description="Everything that needs a GPU.")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu needs --tiny")
-    parser.add_argument("--tiny", action="store_true", help="tiny sizes: tests the suite, not the device")
-    parser.add_argument("--sections", default=",".join(SECTIONS), help="comma-separated; all of them by default")
+    parser.add_argument(
+        "--rehearse", action="store_true", help="tiny sizes on the CPU: tests the suite, its numbers mean nothing"
+    )
+    parser.add_argument("--sections", default="", help="comma-separated; all of them by default")
     parser.add_argument("--out", default=os.environ.get("OUT", ""), help="folder of the results; default $OUT")
     parser.add_argument("--list", action="store_true", help="list the sections")
     options = parser.parse_args(argv)
-    options.sections = [name for name in options.sections.split(",") if name]
+    options.device = "cpu" if options.rehearse else "cuda"
+    chosen = [name for name in options.sections.split(",") if name]
+    options.sections = chosen or list(REHEARSED if options.rehearse else SECTIONS)
     unknown = [name for name in options.sections if name not in SECTIONS]
     if unknown:
         parser.error(f"no such section: {', '.join(unknown)}; there are {', '.join(SECTIONS)}")
-    if options.device == "cpu" and not options.tiny:
-        parser.error("--device cpu takes hours at full size; add --tiny")
     return options
 
 
 def _run(options: argparse.Namespace, work: Path) -> int:
     environ = {**os.environ, "HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": str(work / "cache")}
+    # what one process compiled, the next ones find, whatever contestant they are; several compile at the same time
+    environ |= {"TORCHINDUCTOR_CACHE_DIR": str(work / "inductor"), "TRITON_CACHE_DIR": str(work / "triton")}
+    environ["TORCHINDUCTOR_COMPILE_THREADS"] = str(max(1, min(8, (os.cpu_count() or 1) // 4)))
     if options.device == "cpu":
         environ["OMP_NUM_THREADS"] = "1"  # threads of tiny sizes wait for each other longer than they work
     site = install_missing(NEEDED, wheel_folder(os.environ), work / "site")
@@ -111,14 +125,14 @@ def _run(options: argparse.Namespace, work: Path) -> int:
     found = ask_torch(environ)
     if options.device == "cuda" and found["device"] is None:
         print(f"gpu_suite: no CUDA device: {found['why']}.", file=sys.stderr)
-        print("gpu_suite: --device cpu --tiny runs the suite itself on a CPU, to test it", file=sys.stderr)
+        print("gpu_suite: --rehearse runs the suite itself on a CPU, to test it", file=sys.stderr)
         return NO_DEVICE
     environment = describe(found, options, environ)
     out = Path(options.out) if options.out else default_folder(found["device"] or "cpu")
     out.mkdir(parents=True, exist_ok=True)
-    place = Place(sys.executable, options.device, options.tiny, work, environ, found.get("memory_gib", 0.0))
-    # the limits are those of a GPU; the tiny mode runs on whatever CPU there is, which may be busy
-    scale = 6.0 if options.tiny else 1.0
+    place = Place(sys.executable, options.device, options.rehearse, work, environ, found.get("memory_gib", 0.0))
+    # the limits are those of a GPU; a rehearsal runs on whatever CPU there is, which may be busy
+    scale = 6.0 if options.rehearse else 1.0
     reports, dropped = run_sections(options.sections, place, out, environment, scale)
     print(summary(reports, environment, dropped))
     print(f"gpu_suite: results in {out}")
@@ -145,8 +159,17 @@ def run_sections(
             continue
         end = min(end + limit, last)
         reports.append(run_section(name, place, out, environment, end - time.monotonic()))
-        (out / "summary.md").write_text(summary(reports, environment, dropped), encoding="utf-8")
+        write_results(out, reports, environment, dropped)
     return reports, dropped
+
+
+def write_results(out: Path, reports: list[Report], environment: dict[str, Any], dropped: list[str]) -> None:
+    """``summary.md`` and ``results.json``: two files, however many sections."""
+    (out / "summary.md").write_text(summary(reports, environment, dropped), encoding="utf-8")
+    found = {report.name: report.content for report in reports}
+    write_json(out / "results.json", {"environment": environment, "not_run": dropped, "sections": found})
+    for report in reports:
+        report.remove()
 
 
 def run_section(name: str, place: Place, out: Path, environment: dict[str, Any], limit: float) -> Report:
@@ -241,7 +264,7 @@ def describe(found: dict[str, Any], options: argparse.Namespace, environ: dict[s
         "command": f"benchmarks/gpu_suite.sh {' '.join(sys.argv[1:])}".strip(),
         "commit": _commit(),
         "device": found["device"] or platform.machine(),
-        "tiny": options.tiny,
+        "rehearsal": options.rehearse,
         "python": platform.python_version(),
         "cores": os.cpu_count(),
         "versions": versions,
@@ -277,7 +300,7 @@ def default_folder(device: str) -> Path:
 
 def summary(reports: list[Report], environment: dict[str, Any], dropped: Sequence[str] = ()) -> str:
     """All results as Markdown."""
-    title = "# GPU suite" + (" (tiny: tests the suite, its numbers mean nothing)" if environment["tiny"] else "")
+    title = "# GPU suite" + (" (a rehearsal: its numbers mean nothing)" if environment["rehearsal"] else "")
     lines = [title, ""]
     for name, value in environment.items():
         shown = ", ".join(f"{key} {item}" for key, item in value.items()) if isinstance(value, dict) else value
@@ -298,13 +321,13 @@ def summary(reports: list[Report], environment: dict[str, Any], dropped: Sequenc
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
-    """Rows as a Markdown table; lists are left to the JSON files."""
-    names = [name for name in dict.fromkeys(name for row in rows for name in row)]
-    names = [name for name in names if not any(isinstance(row.get(name), list) for row in rows)]
-    if not names:
-        return []
-    cells = [[_cell(row.get(name)) for name in names] for row in rows]
-    return ["| " + " | ".join(line) + " |" for line in (names, ["---"] * len(names), *cells)]
+    """Rows as Markdown tables, a new one where the columns change; lists are left to the JSON files."""
+    shown = [{name: value for name, value in row.items() if not isinstance(value, list)} for row in rows]
+    lines: list[str] = []
+    for names, group in itertools.groupby(filter(None, shown), key=tuple):
+        cells = [[_cell(row[name]) for name in names] for row in group]
+        lines += ["", *("| " + " | ".join(line) + " |" for line in (names, ["---"] * len(names), *cells))]
+    return lines[1:]
 
 
 def _cell(value: Any) -> str:

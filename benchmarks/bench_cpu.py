@@ -1,0 +1,285 @@
+"""Crius, plain PyTorch and Hugging Face's Trainer on a CPU: the same model, weights and tokens, in turns.
+
+    python benchmarks/bench_cpu.py [--cases eager_1t,compiled_1t,eager_2t,compiled_2t] [--rounds N] [--out FILE]
+
+Prints a table for each case and ends with one line of JSON. Exit code 1 where losses disagree or a trainer failed.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from peers.task import Task
+
+from crius import cli
+from crius.bench.machine import Machine
+from crius.bench.receipt import receipt, write_result
+from crius.bench.turns import Contestant, Outcome, median_ratio, take_turns
+from crius.config.run import RunConfig
+from crius.data.loader import BatchLoader
+from crius.data.tokenizer import build_tokenizer
+from crius.data.tokens import DOCUMENTS, FORMAT_VERSION, META, TOKEN_BYTES, TOKENS, TokenMeta
+from crius.models import registry
+from crius.parallel.init import init_parameters
+from crius.parallel.ties import allocate
+from crius.table import aligned
+from crius.train.inputs import model_facts, open_run_corpus, run_batch_sizes
+
+PEERS = Path(__file__).parent / "peers"
+CRIUS = "crius"
+CASES = {f"{mode}_{threads}t": (mode == "compiled", threads) for threads in (1, 2) for mode in ("eager", "compiled")}
+TOLERANCES = {1: 1e-4, 20: 1e-3}
+"""How far the losses of two trainers may be apart at some steps, in nats: rounding grows with the steps."""
+
+WARMUP = 5
+"""Steps before the first round: kernels are chosen and compiled, optimizer states are made."""
+
+NUM_TOKENS = 400_000
+
+COMPILED = [
+    *("--compile.enable", "--activation_checkpoint.mode", "memory_budget"),
+    *("--activation_checkpoint.memory_budget", "0.9"),
+]
+"""Flags of Crius in the compiled cases. The compiler computes SwiGLU's product again in the backward, where the other
+pointwise work reads the same tensors, and so keeps 6 MB a block less: the loss is the same to the last bit."""
+
+
+def markov_tokens(vocab_size: int, count: int = NUM_TOKENS) -> np.ndarray:
+    """A stream that can be learnt: each token has 16 successors, of which the r-th comes with a weight of 1 / r."""
+    rng = np.random.default_rng(0)
+    successors = rng.integers(0, vocab_size, size=(vocab_size, 16))
+    weights = 1 / np.arange(1, 17)
+    ranks = rng.choice(16, size=count, p=weights / weights.sum())
+    tokens = np.empty(count, dtype=np.uint16)
+    token = 0
+    for index, rank in enumerate(ranks):
+        token = tokens[index] = successors[token, rank]
+    return tokens
+
+
+def write_tokens(folder: Path, tokens: np.ndarray) -> None:
+    """A token folder of one document, as ``crius data prepare`` writes it. Its ids stand for no text."""
+    config = RunConfig().tokenizer
+    tokenizer = build_tokenizer(config)
+    folder.mkdir()
+    tokens.astype("<u2").tofile(folder / TOKENS)
+    np.zeros(1, dtype="<i8").tofile(folder / DOCUMENTS)
+    np.zeros(tokenizer.vocab_size, dtype="<i4").tofile(folder / TOKEN_BYTES)
+    meta = TokenMeta(
+        version=FORMAT_VERSION,
+        dtype="uint16",
+        num_tokens=len(tokens),
+        num_documents=1,
+        max_token_id=int(tokens.max()),
+        tokenizer_name=tokenizer.name,
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        vocab_size=tokenizer.vocab_size,
+        eos_id=tokenizer.eos_id,
+        source="order-1 Markov chain",
+        sha256={},
+    )
+    (folder / META).write_text(meta.to_json(), encoding="utf-8")
+
+
+def crius_config(flags: list[str]) -> RunConfig:
+    """What ``crius train FLAGS`` would run."""
+    _, bound, _ = cli.app.parse_args(["config", "show", *flags], exit_on_error=False, print_error=False)
+    return bound.arguments["run"]
+
+
+def write_weights(config: RunConfig, file: Path) -> None:
+    """The weights that Crius starts with, by Hugging Face's names."""
+    spec, facts = registry.SPECS[config.model.name], model_facts(config)
+    with torch.device("meta"):
+        model = registry.build(spec, facts)
+    allocate(model, "cpu")
+    init_parameters(model, model.init_rules(), config.debug.seed)
+    weights = {}
+    for name, parameter in model.named_parameters():
+        layer = next((part for part in name.split(".") if part.isdigit()), "")
+        theirs = spec.hf_names[name.replace(f".{layer}.", ".*.", 1) if layer else name]
+        weights[theirs.replace("*", layer)] = parameter.detach()
+    torch.save(weights, file)
+
+
+def write_batches(config: RunConfig, steps: int, file: Path) -> None:
+    """The windows that Crius trains on, in its own order, one batch after the other."""
+    size = run_batch_sizes(config, 1).total
+    loader = BatchLoader(open_run_corpus(config, 1).train, global_batch_size=size, rank=0, num_ranks=1, prefetch=0)
+    with file.open("wb") as out:
+        for _ in range(steps):
+            batch = next(loader)
+            window = torch.cat((batch.tokens_BT, batch.labels_BT[:, -1:]), dim=1)
+            out.write(window.numpy().astype("<u2").tobytes())
+    loader.close()
+
+
+def write_task(folder: Path, flags: list[str], steps: int, warmup: int) -> list[str]:
+    """Write what the trainers share; returns the flags of Crius."""
+    sizes = model_facts(crius_config(flags))
+    write_tokens(folder / "tokens", markov_tokens(sizes.vocab_size))
+    flags = [*flags, "--data.path", str(folder / "tokens"), "--training.steps", str(steps)]
+    config = crius_config(flags)
+    write_weights(config, folder / "weights.pt")
+    write_batches(config, steps, folder / "windows.bin")
+    own = dataclasses.asdict(sizes)
+    task = Task(
+        **{field.name: own[field.name] for field in dataclasses.fields(Task) if field.name in own},
+        seq_len=config.training.seq_len,
+        batch=config.training.global_batch_size,
+        steps=steps,
+        weights=str(folder / "weights.pt"),
+        tokens=str(folder / "windows.bin"),
+        warmup=warmup,
+    )
+    (folder / "task.json").write_text(json.dumps(dataclasses.asdict(task)), encoding="utf-8")
+    return flags
+
+
+def contestants(folder: Path, flags: list[str], warmup: int, compiled: bool, threads: int) -> list[Contestant]:
+    """Crius and its peers, each one process."""
+    environ = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+    environ |= {"TORCHINDUCTOR_CACHE_DIR": str(folder.parent / "inductor")}
+    ours = [sys.executable, "-m", "crius", "bench", "contestant", *flags, "--warmup", str(warmup)]
+    ours += ["--job.run_dir", str(folder / f"run-{compiled}-{threads}")]
+    ours += COMPILED if compiled else []
+    theirs = [str(folder / "task.json"), *(["--compile"] if compiled else [])]
+    return [
+        Contestant(CRIUS, ours, environ),
+        *(Contestant(name, [sys.executable, str(PEERS / f"{name}.py"), *theirs], environ) for name in peers()),
+    ]
+
+
+def peers() -> list[str]:
+    """Names of the peers' programs."""
+    return ["plain_torch", "hf_trainer"]
+
+
+def disagreements(outcomes: list[Outcome]) -> list[str]:
+    """Where the losses of a trainer and those of Crius are further apart than ``TOLERANCES``."""
+    ours, found = outcomes[0].losses, []
+    for outcome in outcomes[1:]:
+        missing = sorted(TOLERANCES.keys() - (ours.keys() & outcome.losses.keys()))
+        found += [f"{outcome.name} and {outcomes[0].name}: no loss of step {step} of both" for step in missing]
+        for step in TOLERANCES.keys() & ours.keys() & outcome.losses.keys():
+            apart, tolerance = abs(outcome.losses[step] - ours[step]), TOLERANCES[step]
+            if not apart <= tolerance:
+                found.append(f"{outcome.name}: the loss of step {step} is {apart:.1e} from Crius's, over {tolerance:g}")
+    return found
+
+
+def summary(cases: dict[str, list[Outcome]]) -> dict[str, Any]:
+    """CPU seconds a step of the best peer over ours in each case, and the smallest peak memory of theirs over ours."""
+    ratios, memory = {}, []
+    for name, (ours, *others) in cases.items():
+        ratios[name] = round(min(median_ratio(other, ours, "cpu_seconds") for other in others), 4)
+        memory.append(min(other.peak_rss_mib for other in others) / ours.peak_rss_mib)
+    return {"ratio_vs_best_peer": ratios, "rss_ratio": round(min(memory), 4)}
+
+
+def table(outcomes: list[Outcome]) -> list[str]:
+    """One case; the ratio is of CPU seconds, theirs over ours, so that more is better for Crius."""
+    reported = set.intersection(*(set(outcome.losses) for outcome in outcomes))
+    last = max(reported & TOLERANCES.keys() - {1} or reported)
+    header = (
+        "",
+        "CPU-s/step",
+        "spread",
+        "fastest",
+        "wall ms",
+        "spread",
+        "tokens/s",
+        "RSS MiB",
+        "loss 1",
+        f"loss {last}",
+    )
+    rows = [(*header, "ratio")]
+    for outcome in outcomes:
+        wall, cpu = outcome.samples(), outcome.samples("cpu_seconds")
+        rows.append(
+            (
+                outcome.name,
+                f"{cpu.median:.4f}",
+                f"{cpu.spread:.1%}",
+                f"{min(cpu.seconds):.4f}",
+                f"{1e3 * wall.median:.0f}",
+                f"{wall.spread:.1%}",
+                f"{outcome.facts['tokens_per_step'] / wall.median:,.0f}",
+                f"{outcome.peak_rss_mib:.0f}",
+                f"{outcome.losses[1]:.5f}",
+                f"{outcome.losses[last]:.5f}",
+                f"{median_ratio(outcome, outcomes[0], 'cpu_seconds'):.3f}",
+            )
+        )
+    return aligned(rows, left=(0,))
+
+
+def row(outcome: Outcome) -> dict[str, Any]:
+    """One trainer of one case, for the JSON."""
+    return {
+        "name": outcome.name,
+        "facts": outcome.facts,
+        "cpu": outcome.samples("cpu_seconds").as_dict(),
+        "wall": outcome.samples().as_dict(),
+        "peak_rss_mib": outcome.peak_rss_mib,
+        "losses": sorted(outcome.losses.items()),
+    }
+
+
+def compare(names: list[str], rounds: int, steps: int, warmup: int, flags: list[str], out: Path | None) -> int:
+    """Run the cases one after the other; returns the exit code."""
+    begin, finished, problems = time.monotonic(), {}, []
+    with tempfile.TemporaryDirectory(prefix="crius-peers-") as scratch:
+        folder = Path(scratch) / "task"
+        folder.mkdir()
+        flags = write_task(folder, flags, warmup + rounds * steps, warmup)
+        for name in names:
+            compiled, threads = CASES[name]
+            outcomes = take_turns(
+                contestants(folder, flags, warmup, compiled, threads), rounds=rounds, steps=steps, say=lambda line: None
+            )
+            problems += [f"{name}: {outcome.failure}" for outcome in outcomes if outcome.failure]
+            if any(outcome.failure for outcome in outcomes):
+                continue
+            finished[name] = outcomes
+            problems += [f"{name}: {line}" for line in disagreements(outcomes)]
+            print("\n".join([f"{name}, {rounds} rounds of {steps} steps:", *table(outcomes), ""]), flush=True)
+    print("\n".join([*problems, f"{Machine.of(torch.device('cpu'))}; {time.monotonic() - begin:.0f} s in all"]))
+    found = summary(finished) if finished else {"ratio_vs_best_peer": {}, "rss_ratio": None}
+    if out:
+        cases = {name: [row(outcome) for outcome in outcomes] for name, outcomes in finished.items()}
+        machine = Machine.of(torch.device("cpu")).as_dict()
+        result = {**receipt("bench_cpu"), "machine": machine, "rounds": rounds, "steps_per_round": steps}
+        write_result(out, {**result, "warmup": warmup, "problems": problems, **found, "cases": cases})
+    print(json.dumps(found))
+    return 1 if problems else 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Read the command line and compare."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", default=",".join(CASES), help="joined by commas")
+    parser.add_argument("--rounds", type=int, default=10, help="turns of each trainer in each case")
+    parser.add_argument("--steps", type=int, default=2, help="of a turn")
+    parser.add_argument("--out", type=Path, help="file for the results")
+    arguments, flags = parser.parse_known_args(argv)
+    names = arguments.cases.split(",")
+    if unknown := [name for name in names if name not in CASES]:
+        parser.error(f"no case {', '.join(unknown)}; there are {', '.join(CASES)}")
+    if min(arguments.rounds, arguments.steps) < 1:
+        parser.error("--rounds and --steps have to be positive")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    base = ["--config", str(PEERS / "crius.toml"), *flags]
+    return compare(names, arguments.rounds, arguments.steps, WARMUP, base, arguments.out)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
