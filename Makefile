@@ -1,5 +1,6 @@
 # make setup   .venv with Crius and torch          make train       train the debug Llama on this machine
 # make test    everything that CI runs              make clean       remove .venv
+# make bench-cpu   Crius against plain PyTorch and Hugging Face's Trainer on this CPU, about 10 minutes
 #
 # A GPU machine overrides one variable, for example
 #   make setup CRIUS_TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cu130"
@@ -10,6 +11,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-$(shell printf '%s' '$(CRIUS_TORCH)' | cksum | cut -d' ' -f1)
 TEST_STAMP := $(STAMP)-test
+BENCH_STAMP := $(STAMP)-bench
+BENCH_OUT := benchmarks/results/$(shell date +%Y-%m-%d)-cpu/peers.json
 
 # uv is many times faster; it does not read pip's settings, so the wheels at hand are named to it
 UV := $(shell command -v uv 2>/dev/null)
@@ -21,7 +24,7 @@ MAKE_VENV = $(PYTHON) -m venv $(VENV)
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 endif
 
-.PHONY: setup train test lint clean
+.PHONY: setup train test lint bench-cpu clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml
@@ -35,6 +38,10 @@ $(TEST_STAMP): $(STAMP)
 	$(INSTALL) -e '.[test]'
 	touch $@
 
+$(BENCH_STAMP): $(STAMP)
+	$(INSTALL) -e '.[bench]'
+	touch $@
+
 train: $(STAMP)
 	HF_HUB_OFFLINE=1 $(BIN)/crius train
 
@@ -43,8 +50,14 @@ lint: $(TEST_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+# the short tests run two at a time; those with many workers need the cores to themselves
+PARALLEL = tests/unit tests/docs tests/golden
 test: lint
-	$(BIN)/pytest tests
+	$(BIN)/pytest -n 2 $(PARALLEL)
+	$(BIN)/pytest tests $(addprefix --ignore=,$(PARALLEL))
+
+bench-cpu: $(BENCH_STAMP)
+	$(BIN)/python benchmarks/bench_cpu.py --out $(BENCH_OUT)
 
 clean:
 	rm -rf $(VENV)

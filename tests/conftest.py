@@ -18,6 +18,13 @@ def _cache(tmp_path_factory):
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
 
 
+@pytest.fixture
+def user_cache(tmp_path, monkeypatch):
+    """An empty folder for what a user's machine knows, such as its calibrated hardware."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
 @pytest.fixture(scope="session")
 def imported_torchao():
     """torchao, imported once: the workers are forked."""

@@ -18,7 +18,8 @@ from crius.parallel.activation_checkpoint import apply_activation_checkpoint
 from crius.parallel.context import ContextShard, apply_context_parallel
 from crius.parallel.init import init_parameters
 from crius.parallel.runtime import world
-from crius.parallel.tensor import apply_tensor_parallel, whole_tensor
+from crius.parallel.tensor import apply_tensor_parallel
+from crius.shards import whole_tensor
 
 CONFIG = Llama3Config(
     dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=64, attention_mask="document"

@@ -27,7 +27,6 @@ from crius.shards import named_parameters
 from crius.train import job
 from crius.train.guard import UpdateGuard
 from crius.train.inputs import model_facts
-from crius.train.loss import loss_sum
 from crius.train.state import TrainState
 from crius.train.step import Accumulation, train_step
 
@@ -113,7 +112,7 @@ def costs(config, ranks, folder):
     state = TrainState(built.parts, optimizer, WarmupStableDecay(config.lr_scheduler, 2))
     guard = UpdateGuard(config.stability, state, parameters, gradients, built.names, ranks, folder)
     sync = WatchMemory(model, config.parallelism, config.training)
-    runner = Accumulation(model, sync, 1, loss_sum)
+    runner = Accumulation(model, sync, 1)
     tokens = torch.randint(facts.vocab_size, (ACCUMULATION, 17), generator=torch.Generator().manual_seed(ranks.rank))
     positions = torch.arange(16).expand(ACCUMULATION, -1)
     batch = Batch(tokens[:, :-1], tokens[:, 1:], positions, tuple(range(ACCUMULATION)))

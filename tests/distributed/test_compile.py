@@ -19,11 +19,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from crius.config.compile import CompileConfig
+from crius.kernels.linear_cross_entropy import token_losses
 from crius.launch.local import run_workers
 from crius.models import registry
 from crius.parallel.compile import CompileReport, compile_blocks, compile_loss, prepare_compile
 from crius.parallel.runtime import world
-from crius.train.loss import token_losses
 
 NUM_LAYERS = 10  # more than the 8 graphs that torch allows one function by default
 TRACE = CompileConfig(enable=True, backend="aot_eager", max_recompiles=2)

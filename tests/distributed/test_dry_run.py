@@ -9,6 +9,11 @@ import torch
 from harness import parse
 
 from crius.data.batch import Batch
+from crius.dry_run.extrapolate import along
+from crius.dry_run.measure import Job, measure_whole
+from crius.dry_run.memory import kinds_of
+from crius.dry_run.recorder import Recorder
+from crius.dry_run.run import dry_run
 from crius.errors import ConfigError, LayoutError
 from crius.launch.local import run_workers
 from crius.models import registry
@@ -17,11 +22,6 @@ from crius.parallel.dims import ParallelDims
 from crius.parallel.gradients import Gradients
 from crius.parallel.mesh import build_mesh
 from crius.parallel.runtime import fake_world, world
-from crius.planner.dry_run import dry_run
-from crius.planner.extrapolate import along
-from crius.planner.measure import Job, measure_whole
-from crius.planner.memory import kinds_of
-from crius.planner.recorder import Recorder
 from crius.shards import local_tensor, named_parameters
 from crius.train.build import build_parts, build_runner
 from crius.train.inputs import model_facts, run_batch_sizes, run_modules
@@ -69,15 +69,15 @@ CASES = {
     "fsdp3, shards of unequal size": flags(fsdp=3, batch=6),
     "fsdp4, never resharded": flags(fsdp=4, more=[f"{P}reshard_after_forward_mode", "never"]),
     "fsdp4, resharded to 2": flags(fsdp=4, more=[f"{P}reshard_after_forward_mode", "2"]),
-    "fsdp2 with 6 microbatches": flags(fsdp=2, batch=12, local=1, layers=6),
+    "fsdp2 with 5 microbatches": flags(fsdp=2, batch=10, local=1, layers=5),
     "hsdp2x2 with 5 microbatches, deferred": flags(
-        ddp=2, fsdp=2, batch=20, local=1, layers=6, more=["--training.gradient_sync", "deferred"]
+        ddp=2, fsdp=2, batch=20, local=1, layers=5, more=["--training.gradient_sync", "deferred"]
     ),
     "fsdp2_tp2, foreach": flags(fsdp=2, tp=2, more=["--optimizer.implementation", "foreach"]),
     "pp2_fsdp2, interleaved": flags(
-        pp=2, fsdp=2, layers=22, batch=16, local=1, more=[f"{P}pipeline_parallel_schedule", "interleave_1f1b"]
+        pp=2, fsdp=2, layers=18, batch=16, local=1, more=[f"{P}pipeline_parallel_schedule", "interleave_1f1b"]
     ),
-    "pp2_tp2, zbv": flags(pp=2, tp=2, layers=22, local=1, more=[f"{P}pipeline_parallel_schedule", "zbv_zero_bubble"]),
+    "pp2_tp2, zbv": flags(pp=2, tp=2, layers=18, local=1, more=[f"{P}pipeline_parallel_schedule", "zbv_zero_bubble"]),
 }
 
 

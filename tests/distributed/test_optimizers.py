@@ -41,7 +41,7 @@ RUNS = [
     ("8bit states", "pp2_fsdp4", [], 1e-8, 5e-4),  # measured 9e-5; shards of wk that are too small to quantize if alone
     ("8bit states", "fsdp2_tp2", [], 5e-6, 3e-2),
     ("bf16 weights", "pp2_fsdp2", [], 1e-8, 1e-3),  # measured 4e-4
-    ("bf16 weights", "hsdp2x2_tp2", [], 1e-8, 1e-3),
+    ("bf16 weights", "hsdp2x2_tp2", [], 1e-7, 1e-3),  # 1.05e-8 with MKL on Zen 3: sums end next to a rounding
     ("muon", "pp2_fsdp2", [], 1e-8, 1e-4),  # measured 1.2e-5
     ("muon", "hsdp2x2_tp2", [], 1e-8, 1e-4),
     ("mixed", "fsdp2", OFFLOAD, 1e-7, 2e-2),  # measured 3e-3: the iteration makes small singular values large

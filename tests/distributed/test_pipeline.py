@@ -25,7 +25,6 @@ from crius.parallel.runtime import world
 from crius.parallel.stages import order_of, prune, stage_indices
 from crius.shards import local_tensor, named_parameters
 from crius.train.inputs import model_facts
-from crius.train.loss import loss_sum
 
 SCHEDULES = ["gpipe", "1f1b", "interleave_1f1b", "interleave_zero_bubble", "zbv_zero_bubble", "dualpipev"]
 SEED, TOKENS = 3, 16
@@ -78,13 +77,13 @@ class OneProcess:
 
     def losses(self, batch, num_microbatches, valid):
         return [
-            loss_sum(self.model(tokens, positions), labels) / valid
+            self.model(tokens, positions, labels) / valid
             for tokens, positions, labels in zip(*(t.chunk(num_microbatches) for t in batch), strict=True)
         ]
 
     def gradients(self, batch, valid):
         self.model.zero_grad()
-        (loss_sum(self.model(batch[0], batch[1]), batch[2]) / valid).backward()
+        (self.model(*batch) / valid).backward()
         return {name: parameter.grad for name, parameter in self.model.named_parameters()}
 
 
@@ -117,7 +116,7 @@ def compare(config, ranks, change=lambda part: None):
     mesh = build_mesh(ParallelDims.build(config.parallelism, ranks.size), "cpu")
     parts, indices = build_parts(config, facts, mesh, ranks, change)
     count = microbatch_unit(config.parallelism) * 2
-    pipeline = Pipeline(parts, indices, config.parallelism, count, mesh.pp, ranks.device, loss_sum)
+    pipeline = Pipeline(parts, indices, config.parallelism, count, mesh.pp, ranks.device)
     plain = OneProcess(facts)
     found = {"loss": 0.0, "gradient": 0.0, "validation": 0.0, "units": num_units(parts)}
     for step, rows in ((1, 2 * count), (2, 2 * count), (3, count)):
@@ -145,7 +144,7 @@ def compare(config, ranks, change=lambda part: None):
         with loss_parallel():
             score = pipeline.evaluate(*batch)
         with torch.no_grad():
-            want = loss_sum(plain.model(batch[0], batch[1]), batch[2]) if pipeline.has_last_stage else score
+            want = plain.model(*batch) if pipeline.has_last_stage else score
         found["validation"] = max(found["validation"], ((score - want).abs() / want.clamp(min=1)).item())
         if not pipeline.has_last_stage:
             assert score == 0

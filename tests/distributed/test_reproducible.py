@@ -5,10 +5,12 @@ import json
 import time
 
 import pytest
+import torch
 from harness import SMALL, num_ranks, parse
 
 from crius.launch.local import run_workers
 from crius.parallel import reproducible
+from crius.parallel.runtime import World
 from crius.shards import named_parameters
 from crius.train import job, loop
 from crius.verify.parameters import checksums
@@ -30,7 +32,8 @@ def write_bits(config, run_dir, change, placement):
             values.append(getattr(result, name).item().hex())
         return result
 
-    def finish(config, run_dir, ranks, ledger, state, validation):
+    def finish(config, run_dir, ledger, state, validation, watch):
+        ranks = World(placement.rank, placement.world_size, torch.device("cpu"))
         parameters = named_parameters(state.parts)
         held = {name: parameter for name, parameter in parameters}
         for name, parameter in parameters:

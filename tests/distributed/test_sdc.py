@@ -8,8 +8,9 @@ import torch
 from harness import SMALL, num_ranks, parse, steps_of, train
 
 from crius.launch.local import run_workers
+from crius.models.layers.output import Loss
 from crius.shards import local_shard
-from crius.train import build, job
+from crius.train import job
 from crius.train.sdc import SdcCheck, odd_ones
 
 RECOMPUTE, REPLICAS = "--sdc.recompute_interval", "--sdc.replica_interval"
@@ -28,20 +29,20 @@ def flip(tensor, index=0, bit=9):
 
 def flip_gradient(call, rank):
     """In the backward of the ``call``-th microbatch that this rank computes."""
-    score, calls = build.loss_sum, []
+    score, calls = Loss.forward, []
 
-    def loss_sum(logits, labels):
+    def forward(loss, hidden, labels, output):
         calls.append(labels)
         if len(calls) == call:
-            logits.register_hook(flipped)
-        return score(logits, labels)
+            hidden.register_hook(flipped)
+        return score(loss, hidden, labels, output)
 
     def flipped(gradient):
         gradient = gradient.clone()
         flip(gradient)
         return gradient
 
-    return build, "loss_sum", loss_sum
+    return Loss, "forward", forward
 
 
 def flip_weight(step, rank):

@@ -46,7 +46,9 @@ def test_random_streams_of_a_gpu_go_on_where_they_were(tmp_path, monkeypatch):
 
 
 def test_an_async_save_on_a_gpu_waits_less_than_a_sync_one(tmp_path):
-    large = ["--model.flavor", "1b", "--model.num_layers", "4", "--training.steps", "3", "--checkpoint.interval", "1"]
+    # 1.5 GB a checkpoint
+    large = ["--model.flavor", "1b", "--model.num_layers", "2", "--model.vocab_size", "2048"]
+    large += ["--training.steps", "3", "--checkpoint.interval", "1", "--checkpoint.keep_last", "2"]
     large += ["--data.source", "text", "--data.path", str(TEXT), "--validation.interval", "0"]
     large += ["--training.seq_len", "64"]
     waited = {}

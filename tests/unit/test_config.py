@@ -25,13 +25,14 @@ DEFAULTS = flatten(RunConfig())
 RECIPE = tomllib.loads((Path(cli.__file__).parent.parent / "recipes" / "llama3_debug.toml").read_text())
 VERBS = (
     "train",
+    "plan",
     "verify parity",
     "verify init",
     "verify compile",
     "verify precision",
     "verify resume",
     "verify chaos",
-    *("bench optimizer", "bench quantize", "bench checkpoint"),
+    *("bench optimizer", "bench quantize", "bench checkpoint", "bench train", "bench data", "bench startup"),
     *("checkpoint ls", "checkpoint verify", "checkpoint prune", "checkpoint convert"),
     "config show",
     "config diff",
@@ -332,7 +333,7 @@ def test_no_released_flag_disappears(crius, monkeypatch):
         f"{verb} {flag}"
         for verb in VERBS
         for flag in flags_of(crius, monkeypatch, *verb.split())
-        if not (verb.startswith(("verify", "bench")) and "." in flag)  # those of train
+        if not (verb.startswith(("verify", "bench", "plan")) and "." in flag)  # those of train
     )
     assert released == sorted(set(released))
     assert set(released) - set(now) == set(), "released flags are gone; see the docstring of this test"

@@ -19,8 +19,9 @@ from crius.checkpoint.dcp import read_dcp
 from crius.checkpoint.disk import open_disk
 from crius.checkpoint.verify import damages, read_manifest
 from crius.errors import CheckpointError, ConfigError
+from crius.kernels.rotary import rotary
 from crius.launch.local import run_workers
-from crius.models.layers.rope import apply_rope, rotary_cos_sin, rotary_frequencies
+from crius.models.layers.rope import rotary_cos_sin, rotary_frequencies
 from crius.parallel.runtime import world
 
 HEAD_DIM = 8
@@ -273,7 +274,7 @@ def test_rotary_pairs_give_the_same_attention_scores(tmp_path):
     turns = rotary_cos_sin(torch.arange(6)[None], rotary_frequencies(HEAD_DIM, 10_000.0, torch.device("cpu")))
 
     def crius_scores(q, k):
-        return torch.einsum("bqnh,bknh->bnqk", apply_rope(q, *turns), apply_rope(k, *turns))
+        return torch.einsum("bqnh,bknh->bnqk", rotary(q, *turns), rotary(k, *turns))
 
     def titan_scores(q, k):
         angles = torch.outer(torch.arange(6.0), 10_000.0 ** (-torch.arange(0, HEAD_DIM, 2) / HEAD_DIM))

@@ -12,7 +12,7 @@ from crius.data.permutation import mix, permute
 from crius.data.prepare import write_folder
 from crius.data.source import positions_of
 from crius.data.tokenizer import ByteTokenizer
-from crius.data.tokens import IndexedSource, TokenFile
+from crius.data.tokens import ORDER_BLOCK, IndexedSource, TokenFile
 from crius.errors import DataError
 
 
@@ -53,8 +53,9 @@ def test_every_place_is_as_likely_as_every_other():
 
 
 def test_positions_restart_at_each_document():
-    assert positions_of(np.array([0, 3, 4], dtype=np.int64), 6).tolist() == [0, 1, 2, 0, 0, 1]
-    assert positions_of(np.array([], dtype=np.int64), 3).tolist() == [0, 1, 2]
+    starts = [(0, 0), (0, 3), (0, 4), (2, 1)]  # row and column; the second row has none
+    rows, columns = np.array(starts, dtype=np.int64).T
+    assert positions_of(rows, columns, (3, 6)).tolist() == [[0, 1, 2, 0, 0, 1], [0, 1, 2, 3, 4, 5], [0, 0, 1, 2, 3, 4]]
 
 
 @pytest.mark.parametrize("first", [0, 5])
@@ -81,6 +82,18 @@ def test_an_epoch_has_each_sequence_once_and_the_next_another_order(folder):
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0] and epochs[0] != list(range(n))
     across = data.windows(range(n - 2, n + 2)).tolist()
     assert across == epochs[0][-2:] + epochs[1][:2]
+
+
+def test_a_sample_is_the_same_window_whatever_is_asked_for_with_it(folder):
+    data = source(folder, seed=5)
+    n, edge = data.num_samples, ORDER_BLOCK
+
+    def window(sample_id):
+        epoch, index = divmod(sample_id, n)
+        return int(permute(np.array([index], dtype=np.uint64), n, mix(mix(5) ^ epoch))[0])
+
+    for ids in (range(edge - 3, edge + 3), [3 * edge, 0, edge, 2], range(edge - 1), [10**12]):
+        assert data.windows(ids).tolist() == list(map(window, ids))
 
 
 def test_the_seed_chooses_the_order_and_no_shuffle_keeps_it(folder):

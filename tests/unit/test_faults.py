@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness import Alone
+from torch import nn
 
 from crius.errors import ConfigError
 from crius.launch.environment import single_placement
@@ -24,7 +25,7 @@ from crius.launch.status import status as status_of_process
 from crius.train import planted
 from crius.train.fault import GRAMMAR, DiskFault, DropoutFault, LossFault, ProcessFault, read_faults
 from crius.train.incident import layer_of, to_json
-from crius.train.planted import DiskFaults, planted_in_loss, planted_in_process
+from crius.train.planted import DiskFaults, plant_in_loss, planted_in_process
 
 CPU = torch.device("cpu")
 
@@ -103,8 +104,14 @@ def test_a_fault_that_never_comes_is_refused_with_one_that_does(text, mended):
 
 def test_no_fault_costs_nothing():
     assert read_faults({}, 10, 1) == ()
-    loss = object()
-    assert planted_in_loss((), loss, True, None) is loss
+    loss = SumOfInput()
+    plant_in_loss((), loss, None)
+    assert not loss._forward_hooks and not loss._forward_pre_hooks
+
+
+class SumOfInput(nn.Module):
+    def forward(self, x):
+        return x.sum()
 
 
 @pytest.fixture
@@ -118,11 +125,12 @@ def status(monkeypatch):
 @pytest.mark.parametrize("where", ["loss", "grad"])
 def test_a_planted_fault_is_in_its_step_alone(where, status):
     fault = LossFault(first=2, last=2, factor=8.0, where=where)
-    loss = planted_in_loss([fault], lambda logits, labels: (logits * labels).sum(), True, Alone(0, 1, CPU))
+    loss = SumOfInput()
+    plant_in_loss([fault], loss, Alone(0, 1, CPU))
     for step, phase in ((1, "forward"), (2, "validation"), (2, "forward"), (2, "pipeline"), (3, "forward")):
         status.update(step=step, phase=phase)
         logits = torch.ones(2, requires_grad=True)
-        value = loss(logits, torch.ones(2))
+        value = loss(logits)
         value.backward()
         is_planted = step == 2 and phase != "validation"
         assert value.item() == (16.0 if is_planted and where == "loss" else 2.0)
@@ -131,21 +139,22 @@ def test_a_planted_fault_is_in_its_step_alone(where, status):
 
 def test_a_fault_for_a_rank_without_the_loss_is_refused():
     with pytest.raises(ConfigError, match="rank 1, which computes no loss"):
-        planted_in_loss([LossFault(first=1, last=1, factor=math.nan, rank=1)], None, True, Alone(0, 1, CPU))
+        plant_in_loss([LossFault(first=1, last=1, factor=math.nan, rank=1)], SumOfInput(), Alone(0, 1, CPU))
 
 
 def test_dropout_draws_from_the_generator_of_the_device_in_training_alone(status):
-    loss = planted_in_loss([DropoutFault(p=0.25)], lambda logits, labels: logits, True, Alone(0, 1, CPU))
+    loss = nn.Identity()
+    plant_in_loss([DropoutFault(p=0.25)], loss, Alone(0, 1, CPU))
     ones = torch.ones(1000)
     status.update(step=1, phase="forward")
     with torch.random.fork_rng():
         state = torch.get_rng_state()
-        first, second = loss(ones, None), loss(ones, None)
+        first, second = loss(ones), loss(ones)
         torch.set_rng_state(state)
-        again = loss(ones, None)
+        again = loss(ones)
         status.update(phase="validation")
         at_rest = torch.get_rng_state()
-        assert torch.equal(loss(ones, None), ones) and torch.equal(torch.get_rng_state(), at_rest)
+        assert torch.equal(loss(ones), ones) and torch.equal(torch.get_rng_state(), at_rest)
     assert torch.equal(first, again) and not torch.equal(first, second)
     assert first.unique().tolist() == pytest.approx([0, 1 / 0.75]) and 150 < (first == 0).sum() < 350
 

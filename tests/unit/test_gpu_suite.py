@@ -1,4 +1,4 @@
-"""The GPU suite without a GPU: its tiny mode, its verdicts, and that one bad section spoils no other."""
+"""The GPU suite without a GPU: its rehearsal, its verdicts, and that one bad section spoils no other."""
 
 import importlib.metadata
 import json
@@ -8,15 +8,15 @@ import subprocess
 import sys
 import time
 import zipfile
-from dataclasses import replace
 
 import pytest
-from harness import ROOT, parse
+from harness import ROOT
 from packaging.requirements import Requirement
 
-from crius.train.inputs import model_facts, open_run_corpus
+from crius.bench.turns import Contestant, take_turns
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
+import gpu_kernels
 import gpu_low_precision as low
 import gpu_sections as sections
 import gpu_suite as suite
@@ -33,15 +33,30 @@ def call_suite(*arguments, **environ):
     )
 
 
-def test_tiny_mode_writes_a_file_a_section_and_a_summary(tmp_path):
-    done = call_suite("--device", "cpu", "--tiny", "--sections", "precision", OUT=str(tmp_path / "out"))
+def test_a_rehearsal_writes_a_summary_and_all_results(tmp_path):
+    done = call_suite("--rehearse", OUT=str(tmp_path / "out"))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"precision.json", "summary.md"}
-    report = json.loads((tmp_path / "out" / "precision.json").read_text())
-    assert (report["status"], len(report["rows"]), len(report["rows"][0]["losses"])) == ("pass", 2, 20)
-    assert report["environment"]["versions"]["torch"] and report["environment"]["commit"]
+    assert [path.name for path in sorted((tmp_path / "out").iterdir())] == ["results.json", "summary.md"]
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    reports, environment = results["sections"], results["environment"]
+    assert list(reports) == ["models", "sweep", "profile", "kernels"] and not results["not_run"]
+    assert {report["status"] for report in reports.values()} == {"pass"}
+    assert environment["rehearsal"] and environment["versions"]["torch"] and environment["commit"]
+    contestants = [row["contestant"] for row in reports["models"]["rows"]]
+    assert contestants == ["Crius", "titan math, SDPA", "Hugging Face", "Crius, float8"]
+    topics = [row["topic"] for row in reports["sweep"]["rows"]]
+    assert topics == ["base", "loss", "optimizer"]
     summary = (tmp_path / "out" / "summary.md").read_text()
-    assert "| precision | pass |" in summary and "- PASS bfloat16 learns: " in summary
+    for line in (
+        "# GPU suite (a rehearsal: its numbers mean nothing)",
+        "| models | pass |",
+        "- PASS debug, 1 layer, bfloat16: titan math, SDPA starts from Crius's loss: ",
+        "- n/a debug, 1 layer, bfloat16: Crius is at least 1.15 x as fast as titan's mathematics: ",
+        "- PASS debug, 1 layer, float8: linear layers were converted: float8: ",
+        "- PASS every change that was begun and has to run ran: all",
+        "- PASS the trace has the steps: 3 of 3",
+    ):
+        assert line in summary
 
 
 def test_without_a_gpu_it_says_so_and_exits_with_2(tmp_path):
@@ -51,7 +66,7 @@ def test_without_a_gpu_it_says_so_and_exits_with_2(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"), [(["--device", "cpu"], "add --tiny"), (["--sections", "speed"], "no such section: speed")]
+    ("arguments", "said"), [(["--device", "cpu"], "unrecognized"), (["--sections", "speed"], "no such section: speed")]
 )
 def test_a_wrong_call_exits_with_2(arguments, said, capsys):
     with pytest.raises(SystemExit, match="2"):
@@ -89,58 +104,9 @@ def test_a_section_that_fails_or_takes_too_long_ends_itself_alone(tmp_path, monk
     assert "no such thing" in reports[1].error and "stopped after 1 s" in reports[0].failures[0]["why"]
 
 
-def run_of(rate=1000.0, memory=10.0, loss=5.0, output=""):
+def run_of(rate=1000.0, memory=10.0, loss=5.0):
     record = {"tokens_per_second": rate, "memory_gib": memory, "mfu": 0.4, "loss": loss}
-    return sections.Run(output, [{"step": step, **record} for step in (1, 4, 8, 12, 16, 20, 24)])
-
-
-def verdicts(section, runs, folder, monkeypatch, device="cuda"):
-    """Claims that do not hold, of a section whose ``crius train`` gives ``runs`` one after the other."""
-    queue = list(runs)
-    monkeypatch.setattr(sections, "train", lambda *arguments: queue.pop(0))
-    report = sections.Report("x", folder, 100, {})
-    section(place_of(folder, device), report)
-    report.finish(None)
-    failed = [check["claim"] for check in report.checks if check["passed"] is False]
-    assert report.status == ("FAIL" if failed else "pass")
-    return failed
-
-
-SAYS = "compile: 1 graph, 5.1 s, cache miss\ncompile: 16 of 16 blocks, 1 graph\n"
-NOTHING = "compile: 0 graphs, the model runs eager (switched off by TORCH_COMPILE_DISABLE)\n"
-
-
-@pytest.mark.parametrize(
-    ("compiled", "failed"),
-    [
-        (run_of(1200.0, output=SAYS), []),
-        (run_of(900.0, output=SAYS), ["compiled is faster than eager"]),
-        (run_of(1200.0, loss=5.1, output=SAYS), ["the last losses agree within 1 %"]),
-        (run_of(1200.0, output=NOTHING), ["run 2 compiled something", "run 4 compiled something"]),
-        (None, ["compiled is faster than eager"]),
-    ],
-)
-def test_compile_section_fails_for_what_does_not_hold(compiled, failed, tmp_path, monkeypatch):
-    runs = [run_of(), compiled, run_of(), compiled]
-    assert verdicts(sections.compile_speed, runs, tmp_path, monkeypatch) == failed
-
-
-@pytest.mark.parametrize(
-    ("peaks", "failed"),
-    [
-        ((40, 30, 20, 10), []),  # none, every second, op, full
-        ((40, 20, 30, 10), ["peak memory of selective op is below that of selective 2"]),
-        ((40, 41, 20, 10), ["peak memory of selective 2 is below that of none"]),
-        ((40, 30, 20, 20), ["peak memory of full is below that of selective op"]),
-    ],
-)
-def test_activation_checkpoint_section_fails_for_a_wrong_order(peaks, failed, tmp_path, monkeypatch):
-    def runs():
-        return [run_of(rate=100.0 + peak, memory=peak) for peak in peaks]
-
-    assert verdicts(sections.activation_checkpoint, runs(), tmp_path, monkeypatch) == failed
-    # a CPU's resident set says nothing of it
-    assert verdicts(sections.activation_checkpoint, runs(), tmp_path, monkeypatch, device="cpu") == []
+    return sections.Run("", [{"step": step, **record} for step in (1, 4, 8, 12, 16, 20, 24)])
 
 
 def test_summary_leaves_out_reports_that_begin_before_the_warm_step():
@@ -171,6 +137,88 @@ def test_results_of_pytest_are_read(tmp_path):
     ]
 
 
+PROGRAM = """
+import sys, time
+sys.stdout.write("begun")
+try:
+    time.sleep(60)
+except KeyboardInterrupt:
+    open(sys.argv[1], "w").write(sys.argv[2])
+    if sys.argv[3] == "hangs":
+        time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("after", ["ends", "hangs"])
+def test_tests_that_ran_are_reported_although_time_ran_out(after, tmp_path, monkeypatch):
+    call = sections.call
+
+    def interrupted(place, report, name, arguments):
+        return call(place, report, name, ["-c", PROGRAM, str(tmp_path / "junit.xml"), JUNIT, after])
+
+    monkeypatch.setattr(sections, "call", interrupted)
+    monkeypatch.setattr(sections, "LAST_SECONDS", 2.0)
+    monkeypatch.setattr(suite, "SECTIONS", {"tests": (sections.tests, 2.0)})
+    begin = time.monotonic()
+    report = suite.run_section("tests", place_of(tmp_path), tmp_path, {}, 2.0)
+    assert report.status == "TIME LIMIT" and time.monotonic() - begin < 30
+    assert [row["result"] for row in report.rows] == ["passed", "failed", "skipped", "failed"]
+
+
+CONTESTANT = """
+import json, sys, time
+time.sleep(float(sys.argv[1]))
+print(json.dumps({"ready": 1}), flush=True)
+for line in sys.stdin:
+    time.sleep(float(sys.argv[2]))
+    print(json.dumps({"steps": int(line)}), flush=True)
+"""
+
+
+def contestant_of(name, start, turn):
+    return Contestant(name, [sys.executable, "-c", CONTESTANT, str(start), str(turn)])
+
+
+def test_all_starts_share_one_deadline():
+    begin = time.monotonic()
+    contestants = [contestant_of("a", 0, 0), contestant_of("b", 60, 0), contestant_of("c", 60, 0)]
+    ready, *late = take_turns(contestants, rounds=2, steps=1, start_seconds=3)
+    assert time.monotonic() - begin < 20 and len(ready.turns) == 2
+    assert all("did not answer within 3 s" in outcome.failure for outcome in late)
+
+
+def test_rounds_that_would_not_end_in_time_are_not_begun():
+    begin = time.monotonic()
+    (outcome,) = take_turns([contestant_of("a", 0, 1.0)], rounds=100, steps=1, total_seconds=6)
+    assert not outcome.failure and 0 < len(outcome.turns) < 6 and time.monotonic() - begin < 15
+
+
+def test_only_files_with_gpu_tests_are_collected():
+    files = sections.files_with_gpu_tests()
+    assert files[0].startswith("tests/gpu/") and "tests/distributed/test_nonfinite.py" in files
+    assert len(files) < 12
+
+
+@pytest.mark.parametrize(
+    ("speedup", "peak", "small", "passed"),
+    [
+        (1.1, 1000.0, 0.5, True),
+        (0.9, 1000.0, 0.5, False),
+        (1.1, 9000.0, 0.5, False),
+        (1.1, 9000.0, 1.05, True),  # not the fastest
+    ],
+)
+def test_some_chunks_have_to_be_smaller_and_no_slower(speedup, peak, small, passed, tmp_path):
+    rows = [
+        {"loss": "whole", "milliseconds": 100.0, "peak_mib": 50_000.0, "speedup": 1.0},
+        {"loss": "chunks of 512", "milliseconds": 100 / small, "peak_mib": 500.0, "speedup": small},
+        {"loss": "chunks of 2048", "milliseconds": 100 / speedup, "peak_mib": peak, "speedup": speedup},
+    ]
+    report = sections.Report("x", tmp_path, 100, {})
+    gpu_kernels.judge_loss(report, rows, is_gpu=True)
+    assert [check["passed"] for check in report.checks] == [passed]
+
+
 def test_only_what_is_missing_is_taken_from_the_wheels(tmp_path):
     for name in ("gone_module", "pytest"):
         with zipfile.ZipFile(tmp_path / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
@@ -196,11 +244,21 @@ def test_the_list_of_wheels_is_complete_and_is_the_readmes():
     assert set(re.findall(r"([a-z-]+)==", download)) == listed
 
 
-def test_low_precision_and_the_tests_fit_into_one_call():
+def test_what_matters_most_fits_into_one_call():
     assert suite.TOTAL_SECONDS <= 520
     first = list(suite.SECTIONS)[:5]
-    assert first == [*low.LOW_PRECISION, "tests"]
+    assert first == ["tests", "models", "sweep", "profile", "kernels"]
     assert sum(suite.SECTIONS[name][1] for name in first) <= suite.TOTAL_SECONDS
+
+
+def test_every_section_has_a_row_in_the_readme():
+    rows = re.findall(r"^\| (\w+) \|", (ROOT / "benchmarks" / "README.md").read_text().partition("## Check")[0], re.M)
+    assert [name for name in rows if name in suite.SECTIONS] == list(suite.SECTIONS)
+
+
+def test_rows_with_other_columns_are_a_table_of_their_own():
+    rows = [{"a": 1, "samples": [1]}, {"a": 2, "samples": [2]}, {"b": 0.12345}]
+    assert suite.table(rows) == ["| a |", "| --- |", "| 1 |", "| 2 |", "", "| b |", "| --- |", "| 0.1235 |"]
 
 
 def test_what_no_time_is_left_for_is_not_begun_and_said(tmp_path, monkeypatch):
@@ -213,11 +271,14 @@ def test_what_no_time_is_left_for_is_not_begun_and_said(tmp_path, monkeypatch):
     table = {"slow": (slow, 1.5), "long": (quick, 2.0), "short": (quick, 0.4)}
     monkeypatch.setattr(suite, "SECTIONS", table)
     monkeypatch.setattr(suite, "TOTAL_SECONDS", 1.5)
-    environment = {"tiny": True}
+    environment = {"rehearsal": True}
     reports, dropped = suite.run_sections(list(table), place_of(tmp_path), tmp_path, environment, 1.0)
     assert ([report.name for report in reports], dropped) == (["slow", "short"], ["long"])
     assert reports[-1].limit <= 0.5
     assert "| long | not run | no time was left |" in suite.summary(reports, environment, dropped)
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert (list(results["sections"]), results["not_run"]) == (["slow", "short"], ["long"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["results.json", "summary.md"]
 
 
 @pytest.mark.parametrize(
@@ -239,40 +300,6 @@ def test_only_wheels_for_this_python_and_machine_are_taken(name, fits, tmp_path,
     assert suite.is_usable(wheel) == fits
 
 
-FLOAT8 = "float8: 20 converted, 9 kept: 8 too small (wk, wv), output (sensitive) (tensorwise)\n"
-EMULATED = FLOAT8.replace("(tensorwise)", "(tensorwise; emulated: this device has no float8 matmuls)")
-
-
-@pytest.mark.parametrize(
-    ("tensorwise", "failed"),
-    [
-        (run_of(1500.0, output=FLOAT8), []),
-        (run_of(900.0, output=FLOAT8), ["float8 tensorwise is faster than bfloat16"]),
-        (run_of(1500.0, loss=5.2, output=FLOAT8), ["the last loss of float8 tensorwise is within 2 % of bfloat16's"]),
-        (run_of(1500.0, output=EMULATED), ["run 2 (float8 tensorwise) multiplies in float8"]),
-        (run_of(1500.0), ["run 2 (float8 tensorwise) converted linear layers"]),
-        (None, ["float8 tensorwise is faster than bfloat16"]),
-    ],
-)
-def test_float8_section_fails_for_what_does_not_hold(tensorwise, failed, tmp_path, monkeypatch):
-    good = run_of(1400.0, output=FLOAT8)
-    runs = [run_of(), tensorwise, good, run_of(), good]
-    monkeypatch.setattr(low, "train", lambda *arguments: runs.pop(0))
-    report = sections.Report("x", tmp_path, 100, {})
-    low.float8(place_of(tmp_path), report)
-    assert [check["claim"] for check in report.checks if check["passed"] is False] == failed
-
-
-def test_the_float8_section_has_the_shapes_of_8b_and_its_share_of_the_output_layer():
-    config = parse(low.float8_flags(replace(place_of(ROOT), tiny=False)))
-    small, whole = model_facts(config), model_facts(parse(["--model.flavor", "8b"]))
-    shapes = [set(facts.linears().values()) - {facts.linears()["output"]} for facts in (small, whole)]
-    assert shapes[0] == shapes[1]
-    shares = [facts.vocab_size * facts.dim / facts.matmul_parameters() for facts in (small, whole)]
-    assert shares[0] == pytest.approx(shares[1], rel=1e-3)
-    open_run_corpus(config, 1)  # there is text enough for sequences of 8192 tokens
-
-
 def test_an_answer_is_read_from_between_warnings_and_a_failure_is_kept(tmp_path, monkeypatch):
     outputs = [(0, 'Warning: x\n{\n  "rows": []\n}\nbye\n'), (2, "ConfigError: no\n")]
     monkeypatch.setattr(low, "call", lambda *arguments: outputs.pop(0))
@@ -280,11 +307,3 @@ def test_an_answer_is_read_from_between_warnings_and_a_failure_is_kept(tmp_path,
     assert low.answer(place_of(tmp_path), report, "a", []) == {"rows": []}
     assert low.answer(place_of(tmp_path), report, "b", []) is None
     assert report.failures[0]["why"] == "exit code 2"
-
-
-def test_tiny_mode_runs_the_low_precision_verbs(tmp_path):
-    names = "bench_optimizer,bench_quantize"
-    done = call_suite("--device", "cpu", "--tiny", "--sections", names, OUT=str(tmp_path))
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = {name: json.loads((tmp_path / f"{name}.json").read_text())["rows"] for name in names.split(",")}
-    assert (len(rows["bench_optimizer"]), len(rows["bench_quantize"])) == (6, 25)

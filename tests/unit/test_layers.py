@@ -12,16 +12,20 @@ ROOT = Path(__file__).parent.parent.parent
 
 LAYER = {
     **{"config": 0, "models": 1, "kernels": 1, "__main__": 5, "cli": 4, "help": 0},
-    **dict.fromkeys(("host_memory", "install", "redact", "shards", "silence", "table"), -1),
+    **dict.fromkeys(("host_cpu", "host_memory", "install", "redact", "shards", "silence", "table"), -1),
     **dict.fromkeys(("parallel", "quantize", "data", "optim", "checkpoint", "metrics"), 2),
-    **dict.fromkeys(("train", "planner", "verify", "report", "launch", "bench"), 3),
+    **dict.fromkeys(("train", "planner", "dry_run", "verify", "report", "launch", "bench"), 3),
 }
 # (importer, what it may import although the layers alone would not allow it)
 ARROWS = [
     *[("models", "kernels"), ("train", "launch.environment"), ("train", "launch.status")],
     ("train", "launch.stop"),
     ("verify", "launch"),
-    *[(upper, "train") for upper in ("planner", "verify", "report", "bench")],
+    ("bench", "launch"),
+    *[(upper, "train") for upper in ("dry_run", "verify", "report", "bench")],
+    ("train", "planner"),
+    ("bench", "planner"),
+    ("dry_run", "planner"),
 ]
 PRIVATE = ("config.load", "config.rules", "config.export")  # sections, run and batch are for all
 # (importers, what they may not import although it lies below them)
@@ -30,7 +34,7 @@ CLOSED = [
     *[(name, part) for name, level in LAYER.items() if level == 2 for part in PRIVATE],
 ]
 LAZY_ROOMS = (
-    *(f"cli/{name}.py" for name in ("app", "bench", "checkpoint", "settings", "train", "verify")),
+    *(f"cli/{name}.py" for name in ("app", "bench", "checkpoint", "plan", "settings", "train", "verify")),
     "models/registry.py",
 )
 # pyproject.toml's extras, and what comes with torch but is only for some
@@ -45,9 +49,11 @@ TORCH_FREE = (
     *(f"checkpoint/{name}.py" for name in ("remote_disk", "shard_file", "verify")),
     *(f"checkpoint/{name}.py" for name in ("convert", "dcp", "foreign", "foreign_names", "safetensors_file")),
     *(f"checkpoint/{name}.py" for name in ("strict_json", "tiles", "torch_file", "unpickle")),
+    *(f"bench/{name}.py" for name in ("contestant", "receipt", "samples", "train", "turns")),
     "redact.py",
     "table.py",
     *("models/registry.py", "models/spec.py", "models/*/__init__.py", "launch/*.py", "data/*.py", "train/inputs.py"),
+    "planner/*.py",
 )
 NEEDS_TORCH = ("launch/doctor.py", "data/batch.py", "data/loader.py")
 
@@ -184,7 +190,8 @@ def test_what_shows_before_torch_does_not_import_it():
         ("data/a.py", "from crius.config.load import RunSources"),
         ("parallel/a.py", "def f():\n    from crius.train import job"),
         ("train/a.py", "from crius.launch.local import run_workers"),
-        ("train/a.py", "import crius.planner"),
+        ("train/a.py", "import crius.dry_run"),
+        ("planner/a.py", "from crius.train import job"),
         ("launch/a.py", "from crius.train import job"),
         ("launch/a.py", "from crius.data.corpus import Corpus"),
         ("verify/a.py", "from crius.planner import search"),
@@ -204,7 +211,8 @@ def test_an_import_up_or_sideways_is_found(path, text, tmp_path):
         ("data/a.py", "from crius.config.data import DataConfig\nfrom crius.config.run import RunConfig"),
         ("optim/a.py", "from crius.models.plan import ShardingPlan\nfrom crius.errors import DataError"),
         ("train/a.py", "from crius.launch.status import status\nfrom crius import __version__"),
-        ("planner/a.py", "from crius.train import job"),
+        ("dry_run/a.py", "from crius.train import job"),
+        ("train/a.py", "from crius.planner import memory"),
     ],
 )
 def test_an_allowed_import_is_not_found(path, text, tmp_path):

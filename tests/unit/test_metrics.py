@@ -25,7 +25,6 @@ from crius.metrics.sinks.jsonl import JsonlSink
 from crius.parallel.runtime import World
 from crius.train.loop import Meter
 from crius.train.state import TrainState
-from crius.train.step import StepResult
 
 STEP = StepMetrics(
     step=120,
@@ -311,18 +310,6 @@ def test_a_cpu_has_no_peak_and_no_memory_limit_but_a_resident_set():
     assert 0.05 < devices.peak_memory_gib(cpu) < 100  # GiB: torch alone is more than 50 MiB
 
 
-def result_of(loss, norm):
-    scalar = torch.tensor(0.0, dtype=torch.float64)
-    return StepResult(
-        step=7,
-        loss=scalar + loss,
-        grad_norm=scalar + norm,
-        local_losses=scalar[None],
-        squared_norms=scalar[None],
-        sample_ids=(0,),
-    )
-
-
 def test_rates_and_mfu_are_over_the_steps_since_the_last_report():
     """3 steps of 2048 tokens in 0.5 s on 4 ranks, at 2 GFLOP a token against a peak of 4 TFLOP/s."""
     world = World(rank=0, size=4, device=torch.device("cpu"))
@@ -330,7 +317,7 @@ def test_rates_and_mfu_are_over_the_steps_since_the_last_report():
     state = TrainState(parts=[], optimizer=None, schedule=None, step=7, tokens=14_336)
     for _ in range(3):
         meter.count(2048, 0.5, 0.125)
-    record = meter.report(state, result_of(3.5, 0.25), lr=1e-3, goodput=0.5)
+    record = meter.report(state, 3.5, 0.25, lr=1e-3, goodput=0.5)
     assert (record.step, record.tokens, record.loss, record.grad_norm, record.lr) == (7, 14_336, 3.5, 0.25, 1e-3)
     assert record.tokens_per_second == 3 * 2048 / 1.5
     assert record.tokens_per_second_per_rank == 1024.0
@@ -338,10 +325,10 @@ def test_rates_and_mfu_are_over_the_steps_since_the_last_report():
     assert record.mfu == pytest.approx(2.048 / 4, rel=1e-12)
     assert (record.step_seconds, record.data_seconds) == (0.5, 0.125)
     meter.count(2048, 2.0, 0.0)
-    assert meter.report(state, result_of(3.5, 0.25), lr=1e-3, goodput=0.5).tokens_per_second == 1024.0
+    assert meter.report(state, 3.5, 0.25, lr=1e-3, goodput=0.5).tokens_per_second == 1024.0
 
 
 def test_mfu_is_unknown_without_a_peak():
     meter = Meter(flops_per_token=2e9, peak_tflops=None, world=World(0, 1, torch.device("cpu")))
     meter.count(2048, 0.5, 0.0)
-    assert meter.report(TrainState(None, None, None), result_of(1.0, 1.0), lr=1.0, goodput=0.5).mfu is None
+    assert meter.report(TrainState(None, None, None), 1.0, 1.0, lr=1.0, goodput=0.5).mfu is None

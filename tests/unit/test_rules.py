@@ -11,6 +11,7 @@ from rule_cases import ASYNC, CASES, FLOAT8, PIPELINE, SCHEDULE, SHARD, TENSOR
 from crius import cli
 from crius.config import rules
 from crius.config.facts import Facts
+from crius.config.rules_kernels import KERNEL_RULES
 from crius.config.rules_optimizer import OPTIMIZER_RULES
 from crius.config.rules_pipeline import PIPELINE_RULES
 from crius.config.rules_quantize import QUANTIZE_RULES
@@ -79,7 +80,14 @@ def test_a_rule_names_the_value_where_it_came_from_and_a_fix_that_works(rule, fl
 
 
 def test_every_rule_has_a_case_and_an_untouched_run_breaks_none():
-    elsewhere = {*PIPELINE_RULES, *QUANTIZE_RULES, *OPTIMIZER_RULES, *STABILITY_RULES, *REPRODUCIBLE_RULES}
+    elsewhere = {
+        *PIPELINE_RULES,
+        *QUANTIZE_RULES,
+        *OPTIMIZER_RULES,
+        *STABILITY_RULES,
+        *REPRODUCIBLE_RULES,
+        *KERNEL_RULES,
+    }
     assert {case[0] for case in CASES} == set(rules.RULES) - elsewhere
     for known in ({}, {"num_gpus": 8}, {"ranks": 4}):
         rules.check(facts_of([], **known))

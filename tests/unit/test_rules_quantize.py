@@ -184,6 +184,13 @@ CASES = [
         FLOAT8,
         f"leave out {EXCLUDE}",
     ),
+    (
+        rules_quantize.chunked_loss_has_its_layer,
+        [FLOAT8, INCLUDE, "output", "--kernels.linear_cross_entropy", "chunked"],
+        "kernels.linear_cross_entropy chunked does not go with an output layer in low precision",
+        f"{FLOAT8} (command line)",
+        "--kernels.linear_cross_entropy off",
+    ),
 ]
 
 

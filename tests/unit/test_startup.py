@@ -16,7 +16,7 @@ from crius import cli
 from crius.install import install_line
 from crius.launch import doctor
 
-CPU_SECONDS = 0.7  # importing torch alone takes 2 s
+SHARE = 0.5  # of what importing torch alone takes on the same machine
 
 # With torch blocked an import of it would fail; without the block one in a try could go unnoticed.
 _MAIN = """
@@ -44,6 +44,11 @@ def run(*command, **environ):
     return done, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
+@pytest.fixture(scope="module")
+def torch_seconds():
+    return min(run("-c", "import torch")[1] for _ in range(2))
+
+
 @pytest.mark.parametrize(
     ("argv", "code", "said"),
     [
@@ -57,16 +62,16 @@ def run(*command, **environ):
     ],
     ids=["help", "train_help", "config_show", "config_diff", "wrong_flag", "broken_rule", "no_data"],
 )
-def test_it_answers_at_once_and_without_torch(argv, code, said, tmp_path):
+def test_it_answers_at_once_and_without_torch(argv, code, said, tmp_path, torch_seconds):
     spent = []
-    for _ in range(3):  # the best of three: others use this machine too
+    for _ in range(5):  # the best of five: others use this machine too
         done, seconds = run("-c", _MAIN, *argv, *(["--job.run_dir", str(tmp_path)] if code == 1 else []))
         assert done.returncode == code, done.stderr
         assert said in (done.stderr if code else done.stdout)
         spent.append(seconds)
-        if seconds < CPU_SECONDS:
+        if seconds < SHARE * torch_seconds:
             break
-    assert min(spent) < CPU_SECONDS
+    assert min(spent) < SHARE * torch_seconds
 
 
 def test_train_py_takes_the_flags_of_crius_train():

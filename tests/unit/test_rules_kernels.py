@@ -1,0 +1,58 @@
+"""What ``[kernels]`` refuses before anything starts."""
+
+import pytest
+from test_rules import facts_of
+
+from crius.config.rules_kernels import KERNEL_RULES, attention_backend_runs, cpu_kernels_run_on_cpus
+
+LINEAR, POINTWISE, ATTENTION = "--kernels.linear", "--kernels.pointwise", "--kernels.attention"
+MASK = ["--model.attention_mask", "document"]
+BF16 = ["--training.mixed_precision_param", "bfloat16"]
+FP32 = ["--training.mixed_precision_param", "float32"]
+GPU = {"num_gpus": 1}
+
+# rule, flags, what else is known, in the sentence, in "why", in "fix"
+CASES = [
+    (cpu_kernels_run_on_cpus, [LINEAR, "onednn"], GPU, "linear onednn is for CPUs", "", "linear torch"),
+    (cpu_kernels_run_on_cpus, [POINTWISE, "fused"], GPU, "pointwise fused is for CPUs", "", "pointwise torch"),
+    (cpu_kernels_run_on_cpus, [POINTWISE, "fused"], {"is_dry": True}, "is for CPUs", "", "training.device cpu"),
+    (cpu_kernels_run_on_cpus, [POINTWISE, "fused", "--compile.enable"], {}, "no effect", "fuses", "compile.no_enable"),
+    (attention_backend_runs, [ATTENTION, "cudnn"], {}, "attention cudnn", "a CPU has flash", "attention auto"),
+    (attention_backend_runs, [ATTENTION, "flex", *MASK], {}, "attention flex", "a CPU has flash", "attention auto"),
+    (attention_backend_runs, [ATTENTION, "flash", *FP32], GPU, "attention flash", "16-bit", "bfloat16"),
+    (attention_backend_runs, [ATTENTION, "flash", *BF16, *MASK], GPU, "flash", "takes no mask", "flex or efficient"),
+    (attention_backend_runs, [ATTENTION, "cudnn", *BF16, *MASK], GPU, "cudnn", "NaN", "flex or efficient"),
+    (attention_backend_runs, [ATTENTION, "flex", *BF16], GPU, "flex", "document mask", "attention_mask document"),
+    (
+        attention_backend_runs,
+        [ATTENTION, "flex", *BF16, *MASK, "--parallelism.context_parallel_degree", "2"],
+        GPU,
+        "flex",
+        "context parallelism",
+        "attention auto",
+    ),
+]
+
+
+@pytest.mark.parametrize(("rule", "flags", "known", "sentence", "why", "fix"), CASES)
+def test_a_kernel_that_cannot_run_is_refused(rule, flags, known, sentence, why, fix):
+    (error,) = rule(facts_of(flags, **known))
+    assert sentence in str(error) and why in str(error) and fix in str(error.fix)
+    assert flags[0] in str(error)
+
+
+@pytest.mark.parametrize(
+    ("flags", "known"),
+    [
+        ([], {}),
+        ([LINEAR, "onednn", POINTWISE, "fused", ATTENTION, "math"], {}),
+        ([LINEAR, "onednn", "--training.device", "cpu"], GPU),
+        ([POINTWISE, "torch", "--compile.enable"], {}),
+        ([ATTENTION, "flash", *MASK], {}),
+        ([ATTENTION, "cudnn", *BF16], GPU),
+        ([ATTENTION, "flex", *BF16, *MASK], GPU),
+        ([ATTENTION, "efficient", *MASK, *FP32], GPU),
+    ],
+)
+def test_a_kernel_that_can_run_is_not_refused(flags, known):
+    assert [error for rule in KERNEL_RULES for error in rule(facts_of(flags, **known))] == []
