@@ -14,8 +14,11 @@ import math
 import random
 import re
 import statistics
+from collections.abc import Callable
 from dataclasses import asdict, fields
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import numpy
 from scipy.optimize import least_squares
@@ -197,13 +200,19 @@ def geometric(values: list[float]) -> float:
     return round(math.exp(statistics.fmean(map(math.log, values))), 4)
 
 
-def write(constants: TimeConstants) -> None:
-    """Replace the values in ``time_constants.py``."""
-    path = Path(time_constants.__file__)
+def three_digits(name: str, value: float) -> str:
+    """A constant as it is written."""
+    return repr(float(f"{value:.3g}"))
+
+
+def write(module: ModuleType, constants: Any, shown: Callable[[str, float], str] = three_digits) -> None:
+    """Replace the defaults in ``module``, the file of the dataclass of ``constants``."""
+    path = Path(str(module.__file__))
     text = path.read_text(encoding="utf-8")
     for name, value in asdict(constants).items():
-        line = f"    {name}: float = {float(f'{value:.3g}')!r}"
-        text, count = re.subn(rf"^    {name}: float = .*$", line, text, flags=re.M)
+        text, count = re.subn(
+            rf"^    {name}: float = .*$", f"    {name}: float = {shown(name, value)}", text, flags=re.M
+        )
         assert count == 1, name
     path.write_text(text, encoding="utf-8")
 
@@ -220,7 +229,7 @@ def main() -> None:
         print(json.dumps({key: value for key, value in judged.items() if key != "rows"}, indent=2))
     if args.write:
         constants = fit(rows, most=25)
-        write(constants)
+        write(time_constants, constants)
         print(asdict(constants))
         if judged:
             JUDGED.write_text(json.dumps(judged, indent=1) + "\n", encoding="utf-8")

@@ -9,13 +9,11 @@ As ``fit_planner.py`` does for time: the same groups, splits and pull towards pr
 import argparse
 import json
 import math
-import re
 import statistics
 from dataclasses import asdict
-from pathlib import Path
 
 import numpy
-from fit_planner import ROWS, geometric, group_of, halves
+from fit_planner import ROWS, geometric, group_of, halves, three_digits, write
 from scipy.optimize import least_squares
 
 from crius.planner import memory_constants
@@ -105,16 +103,10 @@ def judge(rows: list[Measurement], num_splits: int) -> dict:
     return {"splits": num_splits, **means, "rows": {name: geometric(found) for name, found in ratios.items()}}
 
 
-def write(constants: MemoryConstants) -> None:
-    """Replace the values in ``memory_constants.py``."""
-    path = Path(memory_constants.__file__)
-    text = path.read_text(encoding="utf-8")
-    for name, value in asdict(constants).items():
-        is_size = name in ("reserved_bytes", "allocated_bytes", "cdna3_bytes")
-        shown = f"{float(f'{value / GIB:.3g}')!r} * GIB" if is_size else f"{float(f'{value:.3g}')!r}"
-        text, count = re.subn(rf"^    {name}: float = .*$", f"    {name}: float = {shown}", text, flags=re.M)
-        assert count == 1, name
-    path.write_text(text, encoding="utf-8")
+def shown(name: str, value: float) -> str:
+    """A constant as it is written, sizes in GiB."""
+    is_size = name in ("reserved_bytes", "allocated_bytes", "cdna3_bytes")
+    return f"{three_digits(name, value / GIB)} * GIB" if is_size else three_digits(name, value)
 
 
 def main() -> None:
@@ -135,7 +127,7 @@ def main() -> None:
             print(name, ratios[name])
     if args.write:
         constants = fit(rows)
-        write(constants)
+        write(memory_constants, constants, shown)
         print(asdict(constants))
 
 
