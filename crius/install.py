@@ -1,6 +1,6 @@
 """The line that installs a package into this Python: an environment made by uv has no pip of its own."""
 
-import importlib.util
+import importlib.metadata
 import shlex
 import sys
 
@@ -18,6 +18,8 @@ def install_line(*requirements: str) -> str:
     """A shell command that installs ``requirements`` for the Python that runs this."""
     python = shlex.quote(sys.executable)
     names = " ".join(map(shlex.quote, requirements))
-    if importlib.util.find_spec("pip") is None:
+    # not find_spec("pip"): setuptools' import hook takes that for a run of pip and hands this process the standard
+    # library's distutils from then on, after which torch.utils.cpp_extension, and so torch.compile, cannot be imported
+    if not any(importlib.metadata.distributions(name="pip")):
         return f"uv pip install --python {python} {names}"
     return f"{python} -m pip install {names}"

@@ -111,3 +111,11 @@ def test_doctor_says_the_line_that_installs_a_missing_package(package, capsys, m
     assert line.split()[0] == ("missing" if required else "optional")
     assert line.endswith(f": {install}")
     assert out.rstrip().endswith("not ready: run the lines above" if required else "ready: crius train")
+
+
+def test_an_install_line_leaves_compiling_possible():
+    """Whoever looks for the module pip makes setuptools' import hook choose the standard library's distutils."""
+    code = "from crius.install import install_line; print(install_line('a', 'b>1')); import torch.utils.cpp_extension"
+    done, _ = run("-c", code)
+    assert done.returncode == 0, done.stderr
+    assert "pip install" in done.stdout and "'b>1'" in done.stdout
