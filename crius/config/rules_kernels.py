@@ -1,5 +1,6 @@
 """Rules about ``[kernels]``: what is asked for by name runs on the device, in the dtype and with the mask."""
 
+from crius.config.attention import obstacle
 from crius.config.facts import Facts, Rule, Violations
 from crius.errors import ConfigError
 
@@ -14,7 +15,7 @@ def _is_on_gpu(facts: Facts) -> bool:
 
 
 def cpu_kernels_run_on_cpus(facts: Facts) -> Violations:
-    """oneDNN and the fused pointwise kernels are for eager CPUs."""
+    """oneDNN and the fused pointwise kernels are for CPUs."""
     kernels, on_gpu = facts.config.kernels, _is_on_gpu(facts)
     for name, asked in ((_LINEAR, kernels.linear == "onednn"), (_POINTWISE, kernels.pointwise == "fused")):
         if asked and on_gpu:
@@ -24,13 +25,6 @@ def cpu_kernels_run_on_cpus(facts: Facts) -> Violations:
                 where=facts.flag(name),
                 fix=f"--{name} torch, or --training.device cpu",
             )
-    if kernels.pointwise == "fused" and not on_gpu and facts.config.compile.enable:
-        yield ConfigError(
-            f"{_POINTWISE} fused has no effect with compile.enable.",
-            where=facts.flag(_POINTWISE),
-            why="torch.compile fuses these operators itself",
-            fix=f"--{_POINTWISE} torch, or --compile.no_enable",
-        )
 
 
 def attention_backend_runs(facts: Facts) -> Violations:
@@ -39,7 +33,12 @@ def attention_backend_runs(facts: Facts) -> Violations:
     on_gpu, has_mask = _is_on_gpu(facts), config.model.attention_mask == "document"
     why, fix = "", f"--{_ATTENTION} auto"
     if not on_gpu:
-        why = "" if asked in ("auto", "flash", "math") else "a CPU has flash and math"
+        if asked == "blocked":
+            why, fix = obstacle(config)
+        elif asked not in ("auto", "flash", "math"):
+            why = "a CPU has flash, math and blocked"
+    elif asked == "blocked":
+        why, fix = "it is for CPUs", f"{fix}, or --training.device cpu"
     elif asked in _HALF_ONLY and config.training.mixed_precision_param == "float32":
         why, fix = "on a GPU it takes 16-bit numbers only", f"--training.mixed_precision_param bfloat16, or {fix}"
     elif asked in _HALF_ONLY and has_mask:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from crius.kernels import choice
+from crius.kernels import blocked_attention, choice
 
 Mask = Tensor | BlockMask
 """What a query may see: bool ``(B, 1, queries, keys)``, or the blocks of it for flex."""
@@ -31,7 +31,10 @@ _MASKED = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBacken
 
 def causal_attention(q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor) -> Tensor:
     """Attention over earlier tokens and the own one: ``(B, N, T, H)``; K divides N."""
-    backends = [_BACKENDS[name] for name in choice.current().attention if name in _BACKENDS]
+    order = choice.current().attention
+    if "blocked" in order and blocked_attention.when(q_BNTH, k_BKTH, v_BKTH):
+        return blocked_attention.blocked_attention(q_BNTH, k_BKTH, v_BKTH)
+    backends = [_BACKENDS[name] for name in order if name in _BACKENDS]
     if not backends:
         return F.scaled_dot_product_attention(q_BNTH, k_BKTH, v_BKTH, is_causal=True, enable_gqa=True)
     if backends == [SDPBackend.EFFICIENT_ATTENTION]:  # which takes no shared key/value heads

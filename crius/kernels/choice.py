@@ -4,11 +4,9 @@ Nothing is timed at the start: the same config on the same machine takes the sam
 same bits.
 """
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -16,12 +14,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from crius.errors import ConfigError
+from crius.host_cpu import is_wide_amd_cpu
 
 Linear = Literal["torch", "onednn"]
 Pointwise = Literal["torch", "fused"]
-Attention = Literal["cudnn", "flash", "efficient", "math", "flex"]
+Attention = Literal["cudnn", "flash", "efficient", "math", "flex", "blocked"]
 
-_CPUINFO = Path("/proc/cpuinfo")
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)  # no DTensor and no other subclass, whose operators mean something else
 
 
@@ -82,9 +80,9 @@ def resolve(
     attention: Literal["auto"] | Attention,
     *,
     device_type: str,
-    compiled: bool = False,
     capability: tuple[int, int] | None = None,
     has_mask: bool = False,
+    keeps_probabilities: bool = False,
 ) -> Choice:
     """What ``[kernels]`` comes to on a device.
 
@@ -93,16 +91,16 @@ def resolve(
         pointwise: as in ``[kernels]``.
         attention: as in ``[kernels]``.
         device_type: ``cpu`` or ``cuda``.
-        compiled: whether torch.compile takes the blocks.
         capability: of the GPU; None where there is none at hand.
         has_mask: whether attention gets a mask besides the causal one.
+        keeps_probabilities: whether attention on a CPU may keep its probabilities, see ``crius.config.attention``.
 
     Raises:
         ConfigError: what is asked for by name does not run there.
     """
     found_linear, why_linear = _linear(linear, device_type)
-    found_pointwise, why_pointwise = _pointwise(pointwise, device_type, compiled)
-    order, why_attention = _attention(attention, device_type, capability, has_mask)
+    found_pointwise, why_pointwise = _pointwise(pointwise, device_type)
+    order, why_attention = _attention(attention, device_type, capability, has_mask, keeps_probabilities)
     return Choice(
         linear=found_linear,
         pointwise=found_pointwise,
@@ -124,26 +122,30 @@ def _linear(asked: str, device_type: str) -> tuple[Linear, str]:
     return ("onednn", "auto: AMD CPU with AVX-512") if is_wide_amd_cpu() else ("torch", "auto: no AMD CPU with AVX-512")
 
 
-def _pointwise(asked: str, device_type: str, compiled: bool) -> tuple[Pointwise, str]:
-    missing = "it is for CPUs" if device_type != "cpu" else "torch.compile fuses them" if compiled else ""
+def _pointwise(asked: str, device_type: str) -> tuple[Pointwise, str]:
+    missing = "" if device_type == "cpu" else "it is for CPUs"
     if asked == "torch":
         return "torch", ""
     if asked == "fused":
         if missing:
             raise _impossible("pointwise", "fused", missing, "torch")
         return "fused", ""
-    return ("torch", f"auto: {missing}") if missing else ("fused", "auto: CPU, no torch.compile")
+    return ("torch", f"auto: {missing}") if missing else ("fused", "auto: CPU")
 
 
 def _attention(
-    asked: str, device_type: str, capability: tuple[int, int] | None, has_mask: bool
+    asked: str, device_type: str, capability: tuple[int, int] | None, has_mask: bool, keeps_probabilities: bool
 ) -> tuple[tuple[Attention, ...], str]:
     if asked != "auto":
-        if device_type == "cpu" and asked not in ("flash", "math"):
-            raise _impossible("attention", asked, "a CPU has flash and math", "auto")
+        if device_type == "cpu" and asked not in ("flash", "math", "blocked"):
+            raise _impossible("attention", asked, "a CPU has flash, math and blocked", "auto")
+        if device_type != "cpu" and asked == "blocked":
+            raise _impossible("attention", asked, "it is for CPUs", "auto")
         return (asked,), ""  # type: ignore[return-value]
     if device_type == "cpu":
-        return (), "auto: CPU"
+        return (
+            (("blocked",), "auto: AMD CPU with AVX-512, short sequences") if keeps_probabilities else ((), "auto: CPU")
+        )
     if has_mask:
         return ("flash", "efficient", "math"), "auto: mask"
     if capability is not None and capability >= (9, 0):
@@ -168,24 +170,14 @@ def _impossible(field: str, value: str, why: str, instead: str) -> ConfigError:
     )
 
 
-def is_wide_amd_cpu() -> bool:
-    """Whether the CPU is AMD's and has AVX-512 (Zen 4 and later), by ``/proc/cpuinfo``; False where there is none."""
-    try:
-        text = _CPUINFO.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return False
-    return bool(
-        re.search(r"^vendor_id\s*:\s*AuthenticAMD$", text, re.M) and re.search(r"^flags\s*:.*\bavx512f\b", text, re.M)
-    )
-
-
 def are_plain(dtypes: tuple[torch.dtype, ...], *tensors: Tensor) -> bool:
     """Whether all ``tensors`` are ordinary ones on a CPU, of one of ``dtypes``."""
     return all(type(x) in _PLAIN and x.device.type == "cpu" and x.dtype in dtypes for x in tensors)
 
 
 def takes_fused(*tensors: Tensor) -> bool:
-    """Whether a fused pointwise kernel takes ``tensors``: this process chose them, and no compiler sees the call.
+    """Whether a fused pointwise kernel takes ``tensors``: this process chose them, and no compiler sees the call, which
+    fuses them itself.
 
     float32 and float64 only: in bfloat16 each of their in-place steps would round.
     """

@@ -150,8 +150,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, num_tokens, size):
             rows = slice(start, start + size)
             logits_CV = linear(hidden_ND[rows], weight_VD)
-            losses += _score(logits_CV, labels_N[rows] - first_row, chunks, with_gradient, gather)
-            counts_C1 = counts_N[rows, None]  # the logits have the gradients now
+            found, logits_CV = _score(logits_CV, labels_N[rows] - first_row, chunks, with_gradient, gather)
+            losses += found
+            counts_C1 = counts_N[rows, None]  # instead of the logits there are the gradients now
             if hidden_gradient is not None:
                 torch.mul(linear(logits_CV, weight_VD.t()), counts_C1, out=hidden_gradient[rows])
             if weight_sum is not None:
@@ -172,15 +173,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def _score(
     logits_CV: Tensor, targets_C: Tensor, chunks: Chunks, with_gradient: bool, gather: Gather | None
-) -> list[Tensor]:
-    """The token losses of each block; with gradients these take the place of the logits."""
+) -> tuple[list[Tensor], Tensor]:
+    """The token losses of each block, and what takes the place of the logits: with gradients these."""
+    if len(logits_CV) <= chunks.block_tokens:
+        found, gradient = chunks.score(logits_CV, targets_C, with_gradient, gather)
+        return [found], logits_CV if gradient is None else gradient
     losses = []
     for logits, targets in zip(logits_CV.split(chunks.block_tokens), targets_C.split(chunks.block_tokens), strict=True):
         found, gradient = chunks.score(logits, targets, with_gradient, gather)
         losses.append(found)
         if gradient is not None:
             logits.copy_(gradient)
-    return losses
+    return losses, logits_CV
 
 
 class _Product:

@@ -38,7 +38,12 @@ def reference(x_BTNH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-    return torch.mul(x, cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin, value=sign)
+    """``x * cos + sign * roll(x) * sin`` without a copy of ``x`` in which the halves have changed places."""
+    half = x.shape[-1] // 2
+    y = torch.mul(x, cos)
+    y[..., :half].addcmul_(x[..., half:], sin[..., :half], value=sign)
+    y[..., half:].addcmul_(x[..., :half], sin[..., half:], value=sign)
+    return y
 
 
 class _Rotary(torch.autograd.Function):

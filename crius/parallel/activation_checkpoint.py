@@ -43,6 +43,7 @@ _MATMULS = (
 # by name, not by object: some exist in some versions of torch only, or once a module of it is imported
 CATEGORIES: Mapping[str, tuple[str, ...]] = {
     "attention": (
+        "crius.attend.default",
         "aten._scaled_dot_product_flash_attention_for_cpu.default",
         "aten._scaled_dot_product_flash_attention.default",
         "aten._scaled_dot_product_efficient_attention.default",

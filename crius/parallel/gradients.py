@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from crius.kernels.squared_norm import squared_norms
 from crius.parallel.dims import ParallelDims
 from crius.parallel.runtime import World
 from crius.shards import local_tensor, num_shards
@@ -42,8 +43,7 @@ class Gradients:
         return self._squared([local_tensor(parameter) for parameter in self._parameters])
 
     def _squared(self, tensors: Sequence[Tensor]) -> Tensor:
-        norms = torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float64)).to(self._device)
-        return norms.square() * self._share
+        return squared_norms(tensors).to(self._device) * self._share
 
     def totals(self, losses: Tensor, squared_norms: Tensor, world: World, dims: ParallelDims) -> Tensor:
         """Loss and squared gradient norm of a step, float64 ``(2,)``, the same on all ranks.

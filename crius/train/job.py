@@ -256,11 +256,14 @@ def _place(config: RunConfig, device: torch.device, shard: ContextShard, batch: 
 
 def set_up_torch(config: RunConfig, placement: Placement) -> torch.device:
     """Threads, determinism, compiler, kernels and the device of this process."""
+    threads = torch.get_num_threads()
     if config.training.reproducible:
-        torch.set_num_threads(1)  # the last bits of sums depend on the number of threads
+        threads = 1  # the last bits of sums depend on the number of threads
     elif "OMP_NUM_THREADS" in os.environ or placement.local_world_size > 1:
         cores = max(1, (os.cpu_count() or 1) // placement.local_world_size)
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", cores)))
+        threads = int(os.environ.get("OMP_NUM_THREADS", cores))
+    if threads != torch.get_num_threads():  # a number that was set, even the same, costs attention a quarter
+        torch.set_num_threads(threads)
     if config.debug.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)

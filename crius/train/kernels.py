@@ -2,6 +2,7 @@
 
 import torch
 
+from crius.config.attention import keeps_probabilities
 from crius.config.run import RunConfig
 from crius.kernels import choice
 
@@ -23,7 +24,7 @@ def run_kernels(config: RunConfig, device: torch.device) -> choice.Choice:
         asked.pointwise,
         asked.attention,
         device_type=device.type,
-        compiled=config.compile.enable,
         capability=torch.cuda.get_device_capability(device) if is_at_hand else None,
         has_mask=config.model.attention_mask == "document",
+        keeps_probabilities=keeps_probabilities(config),
     )

@@ -1,0 +1,149 @@
+"""Causal attention of short sequences on a CPU: batched matmuls over blocks of queries, whose probabilities are kept.
+
+The backward of PyTorch's flash kernel computes the probabilities again, here it reads them: four matmuls for five, and
+no exponentials. The query heads of a key/value head are rows of one matmul. A block of queries meets only the keys up
+to its last one, so that little more than half of all pairs is computed and kept.
+
+B batch, T tokens, N query heads, K key/value heads, G = N / K, H head dim, V head dim of the values,
+L blocks of S tokens, T = L S
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils.flop_counter import register_flop_formula
+
+from crius.host_cpu import ATTENTION_BLOCK as BLOCK
+from crius.kernels import choice
+
+_library = torch.library.Library("crius", "FRAGMENT")
+_library.define("attend(Tensor q, Tensor k, Tensor v) -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
+_library.define(
+    "attend_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor p) -> (Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def blocked_attention(q_BNTH: Tensor, k_BKTH: Tensor, v_BKTV: Tensor) -> Tensor:
+    """Attention over earlier tokens and the own one: ``(B, N, T, V)``. To be called where ``when`` says so."""
+    y: Tensor = _Blocked.apply(q_BNTH, k_BKTH, v_BKTV)
+    return y
+
+
+def when(q_BNTH: Tensor, k_BKTH: Tensor, v_BKTV: Tensor) -> bool:
+    """Whether it computes this: ordinary float32 tensors on a CPU, as many queries as keys, a multiple of ``BLOCK``."""
+    is_square = q_BNTH.shape[2] == k_BKTH.shape[2] and q_BNTH.shape[2] % BLOCK == 0
+    return is_square and q_BNTH.numel() > 0 and choice.are_plain((torch.float32,), q_BNTH, k_BKTH, v_BKTV)
+
+
+class _Blocked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q_BNTH: Tensor, k_BKTH: Tensor, v_BKTV: Tensor) -> Tensor:
+        kv_heads = k_BKTH.shape[1]
+        q, k, v = _blocks(q_BNTH, kv_heads), _rows(k_BKTH), _rows(v_BKTV)
+        y, p = torch.ops.crius.attend.default(q, k, v)
+        ctx.save_for_backward(q, k, v, p)
+        ctx.kv_heads = kv_heads
+        return _from_blocks(y, q_BNTH.shape[0], kv_heads)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BNTV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        batch, kv_heads = grad_BNTV.shape[0], ctx.kv_heads
+        dq, dk, dv = torch.ops.crius.attend_backward.default(_blocks(grad_BNTV, kv_heads), *ctx.saved_tensors)
+        return _from_blocks(dq, batch, kv_heads), *(x.unflatten(0, (batch, kv_heads)) for x in (dk, dv))
+
+
+def _blocks(x_BNTH: Tensor, kv_heads: int) -> Tensor:
+    """``(L, B K, S G, H)``: rows of a block side by side, the query heads of a key/value head next to each other."""
+    x = x_BNTH.unflatten(2, (-1, BLOCK)).unflatten(1, (kv_heads, -1))  # B K G L S H
+    return x.permute(3, 0, 1, 4, 2, 5).contiguous().flatten(3, 4).flatten(1, 2)
+
+
+def _from_blocks(x: Tensor, batch: int, kv_heads: int) -> Tensor:
+    """``(B, N, T, H)``, in memory ``(B, T, N, H)``, as the matmuls before and behind have it."""
+    x = x.unflatten(2, (BLOCK, -1)).unflatten(1, (batch, kv_heads))  # L B K S G H
+    return x.permute(1, 0, 3, 2, 4, 5).contiguous().flatten(3, 4).flatten(1, 2).transpose(1, 2)
+
+
+def _rows(x_BKTH: Tensor) -> Tensor:
+    """``(B K, T, H)``, contiguous."""
+    return x_BKTH.contiguous().flatten(0, 1)
+
+
+def _parts(p: Tensor, blocks: int, batch: int, rows: int) -> Iterator[tuple[int, Tensor]]:
+    """The keys that a block sees, and its probabilities ``(B K, S G, keys)``, a part of the memory ``p``."""
+    start = 0
+    for keys in range(BLOCK, blocks * BLOCK + 1, BLOCK):
+        stop = start + batch * rows * keys
+        yield keys, p[start:stop].view(batch, rows, keys)
+        start = stop
+
+
+def _num_kept(q: Tensor) -> int:
+    """Numbers in all probabilities: each block has a column for every key up to its last."""
+    blocks, batch, rows, _ = q.shape
+    return batch * rows * BLOCK * (blocks * (blocks + 1) // 2)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Output as ``_blocks`` has it, and the probabilities of all blocks."""
+    blocks, batch, rows, width = q.shape
+    y, p = q.new_empty(blocks, batch, rows, v.shape[2]), q.new_empty(_num_kept(q))
+    later = q.new_full((BLOCK, BLOCK), -torch.inf).triu_(1).repeat_interleave(rows // BLOCK, 0)
+    for block, (keys, part) in enumerate(_parts(p, blocks, batch, rows)):
+        torch.baddbmm(part, q[block], k[:, :keys].mT, beta=0, alpha=1 / math.sqrt(width), out=part)
+        part[..., -BLOCK:] += later
+        torch.softmax(part, -1, out=part)
+        torch.bmm(part, v[:, :keys], out=y[block])
+    return y, p
+
+
+def _attend_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of ``q``, ``k`` and ``v``; ``grad`` as ``_blocks`` has it."""
+    blocks, batch, rows, width = q.shape
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    scale = 1 / math.sqrt(width)
+    buffer = q.new_empty(batch * rows * blocks * BLOCK)
+    for block, (keys, part) in reversed(list(enumerate(_parts(p, blocks, batch, rows)))):
+        ds = buffer[: part.numel()].view(part.shape)
+        torch.bmm(grad[block], v[:, :keys].mT, out=ds)
+        torch.ops.aten._softmax_backward_data.out(ds, part, -1, ds.dtype, grad_input=ds)
+        torch.baddbmm(dq[block], ds, k[:, :keys], beta=0, alpha=scale, out=dq[block])
+        for total, rows_of, other in ((dv, part, grad[block]), (dk, ds, q[block])):
+            if keys == total.shape[1]:  # the last block sees all keys and comes first
+                torch.bmm(rows_of.mT, other, out=total)
+            else:
+                total[:, :keys] += torch.bmm(rows_of.mT, other)
+    return dq, dk.mul_(scale), dv
+
+
+_library.impl("attend", _attend, "CPU")
+_library.impl("attend_backward", _attend_backward, "CPU")
+
+
+@torch.library.register_fake("crius::attend", lib=_library)
+def _shapes(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    return q.new_empty(*q.shape[:-1], v.shape[2]), q.new_empty(_num_kept(q))
+
+
+@torch.library.register_fake("crius::attend_backward", lib=_library)
+def _backward_shapes(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, p: Tensor) -> tuple[Tensor, ...]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+@register_flop_formula(torch.ops.crius.attend)
+def flops(q: torch.Size, k: torch.Size, v: torch.Size, *args: object, **kwargs: object) -> int:
+    """FLOPs of all pairs, those behind the own token too, as PyTorch counts causal attention."""
+    blocks, batch, rows, width = q
+    return 2 * batch * blocks * rows * k[1] * (width + v[2])
+
+
+@register_flop_formula(torch.ops.crius.attend_backward)
+def backward_flops(grad: torch.Size, q: torch.Size, k: torch.Size, v: torch.Size, *args: object, **kw: object) -> int:
+    """FLOPs of the gradients: two matmuls for each of the forward."""
+    return 2 * flops(q, k, v)
