@@ -14,6 +14,7 @@ import math
 import random
 import re
 import statistics
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -36,7 +37,7 @@ ROWS, JUDGED = HERE / "measurements.csv", HERE / "judged.json"
 NUM_SPLITS = 10
 PULL = 0.12  # weight of a constant that is one standard deviation off its prior, beside a row that is 12 % off
 TOLERANCE = 0.1  # rows further off than this pull linearly, not quadratically
-REPEATED = 0.4  # a group of n rows weighs n ** (1 - 2 * REPEATED)
+REPEATED = 0.4  # see weights_of; rows of a group differ in batch and precision, and each says a little that is new
 
 # constant: prior, standard deviation of its logarithm (of a bias: of itself), upper bound
 PRIORS: dict[str, tuple[float, float, float]] = {
@@ -76,6 +77,7 @@ PRIORS: dict[str, tuple[float, float, float]] = {
     "cp_imbalance": (0.2, 0.7, 1.0),
     "cp_exposed": (0.3, 0.7, 1.2),
     "ep_exposed": (0.7, 0.15, 1.2),
+    "ep_interleaved": (0.3, 0.4, 1.0),
     "dp_exposed": (0.3, 0.25, 1.0),
     "dp_exposed_nanotron": (0.8, 0.25, 1.0),
     "expert_efficiency": (0.75, 0.15, 1.0),
@@ -111,23 +113,31 @@ def group_of(row: Measurement) -> tuple:
     return row.family, work.model.name, row.gpu, *work.layout.degrees.values()
 
 
+def weights_of(rows: list[Measurement], repeated: float) -> numpy.ndarray:
+    """Of the residuals: a group of n rows weighs ``n ** (1 - 2 * repeated)``, at 0.5 as much as one row."""
+    sizes = Counter(map(group_of, rows))
+    return numpy.array([sizes[group_of(row)] ** -repeated for row in rows])
+
+
+def softened(errors: numpy.ndarray, tolerance: float) -> numpy.ndarray:
+    """Residuals whose squares grow linearly where ``errors`` are beyond ``tolerance``."""
+    off = errors / tolerance
+    return numpy.sign(off) * numpy.sqrt(2 * (numpy.sqrt(1 + off**2) - 1)) * tolerance
+
+
 def fit(rows: list[Measurement], most: int = 7) -> TimeConstants:
     """Constants that explain ``rows`` and stay near their priors."""
     prior = to_vector({name: value for name, (value, _, _) in PRIORS.items()})
     spread = numpy.array([PRIORS[name][1] for name in NAMES])
     upper = to_vector({name: bound for name, (_, _, bound) in PRIORS.items()})
-    sizes: dict[tuple, int] = {}
-    for row in rows:
-        sizes[group_of(row)] = sizes.get(group_of(row), 0) + 1
-    weights = numpy.array([sizes[group_of(row)] ** -REPEATED for row in rows])
+    weights = weights_of(rows, REPEATED)
     measured = numpy.log([row.tokens_per_second for row in rows])
 
     def residuals(vector: numpy.ndarray) -> numpy.ndarray:
         constants = to_constants(vector)
         planned = numpy.log([tokens_per_second(row.workload, row.hardware, constants) for row in rows])
-        off = (planned - measured) / TOLERANCE
-        soft = numpy.sign(off) * numpy.sqrt(2 * (numpy.sqrt(1 + off**2) - 1)) * TOLERANCE
-        return numpy.concatenate([weights * soft, PULL * (vector - prior) / spread])
+        off = softened(planned - measured, TOLERANCE)
+        return numpy.concatenate([weights * off, PULL * (vector - prior) / spread])
 
     found = least_squares(residuals, prior, bounds=(-numpy.inf, upper), max_nfev=most, diff_step=1e-3)
     return to_constants(found.x)
@@ -153,45 +163,30 @@ def report(rows: list[Measurement], constants: TimeConstants) -> Report:
 
 
 def judge(rows: list[Measurement], num_splits: int) -> dict:
-    """Mean figures of the judged halves, and of each row the mean ratio of planned to measured speed."""
-    figures: list[dict] = []
-    ratios: dict[str, list[float]] = {}
+    """Errors of all rows that were judged, each in half of the splits, and the mean ratio of each row's plans."""
+    reports = []
     for split in range(num_splits):
         fitted, judged = halves(rows, split)
-        found = report(judged, fit(fitted))
-        figures.append(found.as_json())
-        for one in found.judged:
-            ratios.setdefault(one.row.name, []).append(one.speed / one.row.tokens_per_second)
-        brief = {kind: [figures[-1][kind]["tps"][key] for key in KEYS] for kind in KINDS}
-        print(f"split {split}", brief, "ordering", figures[-1]["ordering"], flush=True)
-    by_row = {name: geometric(found) for name, found in ratios.items()}
-    return {"splits": num_splits, **mean_of(figures), "rows": by_row}
-
-
-def mean_of(figures: list[dict]) -> dict:
-    """Means over splits: of errors by kind of model and by family, of the share of pairs in the right order."""
-    means: dict = {
-        kind: {what: mean_errors([one[kind][what] for one in figures]) for what in ("tps", "constant_mfu")}
-        for kind in KINDS
+        reports.append(report(judged, fit(fitted)))
+        found = reports[-1].as_json()
+        brief = {kind: [found[kind]["tps"][key] for key in KEYS] for kind in KINDS}
+        print(f"split {split}", brief, "ordering", found["ordering"], flush=True)
+    every = Report([one for some in reports for one in some.judged])
+    ratios: dict[str, list[float]] = {}
+    for one in every.judged:
+        ratios.setdefault(one.row.name, []).append(one.speed / one.row.tokens_per_second)
+    pooled, orders = every.as_json(), [some.as_json()["ordering"] for some in reports]
+    return {
+        "splits": num_splits,
+        **{kind: {what: pooled[kind][what] for what in ("tps", "constant_mfu")} for kind in KINDS},
+        "ordering": {"all": share(orders), **{kind: share([one[kind] for one in orders]) for kind in KINDS}},
+        "families": {family: found["tps"] for family, found in pooled["families"].items()},
+        "rows": {name: geometric(found) for name, found in ratios.items()},
     }
-    orders = [one["ordering"] for one in figures]
-    means["ordering"] = {"all": share(orders), **{kind: share([one[kind] for one in orders]) for kind in KINDS}}
-    families = sorted({family for one in figures for family in one["families"]})
-    means["families"] = {
-        family: mean_errors([one["families"][family]["tps"] for one in figures if family in one["families"]])
-        for family in families
-    }
-    return means
-
-
-def mean_errors(errors: list[dict]) -> dict[str, float]:
-    """Of the splits that judge such rows."""
-    judged = [one for one in errors if one["n"]]
-    return {key: round(statistics.fmean(one[key] for one in judged), 4) for key in KEYS}
 
 
 def share(orders: list[dict]) -> float:
-    """Pairs that are in the right order."""
+    """Pairs that are in the right order; both of a pair are of one split."""
     return round(sum(one["right"] for one in orders) / max(1, sum(one["n"] for one in orders)), 4)
 
 

@@ -9,23 +9,23 @@ As ``fit_planner.py`` does for time: the same groups, splits and pull towards pr
 import argparse
 import json
 import math
-import statistics
 from dataclasses import asdict
 
 import numpy
-from fit_planner import ROWS, geometric, group_of, halves, three_digits, write
+from fit_planner import ROWS, geometric, halves, softened, three_digits, weights_of, write
 from scipy.optimize import least_squares
 
 from crius.planner import memory_constants
 from crius.planner.measurements import Measurement, read_measurements
 from crius.planner.memory import Counting, memory
 from crius.planner.memory_constants import GIB, MemoryConstants
+from crius.planner.validate import Errors
 
 NUM_SPLITS = 10
 JUDGED = ROWS.with_name("judged_memory.json")
 PULL = 0.06  # weight of a constant that is one standard deviation off its prior, beside a row that is 6 % off
 TOLERANCE = 0.05  # rows further off than this pull linearly, not quadratically
-REPEATED = 0.4  # a group of n rows weighs n ** (1 - 2 * REPEATED)
+REPEATED = 0.5  # see weights_of; rows of a group hold nearly the same
 
 # constant: prior and standard deviation of its logarithm
 PRIORS: dict[str, tuple[float, float]] = {
@@ -61,17 +61,13 @@ def fit(rows: list[Measurement]) -> MemoryConstants:
     """Constants that explain ``rows`` and stay near their priors."""
     prior = numpy.log([PRIORS[name][0] for name in NAMES])
     spread = numpy.array([PRIORS[name][1] for name in NAMES])
-    sizes: dict[tuple, int] = {}
-    for row in rows:
-        sizes[group_of(row)] = sizes.get(group_of(row), 0) + 1
-    weights = numpy.array([sizes[group_of(row)] ** -REPEATED for row in rows])
+    weights = weights_of(rows, REPEATED)
     measured = numpy.log([row.memory_bytes for row in rows])
 
     def residuals(vector: numpy.ndarray) -> numpy.ndarray:
         constants = _constants(vector)
-        off = (numpy.log([planned(row, constants) for row in rows]) - measured) / TOLERANCE
-        soft = numpy.sign(off) * numpy.sqrt(2 * (numpy.sqrt(1 + off**2) - 1)) * TOLERANCE
-        return numpy.concatenate([weights * soft, PULL * (vector - prior) / spread])
+        off = softened(numpy.log([planned(row, constants) for row in rows]) - measured, TOLERANCE)
+        return numpy.concatenate([weights * off, PULL * (vector - prior) / spread])
 
     return _constants(least_squares(residuals, prior, max_nfev=20, diff_step=1e-3).x)
 
@@ -81,26 +77,18 @@ def _constants(vector: numpy.ndarray) -> MemoryConstants:
 
 
 def judge(rows: list[Measurement], num_splits: int) -> dict:
-    """Mean figures of the judged halves, and of each row the mean ratio of planned to measured memory."""
-    figures: dict[str, list[tuple[float, float, float]]] = {}
+    """Errors of all rows that were judged, each in half of the splits, and the mean ratio of each row's plans."""
+    pairs: dict[str, list[tuple[float, float]]] = {}
     ratios: dict[str, list[float]] = {}
     for split in range(num_splits):
         fitted, judged = halves(rows, split)
         constants = fit(fitted)
-        errors: dict[str, list[float]] = {}
         for row in judged:
-            ratio = planned(row, constants) / row.memory_bytes
-            ratios.setdefault(row.name, []).append(ratio)
-            errors.setdefault("moe" if row.has_experts else "dense", []).append(abs(ratio - 1))
-        for kind, found in errors.items():
-            p90 = float(numpy.quantile(found, 0.9))
-            figures.setdefault(kind, []).append((statistics.median(found), statistics.fmean(found), p90))
-        print(f"split {split}", {kind: [round(x, 3) for x in found[-1]] for kind, found in figures.items()}, flush=True)
-    means = {
-        kind: dict(zip(("median", "mape", "p90"), (round(float(x), 4) for x in numpy.mean(found, axis=0)), strict=True))
-        for kind, found in figures.items()
-    }
-    return {"splits": num_splits, **means, "rows": {name: geometric(found) for name, found in ratios.items()}}
+            pair = planned(row, constants), row.memory_bytes or math.nan
+            pairs.setdefault("moe" if row.has_experts else "dense", []).append(pair)
+            ratios.setdefault(row.name, []).append(pair[0] / pair[1])
+    errors = {kind: Errors.of(found).as_json() for kind, found in pairs.items()}
+    return {"splits": num_splits, **errors, "rows": {name: geometric(found) for name, found in ratios.items()}}
 
 
 def shown(name: str, value: float) -> str:

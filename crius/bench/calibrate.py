@@ -68,6 +68,7 @@ _REACH = (0.02, 1.5)  # share of the speed of copies; beyond 1, caches help
 _TOO_FAR = 1.3  # of it: caches alone do not explain that
 _SPEED = (0.2, 20.0)  # factor on what was timed by itself
 _BASE = {"model.flavor": "debug", "validation.interval": 0, "metrics.log_interval": 1, "data.source": "text"}
+_PRECISION = {"cpu": {"training.mixed_precision_param": "float32"}, "cuda": {}}  # as recipes for that device have it
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,8 @@ def measure(say: Callable[[str], None]) -> Hardware:
         # first: the peak memory of a process begins at that of the one which started it
         text = Path(folder) / "text.txt"
         text.write_text(_words(), encoding="utf-8")
-        probes = [_probe({**_BASE, "data.path": str(text), **sizes}, kind, folder) for sizes in (_EMPTY, *_SIZES[kind])]
+        base = {**_BASE, **_PRECISION[kind], "data.path": str(text)}
+        probes = [_probe({**base, **sizes}, kind, folder) for sizes in (_EMPTY, *_SIZES[kind])]
     speed, empty = gather_speed(kind, ranks) if ranks > 1 else (0.0, 0.0)  # then: it forks
     found = _of_kernels(kind, speed, empty, num_gpus)
     say(f"matmul {found.float32_flops / 1e9:,.0f} GFLOP/s in float32, {found.bfloat16_flops / 1e9:,.0f} in bfloat16")
@@ -142,7 +144,10 @@ def measure(say: Callable[[str], None]) -> Hardware:
     if speed:
         say(f"all-gather of {ranks} ranks {speed / 1e9:.2f} GB/s each, {1e6 * empty:,.0f} us when empty")
     found = solved(found, probes)
-    say(f"operation {1e6 * (found.op_seconds or 0):.1f} us; memory at rest {found.resident_bytes / GIB:.2f} GiB")
+    say(
+        f"operation {1e6 * (found.op_seconds or 0):.1f} us; memory at rest {found.resident_bytes / GIB:.2f} GiB "
+        f"and {found.resident_share:.0%} beside tensors"
+    )
     say(f"elementwise operations reach {found.memory_efficiency or 0:.0%} of the speed of copies")
     for probe in probes[1:]:
         planned, measured = probe.num_tokens / step_time(probe.workload, found).total, probe.num_tokens / probe.seconds
@@ -169,8 +174,7 @@ def _of_kernels(kind: str, speed: float, empty: float, num_gpus: int) -> Hardwar
         torch.float32: matmul_flops(device, torch.float32),
         torch.bfloat16: matmul_flops(device, torch.bfloat16, is_slow=not has_bfloat16),
     }
-    dtype = torch.bfloat16 if has_bfloat16 else torch.float32
-    peak = flops[torch.bfloat16 if kind == "cuda" else torch.float32]
+    dtype = torch.bfloat16 if kind == "cuda" else torch.float32  # that of the recipes
     where = f"torch {torch.__version__}, crius {crius.__version__}"
     return replace(
         base,
@@ -180,7 +184,7 @@ def _of_kernels(kind: str, speed: float, empty: float, num_gpus: int) -> Hardwar
         memory_bytes=nbytes,
         memory_bandwidth=copy_bandwidth(device),
         matmul_efficiency=1.0,
-        attention_efficiency=min(2.0, attention_flops(device, dtype) / peak),
+        attention_efficiency=min(2.0, attention_flops(device, dtype) / flops[dtype]),
         watts=0,
         full_watts=0,
         measured=f"{time.strftime('%Y-%m-%d %H:%M')}, {name}, {base.threads or 0} threads, {where}",
@@ -247,7 +251,7 @@ def solved(found: Hardware, probes: Sequence[Probe]) -> Hardware:
         probes: of a model with next to nothing to compute, and of larger ones.
     """
     empty, *larger = probes
-    found = replace(found, resident_bytes=_at_rest(found, empty), memory_efficiency=found.memory_efficiency or 1.0)
+    found = replace(_with_rest(found, empty, larger), memory_efficiency=found.memory_efficiency or 1.0)
     for _ in range(3):  # each hardly depends on the other
         op_seconds = _root(functools.partial(_off_with_op, found, empty), _OP)
         found = replace(found, op_seconds=op_seconds)
@@ -286,9 +290,21 @@ def _off(found: Hardware, probe: Probe) -> float:
     return step_time(probe.workload, found).total - probe.seconds
 
 
-def _at_rest(found: Hardware, probe: Probe) -> float:
-    held: Estimate = memory(probe.workload, replace(found, resident_bytes=0.0), counting="allocated")
-    return max(0.0, probe.nbytes - held.total)
+def _with_rest(found: Hardware, empty: Probe, larger: Sequence[Probe]) -> Hardware:
+    """``found`` with the memory that a process takes beside its tensors: always, and for each byte of them."""
+    bare = replace(found, resident_bytes=0.0, resident_share=0.0)
+
+    def held(probe: Probe) -> float:
+        estimate: Estimate = memory(probe.workload, bare, counting="allocated")
+        return estimate.total
+
+    shares = []
+    if found.generation == "cpu":  # a GPU's allocator says of its own what it holds
+        grown = [(probe.nbytes - empty.nbytes, held(probe) - held(empty)) for probe in larger]
+        shares = [measured / planned - 1 for measured, planned in grown if planned > 0]
+    share = min(1.0, max(0.0, statistics.fmean(shares))) if shares else 0.0
+    rest = max(0.0, empty.nbytes - held(empty) * (1 + share))
+    return replace(found, resident_bytes=rest, resident_share=share)
 
 
 def _root(rising: Callable[[float], float], span: tuple[float, float]) -> float:

@@ -6,17 +6,18 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional as F
 
 from crius.bench.machine import seconds_of
 from crius.config.run import RunConfig
 from crius.host_memory import keep_freed_memory
 from crius.kernels import choice
+from crius.kernels.attention import causal_attention
 from crius.launch.environment import Placement
 from crius.launch.local import run_workers
 from crius.models.layers.linear import Linear
@@ -27,6 +28,7 @@ BUDGET_SECONDS = 1.0
 """Spent on one kind of operation, at least three of it."""
 
 _TOKENS, _DIM, _FFN = {"cpu": 512, "cuda": 8192}, {"cpu": 512, "cuda": 4096}, {"cpu": 1536, "cuda": 14_336}
+_ATTENTION_TOKENS = {"cpu": 512, "cuda": 4096}
 _GATHER_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}
 _TIMEOUT_SECONDS = 120
 
@@ -44,10 +46,13 @@ def least_seconds(work: Callable[[], object], device: torch.device) -> float:
 
 
 def prepare(device: torch.device) -> None:
-    """Have this process compute as a run does."""
+    """Have this process compute as a short run in float32 does on a CPU, and any run on a GPU."""
+    config = RunConfig()
     if device.type == "cpu":
         keep_freed_memory()
-    choice.apply(run_kernels(RunConfig(), device))
+        training = replace(config.training, mixed_precision_param="float32", seq_len=_ATTENTION_TOKENS["cpu"])
+        config = replace(config, training=training)
+    choice.apply(run_kernels(config, device))
 
 
 def matmul_flops(device: torch.device, dtype: torch.dtype, *, is_slow: bool = False) -> float:
@@ -70,13 +75,14 @@ def matmul_flops(device: torch.device, dtype: torch.dtype, *, is_slow: bool = Fa
 
 def attention_flops(device: torch.device, dtype: torch.dtype) -> float:
     """FLOPs a second of causal attention, forward and backward, the masked half not counted."""
-    batch, heads, tokens, dim = (2, 8, 512, 32) if device.type == "cpu" else (2, 32, 4096, 128)
+    heads, dim = (8, 32) if device.type == "cpu" else (32, 128)
+    batch, tokens = 2, _ATTENTION_TOKENS[device.type]
     queries, keys, values = (
         torch.randn(batch, heads, tokens, dim, device=device, dtype=dtype, requires_grad=True) for _ in range(3)
     )
 
     def work() -> None:
-        F.scaled_dot_product_attention(queries, keys, values, is_causal=True).sum().backward()
+        causal_attention(queries, keys, values).sum().backward()
 
     forward = 2 * 2 * batch * heads * tokens * (tokens / 2) * dim
     return 3.5 * forward / least_seconds(work, device)

@@ -1,5 +1,6 @@
 """``crius plan``: which layout, how much memory, how fast."""
 
+import dataclasses
 import json
 import shlex
 from pathlib import Path
@@ -58,6 +59,8 @@ UNPLANNED = tuple(
     for name in ("schedule_csv", "first_stage_less_layers", "last_stage_less_layers", "module_names_per_stage")
 )
 """Settings of train that a plan knows nothing of."""
+
+SPLIT = "a plan splits the layers by their cost"
 
 
 @app.command
@@ -119,7 +122,7 @@ def _case(run: RunConfig, gpu: str, gpus: int | None, nodes: int | None, precisi
     from crius.planner.shapes import shape_named
     from crius.train.inputs import known_model_facts, with_dtype
 
-    refuse_given(UNPLANNED, "a plan splits the layers by their cost")
+    refuse_given(UNPLANNED, SPLIT)
     found = hardware(gpu or DEFAULT_GPU)
     num_gpus, on_gpu = _count(gpus, nodes, found), found.generation != "cpu"
     pinned = set(SOURCES.origins) & set(flatten(RunConfig()))
@@ -196,6 +199,9 @@ def _plan(case: "Case", files: tuple[Path, ...], *, explain: bool, check: bool, 
         )
     check_case(case, SOURCES.origin)
     plan = make_plan(case)
+    # those of a recipe or a file; on the command line they are refused
+    left_out = [f"--{name} ({SOURCES.origin(name)}) is not planned: {SPLIT}" for name in UNPLANNED if case.given(name)]
+    plan = dataclasses.replace(plan, outside=[*plan.outside, *left_out])
     if plan.winner is None:
         found = remedies_of(plan)
         data = render.impossible_data(plan, found)

@@ -41,6 +41,7 @@ def layer_bytes(
     sequence_parallel: bool,
     cp: int = 1,
     mask_tokens: float = 0,
+    seen_tokens: float = 0,
 ) -> LayerBytes:
     """A layer of ``shape`` on one of ``tp`` ranks.
 
@@ -53,6 +54,7 @@ def layer_bytes(
         has_experts: a layer with experts, or a dense one.
         sequence_parallel: between the matmuls a rank has a part of the sequence.
         cp: ranks that share a sequence.
+        seen_tokens: of a query, whose probabilities are kept for each head.
         mask_tokens: of an explicit mask of attention that is kept, numbers for each token.
     """
     traits, sizes = TRAITS[framework], layer_sizes(shape)
@@ -61,7 +63,7 @@ def layer_bytes(
     gathered = d if traits.keeps_gathered else source
     queries, values = sizes.score_dim / tp, sizes.value_dim / tp
     keys = sizes.key_value_dim * max(1, shape.num_kv_heads / tp) / shape.num_kv_heads  # and values together
-    log_sums = 4 * shape.num_heads / tp
+    scores = 4 * shape.num_heads / tp * (seen_tokens or 1)  # probabilities, or the logarithms of their sums
     dense_width = (shape.shared_ffn_dim if has_experts else shape.ffn_dim) / tp
     per_hidden = 3 + (pointwise != "fused") if shape.gated else 2
     routed = shape.top_k * shape.expert_ffn_dim / tp if has_experts else 0
@@ -79,10 +81,10 @@ def layer_bytes(
     normed = (itemsize + 4 * (itemsize < 4)) * source * 2 * (pointwise == "operators")
     # the gradients of a gate's factors; in bfloat16 what its operators cast too
     widest = (2 if itemsize == 4 else 3) * max(dense_width, routed)
-    every = none * itemsize + normed + log_sums
+    every = none * itemsize + normed + scores
     return LayerBytes(
         full=source * itemsize,
-        selective=selective * itemsize + log_sums if traits.selects_ops else every,
+        selective=selective * itemsize + scores if traits.selects_ops else every,
         none=every,
         backward=widest * itemsize,
     )

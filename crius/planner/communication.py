@@ -147,7 +147,10 @@ class Communication:
         sent = BYTES * self._tokens / self._layout.tp * self._model.top_k * self._model.dim
         one = all_to_all(self._layout.ep, 1, self._hardware, self._constants, sent)
         passes = 4 + 2 * recomputed(self._workload)[1]
-        return self._expert_layers * self._constants.ep_exposed * passes * one
+        share = self._constants.ep_exposed
+        if self._workload.framework == "megatron" and self._workload.stages_per_rank > 1:
+            share *= self._constants.ep_interleaved
+        return self._expert_layers * share * passes * one
 
     def pipeline(self) -> float:
         """Of a microbatch: activations to the next stages, and their gradients back."""

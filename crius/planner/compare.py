@@ -103,6 +103,8 @@ class Comparison:
             parts.append(f"{rate}, {plan.tokens_per_second:,.0f} planned ({self.speed_error:+.0%})")
         elif measured.memory_bytes is None:
             parts.append("no steps reported yet")
+        elif plan.tokens_per_second is None:
+            parts.append(f"the speed of {plan.workload.precision} on a CPU is not planned")
         elif measured.tokens_per_second is None:
             parts.append(f"{measured.steps} steps after the first {WARM_STEPS}, at least {LEAST_STEPS} are needed")
         if measured.memory_bytes is not None:

@@ -2,6 +2,7 @@
 
 from typing import Any, Literal, cast
 
+from crius.config.attention import keeps_probabilities
 from crius.config.batch import batch_sizes
 from crius.config.loss_chunks import loss_chunks
 from crius.config.low_precision import converts_output, is_enabled, kind, linear_choices
@@ -84,6 +85,7 @@ def from_config(config: RunConfig, facts: ModelFacts, num_ranks: int, *, device:
         muon=config.optimizer.name == "muon",
         stage_layers=_stage_layers(config, facts) if dims.pp > 1 else (),
         keeps_mask=device != "cuda" and dims.cp > 1,
+        keeps_probabilities=_on_cpu(config, device) and keeps_probabilities(config),
         snapshot=config.stability.nonfinite == "rollback" and device != "cuda",
     )
 
@@ -115,14 +117,18 @@ def _loss(config: RunConfig, facts: ModelFacts, device: Device) -> dict[str, Any
     return {"loss": "compiled" if is_compiled else "eager"}
 
 
+def _on_cpu(config: RunConfig, device: Device) -> bool:
+    """Whether the run takes a CPU's kernels."""
+    return device == "cpu" or (device == "dry_run" and config.training.device == "cpu")
+
+
 def _pointwise(config: RunConfig, device: Device) -> Pointwise:
     """Compiled blocks keep only inputs, as the fused kernels of a CPU do, which are for float32."""
     if config.compile.enable and device != "dry_run":
         return "fused"
     if device == "cuda":
         return "silu"
-    on_cpu = device == "cpu" or config.training.device == "cpu"
-    takes_fused = on_cpu and config.kernels.pointwise != "torch" and _param_bytes(config) == 4
+    takes_fused = _on_cpu(config, device) and config.kernels.pointwise != "torch" and _param_bytes(config) == 4
     return "fused" if takes_fused else "operators"
 
 

@@ -40,6 +40,8 @@ class Hardware:
         op_seconds: fixed cost of one operation, however small; None: fitted.
         hop_seconds: fixed cost of a collective, however little it sends; None: fitted.
         resident_bytes: memory of a process before it has a model.
+        resident_share: memory that a process takes beside its tensors, as a share of them: gaps in its heap, buffers of
+            matmuls.
         measured: calibrated on the machine: when, where and with what; empty for data sheets.
         device: name of the GPU or the CPU that was calibrated; by it a run finds its file.
         threads: of a CPU process that was calibrated; 0: a GPU, or a data sheet.
@@ -64,6 +66,7 @@ class Hardware:
     op_seconds: float | None = None
     hop_seconds: float | None = None
     resident_bytes: float = 0
+    resident_share: float = 0
     measured: str = ""
     device: str = ""
     threads: int = 0
@@ -325,9 +328,10 @@ _MAY_BE_ZERO = (
     "full_watts",
     "op_seconds",
     "resident_bytes",
+    "resident_share",
 )
 _BOUNDS = {"flops": (1e6, 1e18), "bandwidth": (1e6, 1e18), "bytes": (1e6, 1e15), "seconds": (0, 1)}
-_BOUNDS |= {"watts": (1, 1e6), "efficiency": (1e-4, 2), "threads": (0, 1e6), "node": (1, 1e6)}
+_BOUNDS |= {"watts": (1, 1e6), "efficiency": (1e-4, 2), "share": (0, 1), "threads": (0, 1e6), "node": (1, 1e6)}
 """By the last word of a field. Beyond them its unit is another one."""
 _UNITS = {"bytes": "bytes", "bandwidth": "bytes a second", "flops": "FLOPs a second", "seconds": "seconds"}
 _SHARES = ("matmul_efficiency", "attention_efficiency", "memory_efficiency")

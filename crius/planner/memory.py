@@ -7,6 +7,7 @@ with the dry run, which counts every tensor of the real code.
 
 from typing import Literal
 
+from crius.host_cpu import ATTENTION_BLOCK
 from crius.planner.activations import LayerBytes, layer_bytes
 from crius.planner.estimate import Estimate
 from crius.planner.hardware import Hardware
@@ -75,7 +76,7 @@ def _overhead(
     if counting == "tensors":
         return 0.0
     if hardware is not None and hardware.generation == "cpu":
-        return hardware.resident_bytes
+        return hardware.resident_bytes + held * hardware.resident_share
     if counting == "allocated":
         return constants.allocated_bytes
     share = constants.reserved_share if is_compiled else constants.reserved_eager_share
@@ -143,5 +144,6 @@ def _layer(workload: Workload, *, has_experts: bool) -> LayerBytes:
         has_experts=has_experts,
         sequence_parallel=workload.sequence_parallel,
         cp=workload.layout.cp,
+        seen_tokens=(workload.seq_len + ATTENTION_BLOCK) / 2 if workload.keeps_probabilities else 0.0,
         mask_tokens=workload.seq_len / 2 / workload.microbatch if workload.keeps_mask else 0.0,
     )

@@ -92,17 +92,17 @@ class MemoryConstants:
     """
 
     torchtitan_logit_bytes: float = 14.4
-    graph_logit_bytes: float = 8.74
-    kempnerforge_logit_bytes: float = 3.54
+    graph_logit_bytes: float = 8.93
+    kempnerforge_logit_bytes: float = 3.55
     in_place_logit_bytes: float = 10.5
-    compiled_logit_bytes: float = 3.76
-    chunked_logit_bytes: float = 2.24
-    fused_logit_bytes: float = 4.34
-    reserved_share: float = 0.0588
-    reserved_eager_share: float = 0.0802
+    compiled_logit_bytes: float = 3.84
+    chunked_logit_bytes: float = 2.23
+    fused_logit_bytes: float = 4.33
+    reserved_share: float = 0.0583
+    reserved_eager_share: float = 0.0781
     reserved_bytes: float = 1.07 * GIB
-    allocated_bytes: float = 0.615 * GIB
-    cdna3_bytes: float = 3.46 * GIB
+    allocated_bytes: float = 0.606 * GIB
+    cdna3_bytes: float = 3.37 * GIB
     nanotron_activations: float = 1.59
     nvfp4_kept: float = 0.51
 

@@ -12,6 +12,7 @@ from crius.planner.hardware import KNOWN, Hardware
 from crius.planner.machine import of_machine, shared
 from crius.planner.memory import memory
 from crius.planner.time import step_time
+from crius.planner.validated_range import is_narrow_on_cpu
 from crius.planner.workload import Workload
 
 GIB = 1 << 30
@@ -58,7 +59,7 @@ class RunPlan:
         hardware: what the plan is for; None: unknown, and with it the time.
         workload: of a step.
         memory: bytes of the fullest rank, counted as the run reports its peak.
-        time: seconds of a step; None where the hardware is not known.
+        time: seconds of a step; None where the hardware is not known, or not how fast it is in this precision.
     """
 
     machine: Machine
@@ -94,12 +95,13 @@ def plan_run(config: RunConfig, facts: ModelFacts, machine: Machine, hardware: H
         hardware: of each rank; None: unknown.
     """
     workload = from_config(config, facts, machine.ranks, device="cuda" if machine.on_gpu else "cpu")
+    timed = None if hardware and is_narrow_on_cpu(workload, hardware) else hardware
     return RunPlan(
         machine=machine,
         hardware=hardware,
         workload=workload,
         memory=memory(workload, hardware or (None if machine.on_gpu else KNOWN["cpu"]), counting="allocated"),
-        time=step_time(workload, hardware) if hardware else None,
+        time=step_time(workload, timed) if timed else None,
     )
 
 

@@ -8,7 +8,8 @@ from crius.planner.search import AXES, Candidate, Family, Found, family_of, usab
 from crius.planner.workload import Layout
 
 TIE = 0.03
-"""Share of tokens/s below which the model does not tell two layouts apart, and that each axis has to gain."""
+"""Share of tokens/s below which the model does not tell two layouts apart, and that each axis costs in the order: one
+more has to gain twice as much, since equals go to fewer axes."""
 
 ENOUGH_HEADROOM = 0.15
 """Share of the memory beyond which more of it free is worth no time."""

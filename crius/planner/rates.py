@@ -1,5 +1,6 @@
 """What a processor and its memory reach: seconds of matmuls, attention and elementwise passes. Torch-free."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -12,6 +13,15 @@ UNFUSED_CAST = 4
 """Times that quantizing costs more in eager PyTorch; and by rows under tensor parallelism, whose shards are cast alone
 (github.com/pytorch/torchtitan/issues/1207)."""
 
+READ_TWICE = 1.5
+"""Times that TransformerEngine's current scaling costs more than a scale by block or from earlier steps: it reads a
+tensor once more, for its largest value (6 bytes a number against 4: two reads in bfloat16 and a write in both layouts).
+Compiled code takes that value where it writes the tensor."""
+
+TILE = 256
+"""Width of a tile of a GPU's matmul (github.com/NVIDIA/cutlass: 128 x 256 is the largest on Hopper); the last one of a
+matmul that it does not divide is computed whole."""
+
 
 @dataclass(frozen=True)
 class Rates:
@@ -23,10 +33,13 @@ class Rates:
         attention_flops: of attention, a second.
         bytes: of elementwise operations, a second.
         traffic: seconds for each operand number of a matmul of the blocks.
+        cast: seconds to quantize one of them; 0 where nothing is.
+        recast: share of the microbatches in which weights are quantized.
         wide_traffic: the same of those that stay in bfloat16.
         elementwise: bytes of activations that a layer moves, as a multiple of one pass.
         op_seconds: to launch one operation.
         experts: factor on permutation and routing to experts.
+        tile: features of a matmul are computed in multiples of it.
     """
 
     flops: float
@@ -34,10 +47,13 @@ class Rates:
     attention_flops: float
     bytes: float
     traffic: float
+    cast: float
+    recast: float
     wide_traffic: float
     elementwise: float
     op_seconds: float
     experts: float
+    tile: int
 
     def matmuls(self, tokens: float, sizes: Iterable[tuple[float, float]], experts: float = 1.0) -> float:
         """Seconds of the matmuls' forward: FLOPs, and operands through the memory.
@@ -47,12 +63,17 @@ class Rates:
             sizes: features in and out.
             experts: matmuls of each size, over which the rows are spread.
         """
-        flops = numbers = 0.0
+        flops = weights = activations = 0.0
         for features_in, features_out in sizes:
-            weights = features_in * features_out
-            flops += weights
-            numbers += experts * weights + tokens * (features_in + features_out)
-        return 2 * tokens * flops / self.flops + numbers * self.traffic
+            # each is the width of an output: of the forward, of the gradient of the input, and both of the weight's
+            flops += self._tiled(features_in) * self._tiled(features_out)
+            weights += experts * features_in * features_out
+            activations += tokens * (features_in + features_out)
+        moved = (weights + activations) * self.traffic + (self.recast * weights + activations) * self.cast
+        return 2 * tokens * flops / self.flops + moved
+
+    def _tiled(self, features: float) -> float:
+        return math.ceil(features / self.tile) * self.tile
 
 
 def rates(workload: Workload, hardware: Hardware, constants: TimeConstants) -> Rates:
@@ -61,7 +82,9 @@ def rates(workload: Workload, hardware: Hardware, constants: TimeConstants) -> R
     casts_fused = (compiled or workload.framework == "megatron") and not (
         "rowwise" in recipe and workload.layout.tp > 1
     )
-    return _rates(hardware, constants, workload.framework, workload.precision, recipe, compiled, casts_fused)
+    # TransformerEngine quantizes weights that stay once a step; FSDP gathers them anew for every microbatch
+    recast = 1 / workload.num_microbatches if workload.framework == "megatron" and workload.zero_stage < 3 else 1.0
+    return _rates(hardware, constants, workload.framework, workload.precision, recipe, compiled, casts_fused, recast)
 
 
 @lru_cache(maxsize=1024)
@@ -73,6 +96,7 @@ def _rates(
     recipe: str,
     compiled: bool,
     casts_fused: bool,
+    recast: float,
 ) -> Rates:
     efficiency, attention = _efficiencies(hardware, constants, framework)
     on_cpu = hardware.generation == "cpu"
@@ -82,6 +106,8 @@ def _rates(
     peak, relative, operand_bytes = _narrow(hardware, constants, framework, precision, recipe)
     flops = peak * efficiency * relative if peak else wide_peak * efficiency
     cast = constants.cast_traffic * (1 if casts_fused else UNFUSED_CAST) * 2 if peak else 0.0
+    if "current_scaling" in recipe:
+        cast *= READ_TWICE
     bias = 1.0 if hardware.measured else _bias(constants, framework)  # what is measured has it in it
     attention_peak = hardware.float32_flops if on_cpu else hardware.bfloat16_flops
     if precision == "float32" and not on_cpu:
@@ -92,11 +118,14 @@ def _rates(
         wide_flops=wide_peak * efficiency / bias,
         attention_flops=attention_peak * attention / bias,
         bytes=memory / bias,
-        traffic=(constants.matmul_traffic * (operand_bytes if peak else wide_bytes) + cast) / memory,
+        traffic=constants.matmul_traffic * (operand_bytes if peak else wide_bytes) / memory,
+        cast=cast / memory,
+        recast=recast,
         wide_traffic=constants.matmul_traffic * wide_bytes / memory,
         elementwise=width * _elementwise(constants, framework, compiled),
         op_seconds=constants.op_seconds if hardware.op_seconds is None else hardware.op_seconds,
         experts=1.0 if framework == "megatron" else constants.expert_torch,
+        tile=1 if on_cpu else TILE,
     )
 
 

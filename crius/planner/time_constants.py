@@ -44,6 +44,8 @@ class TimeConstants:
         cp_imbalance: attention slows by this share as context parallelism grows.
         cp_exposed: share of context parallelism's communication that is not hidden.
         ep_exposed: share of expert parallelism's all-to-alls that is not hidden.
+        ep_interleaved: factor on it in Megatron where a pipeline rank has several stages: it computes one microbatch
+            while another's tokens are on their way.
         dp_exposed: share of the gradient reduction that overlaps in theory and yet is not hidden.
         dp_exposed_nanotron: the same in nanotron.
         expert_efficiency: factor on the efficiency of matmuls of experts.
@@ -59,54 +61,55 @@ class TimeConstants:
         bias_nanotron: the same.
     """
 
-    matmul_ampere: float = 0.827
-    matmul_hopper: float = 0.694
-    matmul_blackwell: float = 0.543
-    matmul_blackwell_ultra: float = 0.754
-    matmul_cdna3: float = 0.333
-    power_exponent: float = 0.454
-    power_exponent_blackwell: float = 0.878
-    matmul_traffic: float = 0.975
-    attention_ampere: float = 0.523
-    attention_hopper: float = 0.479
-    attention_blackwell: float = 0.471
-    flash2_flops: float = 271000000000000.0
-    attention_fsdp1: float = 0.696
-    memory: float = 0.825
-    elementwise_eager: float = 1.8
-    elementwise_compiled: float = 0.465
-    elementwise_fsdp1: float = 0.753
-    elementwise_fused: float = 0.673
-    float8_tensorwise: float = 0.977
-    float8_rowwise: float = 0.57
+    matmul_ampere: float = 0.826
+    matmul_hopper: float = 0.692
+    matmul_blackwell: float = 0.548
+    matmul_blackwell_ultra: float = 0.763
+    matmul_cdna3: float = 0.33
+    power_exponent: float = 0.451
+    power_exponent_blackwell: float = 0.881
+    matmul_traffic: float = 0.968
+    attention_ampere: float = 0.522
+    attention_hopper: float = 0.464
+    attention_blackwell: float = 0.477
+    flash2_flops: float = 272000000000000.0
+    attention_fsdp1: float = 0.697
+    memory: float = 0.82
+    elementwise_eager: float = 1.79
+    elementwise_compiled: float = 0.463
+    elementwise_fsdp1: float = 0.748
+    elementwise_fused: float = 0.652
+    float8_tensorwise: float = 0.986
+    float8_rowwise: float = 0.577
     float8_fused: float = 1.17
-    mxfp8: float = 0.947
+    mxfp8: float = 0.943
     nvfp4: float = 0.522
-    cast_traffic: float = 0.397
-    link: float = 0.745
-    nic: float = 0.89
-    hop_seconds: float = 4.21e-06
-    overlap_cost: float = 0.18
-    overlap_cost_fsdp1: float = 0.106
-    overlap_cost_megatron: float = 0.304
-    tp_exposed: float = 1.22
-    tp_async: float = 0.643
-    tp_fused: float = 0.342
-    cp_imbalance: float = 0.211
+    cast_traffic: float = 0.497
+    link: float = 0.798
+    nic: float = 0.846
+    hop_seconds: float = 4.17e-06
+    overlap_cost: float = 0.184
+    overlap_cost_fsdp1: float = 0.103
+    overlap_cost_megatron: float = 0.281
+    tp_exposed: float = 1.23
+    tp_async: float = 0.641
+    tp_fused: float = 0.344
+    cp_imbalance: float = 0.22
     cp_exposed: float = 0.298
-    ep_exposed: float = 0.722
-    dp_exposed: float = 0.281
-    dp_exposed_nanotron: float = 0.754
-    expert_efficiency: float = 0.721
-    expert_traffic: float = 5.1
-    expert_seconds: float = 0.00741
+    ep_exposed: float = 0.753
+    ep_interleaved: float = 0.296
+    dp_exposed: float = 0.278
+    dp_exposed_nanotron: float = 0.747
+    expert_efficiency: float = 0.731
+    expert_traffic: float = 5.14
+    expert_seconds: float = 0.00753
     expert_torch: float = 4.0
-    graph_launch: float = 0.266
+    graph_launch: float = 0.245
     op_seconds: float = 6.01e-06
-    step_seconds: float = 0.0425
-    bias_torchtitan: float = 0.0849
-    bias_megatron: float = 0.0728
-    bias_fsdp1: float = 0.0792
+    step_seconds: float = 0.0426
+    bias_torchtitan: float = 0.0826
+    bias_megatron: float = 0.0757
+    bias_fsdp1: float = 0.078
     bias_nanotron: float = -0.123
 
 

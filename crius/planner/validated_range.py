@@ -17,6 +17,11 @@ SCHEDULES = ("1f1b", "interleave_1f1b")
 UNMEASURED = ("rtx-4090", "a10g", "l4", "cpu", "h100-pcie", "h100-nvl", "h800", "gh200")
 
 
+def is_narrow_on_cpu(workload: Workload, hardware: Hardware) -> bool:
+    """Whether a CPU computes in fewer bits than the runs that calibrate it: elementwise operations convert there."""
+    return hardware.generation == "cpu" and workload.precision != "float32"
+
+
 def validated_range(workload: Workload, hardware: Hardware) -> list[str]:
     """Why no published measurement supports a plan of ``workload`` on ``hardware``; empty where they do."""
     model, layout = workload.model, workload.layout
@@ -27,6 +32,8 @@ def validated_range(workload: Workload, hardware: Hardware) -> list[str]:
     parameters = model_parameters(model)
     if not PARAMETERS[0] <= parameters <= PARAMETERS[1] and not hardware.measured:
         reasons.append(f"{parameters / 1e9:.3g} billion parameters: measured are 0.3 to 700")
+    if is_narrow_on_cpu(workload, hardware):
+        reasons.append(f"{workload.precision} on a CPU, where it was measured to be 2.5 times slower than planned")
     if layout.num_ranks > GPUS:
         reasons.append(f"{layout.num_ranks} GPUs: measured are up to {GPUS}")
     if not SEQ_LEN[0] <= workload.seq_len <= SEQ_LEN[1] and not hardware.measured:

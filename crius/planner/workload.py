@@ -109,6 +109,7 @@ class Workload:
         sequence_parallel: between the matmuls of tensor parallelism a rank has its part of the sequence.
         stage_layers: layers of each pipeline stage in order; empty: as even in cost as they go.
         keeps_mask: attention under context parallelism keeps an explicit mask, as a CPU's kernels do.
+        keeps_probabilities: attention keeps its probabilities, as a CPU's kernel for short sequences does.
         snapshot: a copy of weights and optimizer state is kept beside them, to go back to.
     """
 
@@ -144,6 +145,7 @@ class Workload:
     sequence_parallel: bool = True
     stage_layers: tuple[int, ...] = ()
     keeps_mask: bool = False
+    keeps_probabilities: bool = False
     snapshot: bool = False
 
     @property
