@@ -50,11 +50,13 @@ lint: $(TEST_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# the short tests run two at a time; those with many workers need the cores to themselves
-PARALLEL = tests/unit tests/docs tests/golden
+# two at a time, the distributed ones by file; those that measure time, count processes or need a GPU run by themselves
+SHORT = tests/unit tests/docs tests/golden
+ALONE = $(addprefix tests/distributed/test_,launcher.py loopback.py supervision.py watchdog.py wrong_inputs.py) tests/gpu
 test: lint
-	$(BIN)/pytest -n 2 $(PARALLEL)
-	$(BIN)/pytest tests $(addprefix --ignore=,$(PARALLEL))
+	$(BIN)/pytest -n 2 $(SHORT)
+	$(BIN)/pytest -n 2 --dist loadfile tests $(addprefix --ignore=,$(SHORT) $(ALONE))
+	$(BIN)/pytest $(ALONE)
 
 bench-cpu: $(BENCH_STAMP)
 	$(BIN)/python benchmarks/bench_cpu.py --out $(BENCH_OUT)

@@ -36,7 +36,7 @@ DEGREES = {
 }
 
 
-def flags(*, layers=8, batch=8, local=-1, more=(), **degrees):
+def flags(*, layers=6, batch=8, local=-1, more=(), **degrees):
     """Flags of the debug model on the given degrees."""
     found = [*SMALL, "--model.num_layers", str(layers), "--training.global_batch_size", str(batch)]
     found += ["--training.local_batch_size", str(local)]
@@ -189,7 +189,7 @@ def _pipeline(given, path, placement):
 def test_the_walk_over_a_schedule_finds_the_peak_of_the_real_pipeline(schedule, tmp_path):
     """On both ranks; the second step, since the first one also learns the shapes."""
     more = [f"{P}pipeline_parallel_schedule", schedule, "--training.mixed_precision_param", "bfloat16"]
-    given = flags(pp=2, local=1, more=more)
+    given = flags(layers=4, pp=2, local=1, more=more)
     assert run_workers(functools.partial(_pipeline, given, tmp_path), 2, tmp_path) == 0
     report = reported(tmp_path, given)
     for rank, found in enumerate(report["ranks"]):

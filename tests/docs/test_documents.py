@@ -54,7 +54,6 @@ def workplace(tmp_path_factory):
         shutil.copy(ROOT / name, folder)
     path = os.pathsep.join([str(tools), str(Path(sys.executable).parent), os.environ["PATH"]])
     environ = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    environ.pop("OMP_NUM_THREADS")
     return folder, environ
 
 

@@ -5,10 +5,12 @@ from harness import SMALL, layout_flags, steps_of, train
 
 # float32: weights start equal bit for bit, the step-1 loss is a float64 sum of equal token losses, and afterwards only
 # the order of float32 gradient sums differs, which AdamW at lr 3e-4 keeps far below these bounds (measured: 1e-8)
-LOSS = {1: 1e-7, 20: 1e-5}
-GRAD_NORM = {1: 1e-6, 20: 1e-4}
+STEPS = 20
+LOSS = {1: 1e-7, STEPS: 1e-5}
+GRAD_NORM = {1: 1e-6, STEPS: 1e-4}
 
 TWO_LAYERS = [*SMALL, "--model.num_layers", "2"]
+TWO_LAYERS += ["--training.steps", str(STEPS), "--validation.interval", str(STEPS)]
 OTHER_RUN = {"--training.global_batch_size", "--model.num_kv_heads", "--model.num_layers"}
 
 RUNS = [
@@ -53,10 +55,10 @@ def test_every_layout_matches_one_device(layout, flags, one_device, tmp_path):
     want = one_device(*flags) if OTHER_RUN.intersection(flags) else one_device()
     batch = 48 if layout == "fsdp3" else 16
     got = train([*TWO_LAYERS, *layout_flags(layout, batch), *flags], tmp_path)
-    for step in (1, 20):
+    for step in (1, STEPS):
         a, b = (next(record for record in steps_of(records) if record["step"] == step) for records in (got, want))
         assert a["loss"] == pytest.approx(b["loss"], rel=LOSS[step], abs=0)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=GRAD_NORM[step], abs=0)
-    assert got[-1]["val_loss"] == pytest.approx(want[-1]["val_loss"], rel=LOSS[20], abs=0)
-    assert got[-1]["val_bits_per_byte"] == pytest.approx(want[-1]["val_bits_per_byte"], rel=LOSS[20], abs=0)
+    assert got[-1]["val_loss"] == pytest.approx(want[-1]["val_loss"], rel=LOSS[STEPS], abs=0)
+    assert got[-1]["val_bits_per_byte"] == pytest.approx(want[-1]["val_bits_per_byte"], rel=LOSS[STEPS], abs=0)
     assert got[-1]["val_samples"] == want[-1]["val_samples"] == 20

@@ -15,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from crius.data.loader import BatchLoader
 from crius.errors import DataError, SpikeError
+from crius.kernels.choice import applied, current
+from crius.launch.environment import single_placement
 from crius.launch.local import run_workers
 from crius.launch.status import status
 from crius.models.llama3.config import FLAVORS
@@ -297,3 +299,15 @@ def test_what_casts_splits_sums_or_shows_needs_fsdp(flags):
     config = parse([*TINY, *flags])
     ranks = config.parallelism.total_ranks(1)
     assert apply.needs_fsdp(job.ParallelDims.build(config.parallelism, ranks), config)
+
+
+@pytest.mark.parametrize(("asked", "told"), [("same", False), ("other", True)])
+def test_threads_are_set_only_where_torch_has_another_number(asked, told, monkeypatch, tmp_path):
+    """Setting them, to the same number too, slows small matmuls down (docs/LOG.md)."""
+    threads = torch.get_num_threads() + (asked == "other")
+    monkeypatch.setenv("OMP_NUM_THREADS", str(threads))
+    found: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", found.append)
+    with applied(current()):
+        job.set_up_torch(parse(TINY), single_placement())
+    assert found == [threads] * told

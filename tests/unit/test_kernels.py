@@ -1,5 +1,7 @@
 """Each fast path computes what its reference does, is taken where it should be, and nowhere else."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from functorch.compile import make_boxed_func
@@ -10,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from crius import host_cpu
 from crius.config.activation_checkpoint import ActivationCheckpointConfig
 from crius.errors import ConfigError
 from crius.kernels import choice, linear, rms_norm, rotary, swiglu
@@ -225,9 +228,9 @@ def loss_and_gradients(model, tokens):
     return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
 
 
-def tiny_model():
+def tiny_model(tokens=16):
     torch.manual_seed(0)
-    return Llama3(TINY), torch.randint(0, TINY.vocab_size, (2, 16))
+    return Llama3(TINY), torch.randint(0, TINY.vocab_size, (2, tokens))
 
 
 def test_the_whole_model_takes_them_and_computes_the_same(taken):
@@ -241,11 +244,11 @@ def test_the_whole_model_takes_them_and_computes_the_same(taken):
 
 
 @pytest.mark.parametrize("saved", ["matmul", "matmul_every_other", "attention"])
-def test_selective_checkpointing_keeps_the_same_results_of_either_matmul(saved):
+def test_selective_checkpointing_keeps_the_same_results_of_either_kernel(saved):
     matches = []
-    for taken in (Choice(), FAST):
+    for taken in (Choice(), replace(FAST, attention=("blocked",))):
         with applied(taken):
-            model, tokens = tiny_model()
+            model, tokens = tiny_model(tokens=32)
             want = loss_and_gradients(model, tokens)
             config = ActivationCheckpointConfig(mode="selective", save_ops=(saved,))
             blocks = apply_activation_checkpoint(model, plan(TINY), config, compile_enabled=False)
@@ -290,7 +293,8 @@ def test_a_fast_path_keeps_nothing_but_its_inputs(name, fast):
     ("asked", "device_type", "known", "want"),
     [
         (("auto", "auto", "auto"), "cpu", {}, ("onednn", "fused", ())),
-        (("auto", "auto", "auto"), "cpu", {"compiled": True}, ("onednn", "torch", ())),
+        (("auto", "auto", "auto"), "cpu", {"keeps_probabilities": True}, ("onednn", "fused", ("blocked",))),
+        (("auto", "auto", "blocked"), "cpu", {}, ("onednn", "fused", ("blocked",))),
         (("torch", "torch", "math"), "cpu", {}, ("torch", "torch", ("math",))),
         (("auto", "auto", "auto"), "cuda", {}, ("torch", "torch", ("flash", "efficient", "math"))),
         (
@@ -326,7 +330,7 @@ def test_what_auto_comes_to(asked, device_type, known, want, monkeypatch):
 def test_onednn_is_for_amd_with_avx512(vendor, flags, want, tmp_path, monkeypatch):
     file = tmp_path / "cpuinfo"
     file.write_text(f"processor\t: 0\nvendor_id\t: {vendor}\nflags\t\t: {flags}\n")
-    monkeypatch.setattr(choice, "_CPUINFO", file)
+    monkeypatch.setattr(host_cpu, "_CPUINFO", file)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
     assert resolve("auto", "auto", "auto", device_type="cpu").linear == want
 
@@ -336,8 +340,8 @@ def test_onednn_is_for_amd_with_avx512(vendor, flags, want, tmp_path, monkeypatc
     [
         (("onednn", "auto", "auto"), {"device_type": "cuda"}, "--kernels.linear torch"),
         (("auto", "fused", "auto"), {"device_type": "cuda"}, "--kernels.pointwise torch"),
-        (("auto", "fused", "auto"), {"device_type": "cpu", "compiled": True}, "--kernels.pointwise torch"),
         (("auto", "auto", "cudnn"), {"device_type": "cpu"}, "--kernels.attention auto"),
+        (("auto", "auto", "blocked"), {"device_type": "cuda"}, "--kernels.attention auto"),
     ],
 )
 def test_what_cannot_run_is_an_error_with_a_fix(asked, known, flag):
@@ -348,5 +352,5 @@ def test_what_cannot_run_is_an_error_with_a_fix(asked, known, flag):
 
 def test_the_log_says_what_is_taken_and_why():
     assert str(resolve("torch", "auto", "math", device_type="cpu")) == (
-        "linear torch (as asked), pointwise fused (auto: CPU, no torch.compile), attention math (as asked)"
+        "linear torch (as asked), pointwise fused (auto: CPU), attention math (as asked)"
     )

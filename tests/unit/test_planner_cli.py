@@ -228,3 +228,11 @@ def test_a_plan_that_differs_from_the_dry_run_says_so():
             next(iter(wrong)).replace("_bytes", "").replace("activation", "activations")
         ]
         assert any(line.endswith("DIFFERS") for line in report.lines())
+
+
+def test_what_a_file_says_of_stages_is_said_not_to_be_planned(planned, tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text("[parallelism]\npipeline_parallel_degree = 4\npipeline_parallel_first_stage_less_layers = 2\n")
+    code, data = planned(*SMALL, "--config", file)
+    (said,) = [reason for reason in data["outside_validated_range"] if "first_stage_less_layers" in reason]
+    assert code == 0 and "not planned" in said and "run.toml" in said

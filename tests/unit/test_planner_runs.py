@@ -26,6 +26,7 @@ from crius.planner.memory import memory
 from crius.planner.of_run import Machine, plan_run
 from crius.planner.remedies import remedies
 from crius.planner.time import step_time
+from crius.planner.validated_range import validated_range
 from crius.train.inputs import model_facts
 from crius.train.out_of_memory import explained, is_out_of_memory
 from crius.train.plan import SLOW, WINDOW_STEPS, Load, PlanWatch, blame, hardware_of
@@ -159,12 +160,13 @@ def probe(sizes, truth):
 
 @pytest.mark.parametrize("reach", [0.5, 1.1])
 def test_calibration_finds_what_made_the_runs_as_fast_as_they_were(reach):
-    truth = replace(CPU, memory_efficiency=reach, op_seconds=3e-5, resident_bytes=0.4 * GIB)
+    truth = replace(CPU, memory_efficiency=reach, op_seconds=3e-5, resident_bytes=0.4 * GIB, resident_share=0.2)
     probes = [probe(sizes, truth) for sizes in (calibrate._EMPTY, *calibrate._SIZES["cpu"])]
     found = solved(replace(truth, memory_efficiency=None, op_seconds=None, resident_bytes=0), probes)
     assert found.memory_efficiency == pytest.approx(reach, rel=0.02)
     assert found.op_seconds == pytest.approx(3e-5, rel=0.02)
     assert found.resident_bytes == pytest.approx(0.4 * GIB, rel=1e-3)
+    assert found.resident_share == pytest.approx(0.2, rel=1e-3)
     other = probe({"model.flavor": "debug", "training.seq_len": 512}, truth)
     assert step_time(other.workload, found).total == pytest.approx(other.seconds, rel=0.02)
 
@@ -237,6 +239,16 @@ def test_a_comparison_says_both_and_the_error():
     assert unknown.speed_error is None
     assert unknown.memory_error is None
     assert "crius plan --calibrate" in unknown.line()
+
+
+def test_a_cpu_that_computes_in_bfloat16_has_no_planned_speed():
+    """Calibration runs in float32; converting numbers in every operation costs what no part of the plan knows."""
+    config = parse([*SMALL, "--training.mixed_precision_param", "bfloat16"])
+    plan = plan_run(config, model_facts(config), Machine(device="cpu", name="", ranks=1, local_ranks=1, threads=1), CPU)
+    assert plan.time is None and plan.memory.total > 0
+    measured = Measured(steps=9, tokens_per_second=100.0, memory_bytes=plan.memory.total)
+    assert "the speed of bfloat16 on a CPU is not planned" in Comparison(plan=plan, measured=measured).line()
+    assert any("bfloat16 on a CPU" in reason for reason in validated_range(plan.workload, CPU))
 
 
 def test_a_run_folder_is_compared_with_its_plan_and_any_other_is_refused(tmp_path, user_cache):
