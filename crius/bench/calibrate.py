@@ -45,10 +45,10 @@ LIMIT_SECONDS = 300
 _EMPTY = {"model.num_layers": 2, "training.seq_len": 16, "training.global_batch_size": 1, "training.steps": 30}
 _SIZES = {
     "cpu": (
-        {"model.flavor": "debug", "training.seq_len": 256, "training.global_batch_size": 4, "training.steps": 14},
+        {"model.flavor": "debug", "training.seq_len": 256, "training.global_batch_size": 4, "training.steps": 40},
         {
             **{"model.flavor": "6m", "model.num_layers": 3, "training.seq_len": 256},
-            **{"training.global_batch_size": 4, "training.steps": 8},
+            **{"training.global_batch_size": 4, "training.steps": 24},
         },
     ),
     "cuda": (
