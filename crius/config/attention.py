@@ -1,7 +1,8 @@
 """Whether attention of a run on a CPU keeps its probabilities: ``kernels.attention blocked``. Torch-free."""
 
+from crius.config.dtype import auto_dtype
 from crius.config.run import RunConfig
-from crius.host_cpu import ATTENTION_BLOCK, bfloat16_instructions, is_wide_amd_cpu
+from crius.host_cpu import ATTENTION_BLOCK, is_wide_amd_cpu
 
 MOST_TOKENS = 512
 """The longest sequences for which ``auto`` keeps them: half of ``seq_len`` numbers for each token and head."""
@@ -14,9 +15,8 @@ def obstacle(config: RunConfig) -> tuple[str, str]:
         return "it takes no mask", "--kernels.attention auto, or --model.attention_mask causal"
     if config.parallelism.context_parallel_degree > 1:
         return "context parallelism splits sequences among ranks", "--kernels.attention auto"
-    if training.mixed_precision_param == "bfloat16" or (
-        training.mixed_precision_param == "auto" and bfloat16_instructions()
-    ):
+    dtype = training.mixed_precision_param
+    if (auto_dtype(on_gpu=False)[0] if dtype == "auto" else dtype) != "float32":
         return "it takes float32 only", "--training.mixed_precision_param float32, or --kernels.attention auto"
     if training.seq_len % ATTENTION_BLOCK:
         longer = training.seq_len + -training.seq_len % ATTENTION_BLOCK

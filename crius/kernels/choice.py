@@ -143,9 +143,9 @@ def _attention(
             raise _impossible("attention", asked, "it is for CPUs", "auto")
         return (asked,), ""  # type: ignore[return-value]
     if device_type == "cpu":
-        return (
-            (("blocked",), "auto: AMD CPU with AVX-512, short sequences") if keeps_probabilities else ((), "auto: CPU")
-        )
+        if keeps_probabilities:
+            return ("blocked",), "auto: AMD CPU with AVX-512, short sequences"
+        return (), "auto: CPU"
     if has_mask:
         return ("flash", "efficient", "math"), "auto: mask"
     if capability is not None and capability >= (9, 0):

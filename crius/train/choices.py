@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from crius.config.dtype import auto_dtype
 from crius.config.pipeline import splits_backward
 from crius.config.run import RunConfig
 from crius.errors import ConfigError
@@ -18,7 +19,7 @@ from crius.planner.estimate import Estimate
 from crius.planner.from_config import from_config
 from crius.planner.memory import memory
 from crius.planner.workload import Checkpointing
-from crius.train.inputs import auto_dtype, with_dtype
+from crius.train.inputs import with_dtype
 
 log = logging.getLogger("crius.train")
 

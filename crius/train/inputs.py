@@ -13,12 +13,12 @@ from crius.checkpoint.state import read_state
 from crius.checkpoint.verify import read_manifest
 from crius.config.batch import BatchSizes, batch_sizes
 from crius.config.changes import changes, check_changes
+from crius.config.dtype import auto_dtype
 from crius.config.export import shown
 from crius.config.pipeline import microbatch_unit, settle_stages
 from crius.config.run import RunConfig
 from crius.data.corpus import Corpus, open_corpus
 from crius.errors import CheckpointError, EnvironmentError
-from crius.host_cpu import BFLOAT16_FLAGS, bfloat16_instructions
 from crius.models.registry import SPECS
 from crius.models.spec import ModelFacts, ModuleFacts
 
@@ -53,16 +53,6 @@ def with_dtype(config: RunConfig, *, on_gpu: bool) -> RunConfig:
     if config.training.mixed_precision_param != "auto":
         return config
     return _with_dtype(config, auto_dtype(on_gpu=on_gpu)[0])
-
-
-def auto_dtype(*, on_gpu: bool) -> tuple[Literal["float32", "bfloat16"], str]:
-    """What ``training.mixed_precision_param auto`` means here, and why: docs/training.md has the measurement."""
-    if on_gpu:
-        return "bfloat16", "a GPU"
-    instructions = bfloat16_instructions()
-    if instructions:
-        return "bfloat16", f"a CPU with {instructions}"
-    return "float32", f"a CPU without {' or '.join(BFLOAT16_FLAGS)}"
 
 
 def _with_dtype(config: RunConfig, dtype: Literal["float32", "bfloat16"]) -> RunConfig:

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from crius.config import attention as rule
+from crius.config import dtype as dtype_rule
 from crius.host_cpu import ATTENTION_BLOCK
 from crius.kernels import blocked_attention as blocked
 from crius.kernels.attention import causal_attention
@@ -192,7 +193,7 @@ def test_where_a_run_on_a_cpu_takes_it(flags, is_amd, want, monkeypatch):
 
 @pytest.mark.parametrize(("instructions", "why"), [("avx512_bf16", "it takes float32 only"), ("", "")])
 def test_an_automatic_dtype_is_that_of_the_cpu(instructions, why, monkeypatch):
-    monkeypatch.setattr(rule, "bfloat16_instructions", lambda: instructions)
+    monkeypatch.setattr(dtype_rule, "bfloat16_instructions", lambda: instructions)
     config = facts_of(["--training.mixed_precision_param", "auto", "--training.seq_len", "256"]).config
     assert rule.obstacle(config)[0] == why
 

@@ -7,11 +7,12 @@ import torch
 from harness import SMALL, Alone, parse, train
 
 from crius import host_cpu
+from crius.config import dtype as dtype_rule
+from crius.config.dtype import auto_dtype
 from crius.errors import ConfigError
 from crius.parallel.dims import ParallelDims
-from crius.train import inputs
 from crius.train.choices import decide
-from crius.train.inputs import auto_dtype, model_facts, resumed_dtype, with_dtype
+from crius.train.inputs import model_facts, resumed_dtype, with_dtype
 
 PARAM = "--training.mixed_precision_param"
 
@@ -42,7 +43,7 @@ def test_a_cpu_that_tells_nothing_has_no_such_instructions(tmp_path, monkeypatch
     [(True, "", "bfloat16"), (False, "avx512_bf16", "bfloat16"), (False, "", "float32")],
 )
 def test_auto_is_bfloat16_where_the_device_multiplies_it(on_gpu, instructions, expected, monkeypatch):
-    monkeypatch.setattr(inputs, "bfloat16_instructions", lambda: instructions)
+    monkeypatch.setattr(dtype_rule, "bfloat16_instructions", lambda: instructions)
     dtype, why = auto_dtype(on_gpu=on_gpu)
     assert dtype == expected and (instructions or "G" if on_gpu else "CPU") in why
     config = parse([*SMALL, PARAM, "auto"])
@@ -57,7 +58,7 @@ def test_what_is_asked_for_by_name_stays(asked):
 
 def test_a_run_says_what_it_took_and_goes_on_with_it_on_another_machine(tmp_path, monkeypatch):
     """The checkpoint is of a machine where auto is float32; here it would be bfloat16."""
-    monkeypatch.setattr(inputs, "bfloat16_instructions", lambda: "")
+    monkeypatch.setattr(dtype_rule, "bfloat16_instructions", lambda: "")
     flags = [*SMALL, "--training.steps", "2", "--model.num_layers", "1", "--validation.interval", "0"]
     train([*flags, "--checkpoint.interval", "2", PARAM, "auto"], tmp_path)
     written = tomllib.loads((tmp_path / "run.toml").read_text())
