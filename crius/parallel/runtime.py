@@ -18,6 +18,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from crius.errors import EnvironmentError
 
+_NO_PEERS = "fake"
+"""Backend of a rank that has no peers, or whose peers do not exist; registered by the import of its store."""
+
 _LOOPBACK = ("127.0.0.1", "localhost")
 
 
@@ -107,6 +110,10 @@ def _is_one_machine(rendezvous: str, size: int) -> bool:
 def world(rank: int, size: int, device: torch.device, rendezvous: str, timeout_seconds: int) -> Iterator[World]:
     """The default process group while the context is open.
 
+    One process on a CPU takes PyTorch's ``fake`` backend, whose collectives copy what they are given to where their
+    results belong: all that they mean among one rank. Gloo's thread would look for words of others a hundred times a
+    second (docs/LOG.md). Before torch 2.13 some of these collectives copied nothing.
+
     Args:
         rank: this process, of ``size``.
         size: number of processes.
@@ -125,9 +132,10 @@ def world(rank: int, size: int, device: torch.device, rendezvous: str, timeout_s
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, "lo0" if sys.platform == "darwin" else "lo")
     store = _store(rendezvous, rank, size, timeout)
+    is_alone = size == 1 and not on_gpu and torch.__version__ >= "2.13"
     try:
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+            "cpu:gloo,cuda:nccl" if on_gpu else _NO_PEERS if is_alone else "gloo",
             store=store,
             rank=rank,
             world_size=size,
@@ -154,7 +162,7 @@ def world(rank: int, size: int, device: torch.device, rendezvous: str, timeout_s
 @contextmanager
 def fake_world(rank: int, size: int) -> Iterator[World]:
     """A process group of ``size`` ranks of which only this one, ``rank``, exists; collectives do nothing."""
-    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    dist.init_process_group(_NO_PEERS, rank=rank, world_size=size, store=FakeStore())
     try:
         yield World(rank, size, torch.device("cpu"))
     finally:
