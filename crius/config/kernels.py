@@ -30,5 +30,5 @@ class KernelsConfig:
     pipeline schedule gpipe, which would keep a gradient of that layer for each microbatch."""
 
     loss_chunk_tokens: int = -1
-    """Tokens of a chunk of linear_cross_entropy. -1: as many as make 1 GiB of logits on a GPU, 2 MiB on a CPU, at
+    """Tokens of a chunk of linear_cross_entropy. -1: as many as make 1 GiB of logits on a GPU, 8 MiB on a CPU, at
     least 256. Fewer take less memory; each chunk but one reads and writes the output layer's gradient once more."""

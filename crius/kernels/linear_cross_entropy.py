@@ -184,6 +184,7 @@ def _score(
         losses.append(found)
         if gradient is not None:
             logits.copy_(gradient)
+        del gradient  # before the next is made
     return losses, logits_CV
 
 

@@ -1,5 +1,6 @@
 """What the last norm, the logits and the loss of a microbatch take. Torch-free."""
 
+import math
 from dataclasses import dataclass
 
 from crius.planner.memory_constants import TRAITS, MemoryConstants
@@ -36,7 +37,9 @@ def loss_bytes(workload: Workload, tokens: float, constants: MemoryConstants) ->
         # stays: the gradients of the hidden state and of the weight, which several chunks sum in float32
         has_chunks = tokens > workload.loss_tokens
         kept = normed + embedding * (4 if has_chunks else itemsize)
-        work = vocabulary * (min(workload.loss_tokens, tokens) * itemsize + min(workload.score_tokens, tokens) * 8)
+        chunk = math.ceil(tokens / max(1, math.ceil(tokens / workload.loss_tokens)))  # equal parts
+        wide = 4 if itemsize == 4 else 8  # log-probabilities in float32, and logits where they are narrower
+        work = vocabulary * (chunk * itemsize + min(workload.score_tokens, chunk) * wide)
         work += embedding * itemsize / _PRODUCT_PARTS * (has_chunks and itemsize < 4)
         rounded = embedding * 4 / _PRODUCT_PARTS * (not has_chunks and itemsize < 4)
         return LossBytes(kept, work, kept + embedding * itemsize + rounded)
