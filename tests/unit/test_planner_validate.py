@@ -92,6 +92,13 @@ def test_rows_that_were_not_fitted_are_explained_too():
     assert len(judged["rows"]) == (judged["dense"]["tps"]["n"] + judged["moe"]["tps"]["n"]) / each
 
 
+def test_runs_found_afterwards_are_judged_and_as_far_off_as_the_document_says():
+    report = validate_file(ROWS.with_name("unseen.csv"))
+    assert not report.unjudged and len(report.judged) == 35
+    found = {name: figures["tps"]["median"] for name, figures in report.as_json()["families"].items()}
+    assert found == pytest.approx({"nvidia": 0.073, "nemo-automodel": 0.155, "nanotron-logs": 0.65}, rel=0.05)
+
+
 def test_every_row_is_judged_or_has_a_reason(report):
     with ROWS.open(newline="") as file:
         names = [row["id"] for row in csv.DictReader(file)]
