@@ -37,7 +37,7 @@ def loss_bytes(workload: Workload, tokens: float, constants: MemoryConstants) ->
         # stays: the gradients of the hidden state and of the weight, which several chunks sum in float32
         has_chunks = tokens > workload.loss_tokens
         kept = normed + embedding * (4 if has_chunks else itemsize)
-        chunk = math.ceil(tokens / max(1, math.ceil(tokens / workload.loss_tokens)))  # equal parts
+        chunk = math.ceil(tokens / max(1, math.ceil(tokens / workload.loss_tokens)))  # as the loss cuts them
         wide = 4 if itemsize == 4 else 8  # log-probabilities in float32, and logits where they are narrower
         work = vocabulary * (chunk * itemsize + min(workload.score_tokens, chunk) * wide)
         work += embedding * itemsize / _PRODUCT_PARTS * (has_chunks and itemsize < 4)
