@@ -56,33 +56,36 @@ def score_block(
         gather: of the ranks that have the other parts.
     """
     wide = torch.promote_types(logits_CV.dtype, torch.float32)
-    log_p_CV = F.log_softmax(logits_CV, dim=-1, dtype=wide)
+    p_CV = torch.softmax(logits_CV, -1, dtype=wide)
     is_here_C = (targets_C >= 0) & (targets_C < logits_CV.shape[1])
     # where nobody has another part, an id outside of the vocabulary is an error, which the gather raises
     outside_C = targets_C == IGNORE_INDEX if gather is None else ~is_here_C
     place_C1 = torch.where(outside_C, 0, targets_C)[:, None]
+    peak_C, log_p_C = _largest(logits_CV, p_CV)
+    target_C = logits_CV.gather(1, place_C1).squeeze(1).to(wide) if logits_CV.shape[1] else torch.zeros_like(peak_C)
     if gather is None:
-        losses_C = -log_p_CV.gather(1, place_C1).squeeze(1)
+        losses_C = (peak_C - target_C) - log_p_C  # logits that are large and alike lose no digits
     else:
-        total_C = _log_sum_exp(logits_CV, log_p_CV)
-        target_C = logits_CV.gather(1, place_C1).squeeze(1) * is_here_C if logits_CV.shape[1] else total_C.new_zeros(())
-        found = gather(torch.stack((total_C, target_C.to(wide).expand_as(total_C))))
+        total_C = peak_C - log_p_C
+        found = gather(torch.stack((total_C, torch.where(is_here_C, target_C, 0.0))))
         whole_C = found[:, 0].logsumexp(0)
         losses_C = whole_C - found[:, 1].sum(0)
-        log_p_CV += (total_C - whole_C)[:, None]
+        p_CV *= (total_C - whole_C).exp_()[:, None]
     if not with_gradient:
         return losses_C, None
-    gradient_CV = log_p_CV.exp_()
     if logits_CV.shape[1]:
-        gradient_CV.scatter_add_(1, place_C1, -is_here_C.to(wide)[:, None])
-    return losses_C, gradient_CV.to(logits_CV.dtype)
+        p_CV.scatter_add_(1, place_C1, -is_here_C.to(wide)[:, None])
+    return losses_C, p_CV.to(logits_CV.dtype)
 
 
-def _log_sum_exp(logits_CV: Tensor, log_p_CV: Tensor) -> Tensor:
-    """Of each row, without another pass over it: what the softmax subtracted from its first number."""
+def _largest(logits_CV: Tensor, p_CV: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each row the largest logit and the logarithm of its probability, which is never 0.
+
+    Their difference is the logarithm of the row's sum of exponentials, without a logarithm of any other number.
+    """
     if not logits_CV.shape[1]:  # more ranks than rows of the vocabulary
-        return log_p_CV.new_full((len(logits_CV),), -torch.inf)
-    return logits_CV[:, 0] - log_p_CV[:, 0]
+        return p_CV.new_full((len(p_CV),), -torch.inf), p_CV.new_zeros((len(p_CV),))
+    return logits_CV.amax(1).to(p_CV.dtype), p_CV.amax(1).log_()
 
 
 @dataclass(frozen=True)
