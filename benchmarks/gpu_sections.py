@@ -138,7 +138,14 @@ def call(place: Place, report: Report, name: str, arguments: list[str]) -> tuple
     begin = time.monotonic()
     with log.open("wb") as sink:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=place.environ, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            cwd=ROOT,
+            env=place.environ,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            # ignored where this was started in the background of a script, as with nohup: pytest has to hear it
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         try:
             code = process.wait(timeout=max(0.0, report.left()))

@@ -4,6 +4,7 @@ import importlib.metadata
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -149,6 +150,15 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.fixture
+def ignored_interrupts():
+    """As a process in the background of a script has them, and hands them on."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ignored_interrupts")
 @pytest.mark.parametrize("after", ["ends", "hangs"])
 def test_tests_that_ran_are_reported_although_time_ran_out(after, tmp_path, monkeypatch):
     call = sections.call
