@@ -62,6 +62,7 @@ PRIORS: dict[str, tuple[float, float, float]] = {
     "float8_tensorwise": (0.9, 0.25, 1.3),
     "float8_rowwise": (0.6, 0.25, 1.3),
     "float8_fused": (1.0, 0.25, 1.3),
+    "float8_fused_blackwell": (1.0, 0.25, 1.3),
     "mxfp8": (0.93, 0.04, 1.0),
     "nvfp4": (0.5, 0.25, 1.3),
     "cast_traffic": (0.7, 0.7, 5.0),

@@ -158,7 +158,10 @@ def _narrow(
         return hardware.float4_flops, constants.nvfp4, 0.5
     if "rowwise" in recipe:
         return hardware.float8_flops, constants.float8_rowwise, 1.0
-    relative = constants.float8_fused if framework in ("megatron", "fsdp1") else constants.float8_tensorwise
+    relative = constants.float8_tensorwise
+    if framework in ("megatron", "fsdp1"):
+        is_blackwell = hardware.generation.startswith("blackwell")
+        relative = constants.float8_fused_blackwell if is_blackwell else constants.float8_fused
     return hardware.float8_flops, relative * (constants.mxfp8 if precision == "mxfp8" else 1.0), 1.0
 
 

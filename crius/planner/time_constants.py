@@ -28,7 +28,8 @@ class TimeConstants:
         elementwise_fused: the same, with TransformerEngine's and Megatron's fused kernels.
         float8_tensorwise: of float8's peak relative to bfloat16's efficiency, with one scale a tensor.
         float8_rowwise: the same with one scale a row.
-        float8_fused: the same in TransformerEngine.
+        float8_fused: the same in TransformerEngine on H100 and H200.
+        float8_fused_blackwell: the same on Blackwell.
         mxfp8: factor on these with a scale every 32 numbers.
         nvfp4: of the 4-bit peak.
         cast_traffic: times that a matmul's operands cross the memory to be quantized.
@@ -61,56 +62,57 @@ class TimeConstants:
         bias_nanotron: the same.
     """
 
-    matmul_ampere: float = 0.826
-    matmul_hopper: float = 0.692
-    matmul_blackwell: float = 0.548
-    matmul_blackwell_ultra: float = 0.763
-    matmul_cdna3: float = 0.33
-    power_exponent: float = 0.451
-    power_exponent_blackwell: float = 0.881
-    matmul_traffic: float = 0.968
-    attention_ampere: float = 0.522
-    attention_hopper: float = 0.464
-    attention_blackwell: float = 0.477
-    flash2_flops: float = 272000000000000.0
-    attention_fsdp1: float = 0.697
-    memory: float = 0.82
-    elementwise_eager: float = 1.79
-    elementwise_compiled: float = 0.463
-    elementwise_fsdp1: float = 0.748
-    elementwise_fused: float = 0.652
-    float8_tensorwise: float = 0.986
-    float8_rowwise: float = 0.577
-    float8_fused: float = 1.17
-    mxfp8: float = 0.943
-    nvfp4: float = 0.522
-    cast_traffic: float = 0.497
-    link: float = 0.798
-    nic: float = 0.846
-    hop_seconds: float = 4.17e-06
-    overlap_cost: float = 0.184
-    overlap_cost_fsdp1: float = 0.103
-    overlap_cost_megatron: float = 0.281
-    tp_exposed: float = 1.23
-    tp_async: float = 0.641
-    tp_fused: float = 0.344
-    cp_imbalance: float = 0.22
-    cp_exposed: float = 0.298
-    ep_exposed: float = 0.753
-    ep_interleaved: float = 0.296
-    dp_exposed: float = 0.278
-    dp_exposed_nanotron: float = 0.747
-    expert_efficiency: float = 0.731
-    expert_traffic: float = 5.14
-    expert_seconds: float = 0.00753
+    matmul_ampere: float = 0.867
+    matmul_hopper: float = 0.744
+    matmul_blackwell: float = 0.517
+    matmul_blackwell_ultra: float = 0.689
+    matmul_cdna3: float = 0.344
+    power_exponent: float = 0.464
+    power_exponent_blackwell: float = 0.858
+    matmul_traffic: float = 0.93
+    attention_ampere: float = 0.533
+    attention_hopper: float = 0.458
+    attention_blackwell: float = 0.413
+    flash2_flops: float = 280000000000000.0
+    attention_fsdp1: float = 0.712
+    memory: float = 0.834
+    elementwise_eager: float = 1.8
+    elementwise_compiled: float = 0.468
+    elementwise_fsdp1: float = 0.746
+    elementwise_fused: float = 0.68
+    float8_tensorwise: float = 1.01
+    float8_rowwise: float = 0.56
+    float8_fused: float = 0.975
+    float8_fused_blackwell: float = 1.19
+    mxfp8: float = 0.939
+    nvfp4: float = 0.548
+    cast_traffic: float = 0.441
+    link: float = 0.727
+    nic: float = 0.95
+    hop_seconds: float = 4.12e-06
+    overlap_cost: float = 0.153
+    overlap_cost_fsdp1: float = 0.114
+    overlap_cost_megatron: float = 0.299
+    tp_exposed: float = 1.26
+    tp_async: float = 0.643
+    tp_fused: float = 0.312
+    cp_imbalance: float = 0.203
+    cp_exposed: float = 0.302
+    ep_exposed: float = 0.78
+    ep_interleaved: float = 0.324
+    dp_exposed: float = 0.292
+    dp_exposed_nanotron: float = 0.762
+    expert_efficiency: float = 0.821
+    expert_traffic: float = 5.91
+    expert_seconds: float = 0.00757
     expert_torch: float = 4.0
-    graph_launch: float = 0.245
-    op_seconds: float = 6.01e-06
-    step_seconds: float = 0.0426
-    bias_torchtitan: float = 0.0826
-    bias_megatron: float = 0.0757
-    bias_fsdp1: float = 0.078
-    bias_nanotron: float = -0.123
+    graph_launch: float = 0.259
+    op_seconds: float = 5.99e-06
+    step_seconds: float = 0.0453
+    bias_torchtitan: float = 0.122
+    bias_megatron: float = 0.00233
+    bias_fsdp1: float = 0.129
+    bias_nanotron: float = -0.0857
 
 
 TIME = TimeConstants()

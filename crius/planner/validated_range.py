@@ -7,7 +7,7 @@ from crius.planner.workload import Workload
 # Of the rows of benchmarks/planner/measurements.csv
 GENERATIONS = ("ampere", "hopper", "blackwell", "blackwell_ultra", "cdna3")
 PARAMETERS = (0.3e9, 700e9)
-GPUS = 1536
+GPUS = 2048
 SEQ_LEN = (512, 262_144)
 DEGREES = {"tp": 16, "cp": 8, "pp": 16, "ep": 64}
 SHARDS = 512
@@ -51,8 +51,6 @@ def validated_range(workload: Workload, hardware: Hardware) -> list[str]:
         reasons.append(f"no measurement of schedule {workload.schedule}")
     if workload.cpu_offload:
         reasons.append("no measurement with weights offloaded to the host")
-    if model.num_experts and layout.cp > 1:
-        reasons.append("no measurement of experts with context parallelism")
     has_none = not hardware.float8_flops or (workload.precision == "mxfp8" and not hardware.has_mxfp8)
     if workload.precision in ("float8", "mxfp8", "nvfp4") and has_none:
         reasons.append(f"{hardware.name} has no {workload.precision}")

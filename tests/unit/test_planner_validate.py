@@ -87,16 +87,26 @@ def test_rows_that_were_not_fitted_are_explained_too():
     assert judged["dense"]["tps"]["median"] <= 0.08 and judged["dense"]["tps"]["p90"] <= 0.24
     assert judged["moe"]["tps"]["median"] <= 0.15
     assert memory["dense"]["median"] <= 0.04 and memory["dense"]["p90"] <= 0.15 and memory["moe"]["median"] <= 0.08
-    assert judged["ordering"]["all"] > 0.94
+    assert judged["ordering"]["all"] >= 0.95
     each = judged["splits"] / 2  # how often a row is judged
     assert len(judged["rows"]) == (judged["dense"]["tps"]["n"] + judged["moe"]["tps"]["n"]) / each
 
 
-def test_runs_found_afterwards_are_judged_and_as_far_off_as_the_document_says():
-    report = validate_file(ROWS.with_name("unseen.csv"))
+@pytest.mark.parametrize(
+    ("file", "medians"),
+    [
+        ("unseen.csv", {"nvidia": 0.067, "nemo-automodel": 0.097, "nanotron-logs": 0.66}),
+        (
+            "unseen_later.csv",
+            {"nvidia": 0.13, "maxtext": 0.086, "kempner": 0.203, "fms-fsdp": 0.059, "torchtitan": 0.2},
+        ),
+    ],
+)
+def test_runs_found_afterwards_are_judged_and_as_far_off_as_the_document_says(file, medians):
+    report = validate_file(ROWS.with_name(file))
     assert not report.unjudged and len(report.judged) == 35
     found = {name: figures["tps"]["median"] for name, figures in report.as_json()["families"].items()}
-    assert found == pytest.approx({"nvidia": 0.073, "nemo-automodel": 0.155, "nanotron-logs": 0.65}, rel=0.05)
+    assert found == pytest.approx(medians, rel=0.05)
 
 
 def test_every_row_is_judged_or_has_a_reason(report):
