@@ -108,13 +108,15 @@ class Timeline:
 
     def peaks(self) -> Iterator[tuple[tuple[str, ...], Bytes, Bytes]]:
         """For each segment its label, what lived when it began, and what lived when most bytes did."""
-        events: list[tuple[int, str]] = [(0, "temporaries")] * self.now
-        for life in self._lives:
+        now, lives = self.now, list(self._lives)  # a thread that sends may let a storage go meanwhile
+        events: list[tuple[int, str]] = [(0, "temporaries")] * now
+        for life in lives:
             kind = life.storage.kind or "temporaries"
-            events[life.born] = (life.nbytes, kind)
-            if life.died >= 0:
+            if life.born < now:
+                events[life.born] = (life.nbytes, kind)
+            if 0 <= life.died < now:
                 events[life.died] = (-life.nbytes, kind)
-        ends = [segment.begin for segment in self.segments[1:]] + [self.now]
+        ends = [segment.begin for segment in self.segments[1:]] + [now]
         living: Bytes = Counter()
         for nbytes, kind in events[: self.segments[0].begin]:
             living[kind] += nbytes
