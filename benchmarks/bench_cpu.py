@@ -44,13 +44,9 @@ WARMUP = 5
 
 NUM_TOKENS = 400_000
 
-COMPILED = [
-    *("--compile.enable", "--activation_checkpoint.mode", "memory_budget"),
-    *("--activation_checkpoint.memory_budget", "0.9", "--kernels.attention", "flash"),
-]
-"""Flags of Crius in the compiled cases, where plain PyTorch keeps little. The compiler computes SwiGLU's product again
-in the backward, where the other pointwise work reads the same tensors, and so keeps 6 MB a block less: the loss is the
-same to the last bit. Attention that keeps its probabilities would take 9 MB a block more."""
+COMPILED = ["--compile.enable", "--kernels.attention", "flash"]
+"""Flags of Crius in the compiled cases, where plain PyTorch keeps little. Attention that keeps its probabilities would
+take 9 MB a block more."""
 
 
 def markov_tokens(vocab_size: int, count: int = NUM_TOKENS) -> np.ndarray:

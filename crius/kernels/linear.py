@@ -1,7 +1,9 @@
 """Linear layers without a bias by oneDNN, which multiplies float32 matrices faster than MKL on AMD's CPUs with AVX-512.
 
-The forward and the gradient of the input go there; the gradient of the weight does not, whose long inner dim MKL sums
-faster. An operator of our own, so that torch.compile leaves it whole and FLOPs and checkpointing know it by a name.
+The forward and the gradient of the input go there. The gradient of the weight sums over tokens, for which oneDNN wants
+the input transposed: a compiled block writes it so where it computes it anyway; uncompiled, the copy would cost what
+oneDNN wins, and MKL multiplies. An operator of our own, so that torch.compile leaves it whole and FLOPs and
+checkpointing know it by a name.
 """
 
 from typing import Any
@@ -71,5 +73,12 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         grad_x = torch.ops.crius.onednn_linear.default(grad, weight.t()) if ctx.needs_input_grad[0] else None
-        grad_weight = grad.flatten(0, -2).t() @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None
+        grad_weight = _grad_weight(grad.flatten(0, -2), x.flatten(0, -2)) if ctx.needs_input_grad[1] else None
         return grad_x, grad_weight
+
+
+def _grad_weight(grad: Tensor, x: Tensor) -> Tensor:
+    """``(out, in)`` from ``(tokens, out)`` and ``(tokens, in)``."""
+    if torch.compiler.is_compiling():
+        return torch.ops.crius.onednn_linear.default(x.t().contiguous(), grad.t()).t().contiguous()
+    return grad.t() @ x

@@ -16,6 +16,7 @@ from crius.data.batch import Batch
 from crius.data.loader import BatchLoader
 from crius.data.sample_log import SampleLog
 from crius.errors import NonFiniteError
+from crius.host_memory import keep_freed_memory, keep_tensors_apart
 from crius.launch.status import status
 from crius.launch.stop import StopRequest
 from crius.metrics.device import peak_memory_gib
@@ -202,8 +203,8 @@ class Loop:
         config, state = self.config, self.state
         last_validation = None
         interval, first = config.validation.interval, state.step
-        collecting = _scheduled_gc(config.training.gc_interval, self.ledger)
-        with collecting as collect, self.profiler() as profile, self._rescued_reports():
+        tidied = _tidied(config.training.gc_interval, self.world.device, self.ledger)
+        with tidied as tidy, self.profiler() as profile, self._rescued_reports():
             self._settle()  # a wish to stop may have come while all was built
             while state.step < config.training.steps:
                 self._step()
@@ -215,7 +216,7 @@ class Loop:
                 if self.validation and interval and (is_last or state.step % interval == 0):
                     last_validation = self._validate(self.validation)
                 self._settle()
-                collect(state.step)
+                tidy(state.step)
         if self.checkpoints:
             with self.ledger.phase("save_blocked"):
                 self.checkpoints.finish()
@@ -366,19 +367,27 @@ class Loop:
 
 
 @contextlib.contextmanager
-def _scheduled_gc(interval: int, ledger: TimeLedger) -> Iterator[Callable[[int], None]]:
-    """Collect garbage every ``interval`` steps, on all ranks at the same one; 0 leaves it to Python."""
+def _tidied(interval: int, device: torch.device, ledger: TimeLedger) -> Iterator[Callable[[int], None]]:
+    """What is to be called after each step, for garbage and for what a CPU's tensors leave.
 
-    def collect(step: int) -> None:
-        if interval and step % interval == 0:
+    In the first step Python collects as it likes, for compilers leave much, and tensors lie apart from what stays. Then
+    garbage is collected every ``interval`` steps, on all ranks at the same one, or as Python likes where that is 0.
+    """
+    settled = False
+
+    def tidy(step: int) -> None:
+        nonlocal settled
+        if not settled and device.type == "cpu":
+            keep_freed_memory()
+        if interval and (not settled or step % interval == 0):
             with ledger.phase("gc"):
-                gc.collect(1)
+                gc.collect(1 if settled else 2)
+                gc.disable()
+        settled = True
 
-    if interval:
-        with ledger.phase("gc"):
-            gc.collect()
-        gc.disable()
+    if device.type == "cpu":
+        keep_tensors_apart()
     try:
-        yield collect
+        yield tidy
     finally:
         gc.enable()
