@@ -62,4 +62,4 @@ class TrainingConfig:
 
     gc_interval: int = 50
     """Steps between runs of Python's garbage collector, on all ranks at the same step so that none waits for
-    another's. 0 leaves it automatic."""
+    another's; in the first step it is automatic. 0 leaves it so."""
