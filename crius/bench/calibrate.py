@@ -142,6 +142,7 @@ def measure(say: Callable[[str], None]) -> Hardware:
         probes = [_probe({**base, **sizes}, kind, folder) for sizes in (_EMPTY, *_SIZES[kind])]
         speed, empty = gather_speed(kind, ranks) if ranks > 1 else (0.0, 0.0)  # then: it forks
         found = _of_kernels(kind, speed, empty, num_gpus)
+        torch.cuda.empty_cache()  # for the runs to come, which share the GPU with this process; nothing on a CPU
         if time.monotonic() - begin < AGAIN_BEFORE_SECONDS:
             again = (_probe({**base, **sizes}, kind, f"{folder}/again") for sizes in _SIZES[kind])
             probes[1:] = map(_mean, probes[1:], again)
