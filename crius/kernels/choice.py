@@ -176,11 +176,19 @@ def are_plain(dtypes: tuple[torch.dtype, ...], *tensors: Tensor) -> bool:
 
 
 def takes_fused(*tensors: Tensor) -> bool:
-    """Whether a fused pointwise kernel takes ``tensors``: this process chose them, and no compiler sees the call, which
-    fuses them itself.
+    """Whether a fused pointwise kernel takes ``tensors``: this process chose them, and no compiler sees the call.
 
     float32 and float64 only: in bfloat16 each of their in-place steps would round.
     """
-    if _current.pointwise != "fused" or torch.compiler.is_compiling():
-        return False
-    return are_plain((torch.float32, torch.float64), *tensors)
+    return not torch.compiler.is_compiling() and _are_for_fused(*tensors)
+
+
+def takes_traced(*tensors: Tensor) -> bool:
+    """Whether what ``takes_fused`` says of ``tensors`` fails only in that a compiler sees the call, which fuses itself:
+    then it gets the form of which it makes the fewest passes over memory.
+    """
+    return torch.compiler.is_compiling() and _are_for_fused(*tensors)
+
+
+def _are_for_fused(*tensors: Tensor) -> bool:
+    return _current.pointwise == "fused" and are_plain((torch.float32, torch.float64), *tensors)

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import register_flop_formula
 from crius.kernels import choice
 
 _library = torch.library.Library("crius", "DEF")
-_library.define("onednn_linear(Tensor x, Tensor weight) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+_library.define("mkldnn_linear(Tensor x, Tensor weight) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 
 
 def _multiply(x: Tensor, weight: Tensor) -> Tensor:
@@ -27,15 +27,17 @@ def _multiply(x: Tensor, weight: Tensor) -> Tensor:
     return product
 
 
-_library.impl("onednn_linear", _multiply, "CPU")
+_library.impl("mkldnn_linear", _multiply, "CPU")
+OPERATOR = torch.ops.crius.mkldnn_linear.default
+"""``x`` ``(..., in)`` and ``weight`` ``(out, in)``, float32 on a CPU."""
 
 
-@torch.library.register_fake("crius::onednn_linear", lib=_library)
+@torch.library.register_fake("crius::mkldnn_linear", lib=_library)
 def _shape(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-@register_flop_formula(torch.ops.crius.onednn_linear)
+@register_flop_formula(torch.ops.crius.mkldnn_linear)
 def flops(x_shape: torch.Size, weight_shape: torch.Size, *args: object, **kwargs: object) -> int:
     """FLOPs of ``x`` ``(..., in)`` times ``weight`` ``(out, in)`` transposed."""
     return 2 * x_shape.numel() * weight_shape[0]
@@ -65,20 +67,22 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        product: Tensor = torch.ops.crius.onednn_linear.default(x, weight)
+        product: Tensor = OPERATOR(x, weight)
         return product
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
-        grad_x = torch.ops.crius.onednn_linear.default(grad, weight.t()) if ctx.needs_input_grad[0] else None
+        grad_x = OPERATOR(grad, weight.t()) if ctx.needs_input_grad[0] else None
         grad_weight = _grad_weight(grad.flatten(0, -2), x.flatten(0, -2)) if ctx.needs_input_grad[1] else None
         return grad_x, grad_weight
 
 
 def _grad_weight(grad: Tensor, x: Tensor) -> Tensor:
     """``(out, in)`` from ``(tokens, out)`` and ``(tokens, in)``."""
-    if torch.compiler.is_compiling():
-        return torch.ops.crius.onednn_linear.default(x.t().contiguous(), grad.t()).t().contiguous()
-    return grad.t() @ x
+    if not torch.compiler.is_compiling():
+        return grad.t() @ x
+    if x.shape[1] > 2 * grad.shape[1]:  # of a wide input, as SwiGLU's product is, the gradient is transposed instead
+        return OPERATOR(grad.t().contiguous(), x.t())
+    return OPERATOR(x.t().contiguous(), grad.t()).t().contiguous()

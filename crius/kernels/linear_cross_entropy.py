@@ -49,22 +49,26 @@ def score_block(
     """Token losses ``(C,)`` in float32 and, if asked for, their gradient ``(C, V)`` in the dtype of the logits.
 
     Args:
-        logits_CV: of this rank's part of the vocabulary; float64 is scored in float64.
+        logits_CV: of this rank's part of the vocabulary; float64 is scored in float64. In float32 and float64 they are
+            overwritten.
         targets_C: rows of this rank's part. For a target outside of it the gradient is the softmax alone and, without
             ``gather``, the loss means nothing.
         with_gradient: whether to compute it.
         gather: of the ranks that have the other parts.
     """
     wide = torch.promote_types(logits_CV.dtype, torch.float32)
-    p_CV = torch.softmax(logits_CV, -1, dtype=wide)
     is_here_C = (targets_C >= 0) & (targets_C < logits_CV.shape[1])
     # where nobody has another part, an id outside of the vocabulary is an error, which the gather raises
     outside_C = targets_C == IGNORE_INDEX if gather is None else ~is_here_C
     place_C1 = torch.where(outside_C, 0, targets_C)[:, None]
-    peak_C, log_p_C = _largest(logits_CV, p_CV)
+    peak_C = _largest(logits_CV, -torch.inf).to(wide)
     target_C = logits_CV.gather(1, place_C1).squeeze(1).to(wide) if logits_CV.shape[1] else torch.zeros_like(peak_C)
+    p_CV = torch.softmax(logits_CV, -1, dtype=wide, out=logits_CV if logits_CV.dtype == wide else None)
+    log_p_C = _largest(p_CV, 1.0).log_()  # of a probability that is never 0
     if gather is None:
-        losses_C = (peak_C - target_C) - log_p_C  # logits that are large and alike lose no digits
+        # the logarithm of the sum of exponentials without a logarithm of each: logits that are large and alike lose no
+        # digits
+        losses_C = (peak_C - target_C) - log_p_C
     else:
         total_C = peak_C - log_p_C
         found = gather(torch.stack((total_C, torch.where(is_here_C, target_C, 0.0))))
@@ -78,14 +82,9 @@ def score_block(
     return losses_C, p_CV.to(logits_CV.dtype)
 
 
-def _largest(logits_CV: Tensor, p_CV: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each row the largest logit and the logarithm of its probability, which is never 0.
-
-    Their difference is the logarithm of the row's sum of exponentials, without a logarithm of any other number.
-    """
-    if not logits_CV.shape[1]:  # more ranks than rows of the vocabulary
-        return p_CV.new_full((len(p_CV),), -torch.inf), p_CV.new_zeros((len(p_CV),))
-    return logits_CV.amax(1).to(p_CV.dtype), p_CV.amax(1).log_()
+def _largest(x_CV: Tensor, otherwise: float) -> Tensor:
+    """Of each row; ``otherwise`` where a rank has no column, as there are more ranks than rows of the vocabulary."""
+    return x_CV.amax(1) if x_CV.shape[1] else x_CV.new_full((len(x_CV),), otherwise)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional as F
 
-from crius.kernels.choice import takes_fused
+from crius.kernels.choice import takes_fused, takes_traced
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
@@ -26,6 +26,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
     if when(x, weight):
         fused: Tensor = _RMSNorm.apply(x, weight, torch.finfo(x.dtype).eps if eps is None else eps)
         return fused
+    if takes_traced(x, weight) and x.dtype == weight.dtype:
+        scaled: Tensor = _TracedScale.apply(F.rms_norm(x, weight.shape, None, eps), weight)
+        return scaled
     return reference(x, weight, eps)
 
 
@@ -63,3 +66,25 @@ class _RMSNorm(torch.autograd.Function):
         along_N1 = torch.mv(product_ND, weight)[:, None].mul_(inverse_N1**3).div_(width)
         grad_x = torch.mul(grad_ND, weight, out=product_ND).mul_(inverse_N1).addcmul_(x_ND, along_N1, value=-1)
         return grad_x.view(x.shape), grad_weight, None
+
+
+class _TracedScale(torch.autograd.Function):
+    """``x * weight`` for a compiler, which sums the gradient of the weight over all rows, a few columns at a time, and
+    so reads one line of each page: here over few rows that stay in the cache, then over what these give.
+    """
+
+    ROWS = 32
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        rows_ND = (grad * x).reshape(-1, x.shape[-1])
+        if len(rows_ND) % _TracedScale.ROWS == 0:
+            rows_ND = rows_ND.unflatten(0, (-1, _TracedScale.ROWS)).sum(1)
+        return grad * weight, rows_ND.sum(0)

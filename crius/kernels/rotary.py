@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from crius.kernels.choice import takes_fused
+from crius.kernels.choice import takes_fused, takes_traced
 
 
 def rotary(x_BTNH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -23,6 +23,9 @@ def rotary(x_BTNH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if when(x_BTNH, cos, sin):
         fused: Tensor = _Rotary.apply(x_BTNH, cos, sin)
         return fused
+    if takes_traced(x_BTNH, cos, sin):  # of a roll a compiler makes a gather
+        x, cos, sin = (t.unflatten(-1, (2, -1)) for t in (x_BTNH, cos, sin))
+        return (x * cos + x.flip(-2) * sin).flatten(-2).to(x_BTNH.dtype)
     return reference(x_BTNH, cos, sin)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional as F
 
-from crius.kernels.choice import takes_fused
+from crius.kernels.choice import takes_fused, takes_traced
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -17,6 +17,9 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     if when(gate, up):
         fused: Tensor = _SwiGLU.apply(gate, up)
         return fused
+    if takes_traced(gate, up):
+        traced: Tensor = _TracedSwiGLU.apply(gate, up)
+        return traced
     return reference(gate, up)
 
 
@@ -45,3 +48,22 @@ class _SwiGLU(torch.autograd.Function):
         grad_up = F.silu(gate).mul_(grad) if ctx.needs_input_grad[1] else None
         grad_gate = torch.ops.aten.silu_backward(grad * up, gate) if ctx.needs_input_grad[0] else None
         return grad_gate, grad_up
+
+
+class _TracedSwiGLU(torch.autograd.Function):
+    """For a compiler, in whose backward one loop then makes both gradients and the product that ``w2`` had as its
+    input: one exponential, and the gradient of ``gate`` in the memory of ``up``.
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return gate * torch.sigmoid(gate) * up
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        sigmoid = torch.sigmoid(gate)
+        product = gate * sigmoid * up  # as the forward has it, so that the compiler sees one
+        return grad * (up * sigmoid + product * (1 - sigmoid)), grad * (gate * sigmoid)

@@ -267,9 +267,10 @@ def set_up_torch(config: RunConfig, placement: Placement) -> torch.device:
     if config.debug.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    if config.compile.enable:
-        prepare_compile(config.compile, local_ranks=placement.local_world_size)
     device = pick_device(config.training.device, placement.local_rank)
+    if config.compile.enable:
+        for_cpu = device.type == "cpu"
+        prepare_compile(config.compile, local_ranks=placement.local_world_size, for_cpu=for_cpu)
     if device.type == "cpu":
         keep_freed_memory()
     kernels.apply(run_kernels(config, device))
