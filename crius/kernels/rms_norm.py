@@ -14,6 +14,8 @@ from torch.nn import functional as F
 
 from crius.kernels.choice import takes_fused, takes_traced
 
+_ROWS = 32  # of a dim of a few thousand, float32: half of a core's second cache
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last dim.
@@ -73,8 +75,6 @@ class _TracedScale(torch.autograd.Function):
     so reads one line of each page: here over few rows that stay in the cache, then over what these give.
     """
 
-    ROWS = 32
-
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
@@ -85,6 +85,6 @@ class _TracedScale(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
         rows_ND = (grad * x).reshape(-1, x.shape[-1])
-        if len(rows_ND) % _TracedScale.ROWS == 0:
-            rows_ND = rows_ND.unflatten(0, (-1, _TracedScale.ROWS)).sum(1)
+        if len(rows_ND) % _ROWS == 0:
+            rows_ND = rows_ND.unflatten(0, (-1, _ROWS)).sum(1)
         return grad * weight, rows_ND.sum(0)

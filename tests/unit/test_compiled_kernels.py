@@ -1,0 +1,62 @@
+"""What inductor makes of a feed-forward layer on a CPU: which operator multiplies, and what stays for the backward."""
+
+import pytest
+import torch
+import torch._dynamo.config as dynamo_config
+import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
+from torch._inductor.cpp_builder import get_cpp_compiler
+from torch._inductor.utils import run_and_get_code
+
+from crius.config.compile import CompileConfig
+from crius.kernels.choice import Choice, applied
+from crius.models.layers.feed_forward import FeedForward
+from crius.parallel.compile import prepare_compile
+
+TOKENS, DIM, WIDTH = 64, 32, 96
+
+
+@pytest.fixture
+def compiler(tmp_path, monkeypatch):
+    """torch.compile as a run on a CPU sets it up, with a cache of its own; put back afterwards."""
+    try:
+        get_cpp_compiler()
+    except Exception as error:  # of several classes, by version of torch
+        pytest.skip(f"no C++ compiler: {error}")
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    kept = (
+        dynamo_config.patch(recompile_limit=dynamo_config.recompile_limit),
+        inductor_config.patch(compile_threads=inductor_config.compile_threads),
+        functorch_config.patch(
+            ban_recompute_materialized_backward=functorch_config.ban_recompute_materialized_backward
+        ),
+    )
+    with kept[0], kept[1], kept[2], applied(Choice(linear="onednn", pointwise="fused")):
+        prepare_compile(CompileConfig(enable=True, cache_dir=str(tmp_path)), for_cpu=True)
+        torch._dynamo.reset()
+        yield
+        torch._dynamo.reset()
+
+
+def test_compiled_feed_forward_keeps_no_product_and_calls_onednn_itself(compiler):
+    torch.manual_seed(0)
+    layer, x = FeedForward(DIM, WIDTH), torch.randn(TOKENS, DIM, requires_grad=True)
+    upstream = torch.randn(TOKENS, DIM)
+    compiled, kept = torch.compile(layer, fullgraph=True), []
+
+    def step(function):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+            y = function(x)
+        return [y.detach(), *torch.autograd.grad(y, [x, *layer.parameters()], upstream)]
+
+    wanted = step(layer)
+    assert sum(t.shape == (TOKENS, WIDTH) for t in kept) == 3, "gate and up for SwiGLU, the product for the last matmul"
+    kept.clear()
+    got, codes = run_and_get_code(step, compiled)
+    torch.testing.assert_close(got, wanted, rtol=2e-5, atol=2e-5)
+    assert sum(t.shape == (TOKENS, WIDTH) for t in kept) == 2, "gate and up alone"
+    calls = [code.count("torch.ops.mkldnn._linear_pointwise.default(") for code in codes]
+    assert calls == [3, 6]
+    assert not any("torch.ops.crius.mkldnn_linear.default(" in code for code in codes)
