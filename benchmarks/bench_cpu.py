@@ -44,9 +44,8 @@ WARMUP = 5
 
 NUM_TOKENS = 400_000
 
-COMPILED = ["--compile.enable", "--kernels.attention", "flash"]
-"""Flags of Crius in the compiled cases, where plain PyTorch keeps little. Attention that keeps its probabilities would
-take 9 MB a block more."""
+COMPILED = ["--compile.enable"]
+"""Flags of Crius in the compiled cases."""
 
 
 def markov_tokens(vocab_size: int, count: int = NUM_TOKENS) -> np.ndarray:
