@@ -15,10 +15,10 @@ _SET_BY_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNAB
 
 
 def keep_tensors_apart() -> bool:
-    """Have glibc take each tensor from the system by itself, for the first steps of a run.
+    """Have glibc take each tensor from the system by itself, for the first step of a run.
 
-    What stays from then on, optimizer states and what a compiler makes, does not lie between the activations of those
-    steps. Else these leave holes, which those of later steps do not fit into.
+    What stays from then on, optimizer states and what a compiler makes, does not lie between the activations of that
+    step. Else these leave holes, which those of later steps do not fit into.
 
     Returns:
         As ``keep_freed_memory``, which is to follow.

@@ -2,7 +2,8 @@
 
 The backward of PyTorch's flash kernel computes the probabilities again, here it reads them: four matmuls for five, and
 no exponentials. The query heads of a key/value head are rows of one matmul. A block of queries meets only the keys up
-to its last one, so that little more than half of all pairs is computed and kept.
+to its last one, so that little more than half of all pairs is computed. Those of the last block, the largest, are not
+kept: the backward begins with it and computes them again.
 
 B batch, T tokens, N query heads, K key/value heads, G = N / K, H head dim, V head dim of the values,
 L blocks of S tokens, T = L S
@@ -75,41 +76,59 @@ def _rows(x_BKTH: Tensor) -> Tensor:
     return x_BKTH.contiguous().flatten(0, 1)
 
 
-def _parts(p: Tensor, blocks: int, batch: int, rows: int) -> Iterator[tuple[int, Tensor]]:
-    """The keys that a block sees, and its probabilities ``(B K, S G, keys)``, a part of the memory ``p``."""
+def _parts(p: Tensor, last: Tensor, q: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """The keys that a block sees, and its probabilities ``(B K, S G, keys)``, a part of the memory ``p``; the last
+    block's are in ``last``.
+    """
+    blocks, batch, rows, _ = q.shape
     start = 0
-    for keys in range(BLOCK, blocks * BLOCK + 1, BLOCK):
+    for keys in range(BLOCK, blocks * BLOCK, BLOCK):
         stop = start + batch * rows * keys
         yield keys, p[start:stop].view(batch, rows, keys)
         start = stop
+    yield blocks * BLOCK, last.view(batch, rows, blocks * BLOCK)
 
 
 def _num_kept(q: Tensor) -> int:
-    """Numbers in all probabilities: each block has a column for every key up to its last."""
+    """Numbers in the probabilities of all blocks but the last: each has a column for every key up to its own last."""
     blocks, batch, rows, _ = q.shape
-    return batch * rows * BLOCK * (blocks * (blocks + 1) // 2)
+    return batch * rows * BLOCK * (blocks * (blocks - 1) // 2)
+
+
+def _of_last_block(q: Tensor) -> Tensor:
+    blocks, batch, rows, _ = q.shape
+    return q.new_empty(batch * rows * blocks * BLOCK)
+
+
+def _later(q: Tensor) -> Tensor:
+    """``(S G, S)``, to be added to the scores of a block and its own keys: those behind a query are not seen."""
+    return q.new_full((BLOCK, BLOCK), -torch.inf).triu_(1).repeat_interleave(q.shape[2] // BLOCK, 0)
+
+
+def _probabilities(out: Tensor, q: Tensor, k: Tensor, later: Tensor) -> None:
+    """Of a block, ``(B K, S G, keys)``, for ``q`` ``(B K, S G, H)`` and ``k`` ``(B K, keys, H)``."""
+    torch.baddbmm(out, q, k.mT, beta=0, alpha=1 / math.sqrt(q.shape[2]), out=out)
+    out[..., -BLOCK:] += later
+    torch.softmax(out, -1, out=out)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Output as ``_blocks`` has it, and the probabilities of all blocks."""
-    blocks, batch, rows, width = q.shape
-    y, p = q.new_empty(blocks, batch, rows, v.shape[2]), q.new_empty(_num_kept(q))
-    later = q.new_full((BLOCK, BLOCK), -torch.inf).triu_(1).repeat_interleave(rows // BLOCK, 0)
-    for block, (keys, part) in enumerate(_parts(p, blocks, batch, rows)):
-        torch.baddbmm(part, q[block], k[:, :keys].mT, beta=0, alpha=1 / math.sqrt(width), out=part)
-        part[..., -BLOCK:] += later
-        torch.softmax(part, -1, out=part)
+    """Output as ``_blocks`` has it, and the probabilities that are kept."""
+    y, p = q.new_empty(*q.shape[:3], v.shape[2]), q.new_empty(_num_kept(q))
+    later = _later(q)
+    for block, (keys, part) in enumerate(_parts(p, _of_last_block(q), q)):
+        _probabilities(part, q[block], k[:, :keys], later)
         torch.bmm(part, v[:, :keys], out=y[block])
     return y, p
 
 
 def _attend_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of ``q``, ``k`` and ``v``; ``grad`` as ``_blocks`` has it."""
-    blocks, batch, rows, width = q.shape
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    scale = 1 / math.sqrt(width)
-    buffer = q.new_empty(batch * rows * blocks * BLOCK)
-    for block, (keys, part) in reversed(list(enumerate(_parts(p, blocks, batch, rows)))):
+    scale = 1 / math.sqrt(q.shape[3])
+    last, buffer = _of_last_block(q), _of_last_block(q)
+    _probabilities(last.view(*q.shape[1:3], -1), q[-1], k, _later(q))
+    for block, (keys, part) in reversed(list(enumerate(_parts(p, last, q)))):
         ds = buffer[: part.numel()].view(part.shape)
         torch.bmm(grad[block], v[:, :keys].mT, out=ds)
         torch.ops.aten._softmax_backward_data.out(ds, part, -1, ds.dtype, grad_input=ds)

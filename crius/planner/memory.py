@@ -144,6 +144,6 @@ def _layer(workload: Workload, *, has_experts: bool) -> LayerBytes:
         has_experts=has_experts,
         sequence_parallel=workload.sequence_parallel,
         cp=workload.layout.cp,
-        seen_tokens=(workload.seq_len + ATTENTION_BLOCK) / 2 if workload.keeps_probabilities else 0.0,
+        seen_tokens=(workload.seq_len - ATTENTION_BLOCK) / 2 if workload.keeps_probabilities else 0.0,
         mask_tokens=workload.seq_len / 2 / workload.microbatch if workload.keeps_mask else 0.0,
     )

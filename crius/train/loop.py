@@ -39,8 +39,6 @@ from crius.train.step import Runner, train_step
 PACE_INTERVAL = 20
 """Steps between looks at how long a step takes."""
 
-_STEPS_APART = 3  # which make all that lives as long as the run: optimizer states, compiled code, what is made lazily
-
 RESCUE_SECONDS = 30.0
 """How long a run that fails waits for the numbers of its last step: a device that hangs must not hide the failure."""
 
@@ -372,21 +370,20 @@ class Loop:
 def _tidied(interval: int, device: torch.device, ledger: TimeLedger) -> Iterator[Callable[[int], None]]:
     """What is to be called after each step, for garbage and for what a CPU's tensors leave.
 
-    In the first step Python collects as it likes, for compilers leave much. Then garbage is collected every
-    ``interval`` steps, on all ranks at the same one, or as Python likes where that is 0. In the first three steps
-    tensors lie apart from what stays.
+    In the first step Python collects as it likes, for compilers leave much, and tensors lie apart from what stays. Then
+    garbage is collected every ``interval`` steps, on all ranks at the same one, or as Python likes where that is 0.
     """
-    num_steps = 0
+    settled = False
 
     def tidy(step: int) -> None:
-        nonlocal num_steps
-        num_steps += 1
-        if num_steps == _STEPS_APART and device.type == "cpu":
+        nonlocal settled
+        if not settled and device.type == "cpu":
             keep_freed_memory()
-        if interval and (num_steps == 1 or step % interval == 0):
+        if interval and (not settled or step % interval == 0):
             with ledger.phase("gc"):
-                gc.collect(2 if num_steps == 1 else 1)
+                gc.collect(1 if settled else 2)
                 gc.disable()
+        settled = True
 
     if device.type == "cpu":
         keep_tensors_apart()

@@ -112,12 +112,12 @@ def test_it_compiles_in_one_graph():
         torch.testing.assert_close(run(attend, inputs), run(causal_attention, inputs), rtol=0, atol=0)
 
 
-def test_it_keeps_its_inputs_and_the_pairs_of_a_query_with_earlier_blocks_and_its_own():
+def test_it_keeps_its_inputs_and_the_pairs_of_all_blocks_but_the_last():
     inputs, kept = qkv(), []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
         blocked.blocked_attention(*inputs)
     batch, heads, _, tokens, _, _ = SHAPES[1]
-    pairs = batch * heads * tokens * (tokens + ATTENTION_BLOCK) // 2
+    pairs = batch * heads * tokens * (tokens - ATTENTION_BLOCK) // 2
     assert sum(x.numel() for x in kept) == sum(x.numel() for x in inputs) + pairs
 
 
@@ -127,9 +127,9 @@ def test_the_planner_counts_the_probabilities():
     )
     flags = {"has_experts": False, "sequence_parallel": True}
     tokens = 64
-    seen = (tokens + ATTENTION_BLOCK) / 2
+    seen = (tokens - ATTENTION_BLOCK) / 2
     blocked_, flash = (layer_bytes(shape, 1, 4, "crius", "fused", seen_tokens=n, **flags).none for n in (seen, 0))
-    assert (blocked_ - flash) * tokens == 4 * 4 * (tokens * (tokens + ATTENTION_BLOCK) // 2 - tokens)  # less log-sums
+    assert (blocked_ - flash) * tokens == 4 * 4 * (tokens * (tokens - ATTENTION_BLOCK) // 2 - tokens)  # less log-sums
 
 
 def test_flops_are_those_of_the_matmuls_over_all_pairs():

@@ -200,7 +200,7 @@ def compiled_operators(function, inputs):
     graphs = []
 
     def backend(graph, examples):
-        graphs.extend(str(node.target) for node in graph.graph.nodes)
+        graphs.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
         return make_boxed_func(graph.forward)
 
     torch._dynamo.reset()
