@@ -96,6 +96,7 @@ def _num_kept(q: Tensor) -> int:
 
 
 def _of_last_block(q: Tensor) -> Tensor:
+    """Memory for its scores, the most that a block has."""
     blocks, batch, rows, _ = q.shape
     return q.new_empty(batch * rows * blocks * BLOCK)
 

@@ -15,16 +15,12 @@ from typing import Any, TypeVar
 import torch
 import torch._dynamo.config as dynamo_config
 import torch._dynamo.utils as dynamo
-import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from torch import nn
-from torch._inductor import ir, lowering
-from torch._inductor.fx_passes import fuse_attention
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from crius.config.compile import CompileConfig
 from crius.errors import EnvironmentError
-from crius.kernels import linear
 from crius.models.plan import ShardingPlan, match
 
 log = logging.getLogger("crius.parallel")
@@ -52,8 +48,8 @@ def prepare_compile(
         config: the section.
         cache_root: the user's cache folder of Crius; None: ``crius`` below ``XDG_CACHE_HOME``, else below ~/.cache.
         local_ranks: processes that share the cores of this host, and so the threads that compile.
-        for_cpu: have what a matmul reads in the backward computed again there where that takes pointwise work only,
-            such as SwiGLU's product, which torch would keep.
+        for_cpu: set up what only pays there (docs/kernels.md). What a matmul of the backward reads, such as SwiGLU's
+            product, is not kept where pointwise work makes it again.
 
     Returns:
         The folder of compiled kernels: ``config.cache_dir``, else ``TORCHINDUCTOR_CACHE_DIR`` of the user's
@@ -84,34 +80,11 @@ def prepare_compile(
         inductor_config.compile_threads = threads
         os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = str(threads)
     if for_cpu:
-        functorch_config.ban_recompute_materialized_backward = False
-        # patterns of attention written in matmuls, which no model of ours has: 12 MiB for as long as the process lives
-        fuse_attention._sfdp_init = lambda *device: None  # type: ignore[assignment]
-        _lower_onednn()
+        from crius.parallel.inductor import suit_cpu  # noqa: PLC0415
+
+        suit_cpu()
     dynamo_config.recompile_limit = max(RECOMPILE_LIMIT, dynamo_config.recompile_limit)
     return folder
-
-
-def _lower_onednn() -> None:
-    """Have inductor write PyTorch's operator where the graph has ours, which Python implements: in a step, where
-    nothing of Python is in the cache, that costs a tenth of a millisecond more.
-
-    Inductor's own lowering of PyTorch's operator is for inference and takes constants as weights only.
-    """
-    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        return
-    call = lowering.fallback_handler(torch.ops.mkldnn._linear_pointwise.default, add_to_fallback_set=False)
-    view = lowering.lowerings[torch.ops.aten.view.default]
-
-    def lower(x: Any, weight: Any) -> Any:
-        *rows, width = x.get_size()
-        x.realize()
-        x = ir.ExternKernel.require_contiguous(x)
-        product = call(view(x, [-1, width]), weight, None, "none", [], "")
-        return view(product, [*rows, weight.get_size()[0]])
-
-    lowering.add_needs_realized_inputs(linear.OPERATOR)
-    lowering.register_lowering(linear.OPERATOR, type_promotion_kind=None)(lower)
 
 
 def compile_blocks(model: nn.Module, plan: ShardingPlan, config: CompileConfig) -> int:

@@ -38,7 +38,8 @@ LAZY_ROOMS = (
     "models/registry.py",
 )
 # pyproject.toml's extras, and what comes with torch but is only for some
-OPTIONAL = {"datasets", "fsspec", "matplotlib", "tokenizers", "tensorboard", "torch.utils.tensorboard", "torchao"}
+OPTIONAL = {"datasets", "fsspec", "matplotlib", "tokenizers", "tensorboard", "torchao"}
+OPTIONAL |= {"torch.utils.tensorboard", "torch._inductor.lowering"}
 
 AIM_FILE, STOP_FILE, AIM_FUNCTION, STOP_FUNCTION = 400, 500, 60, 100
 LONGER: dict[str, str] = {}  # "file" or "file:function" to the reason; still below the hard stop
