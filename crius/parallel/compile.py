@@ -4,6 +4,7 @@ A block's ``forward`` is compiled, not the block: parameter names stay, and the 
 the module, stay outside the graph. Blocks of one kind share one code object and so one graph.
 """
 
+import hashlib
 import logging
 import os
 import re
@@ -16,6 +17,7 @@ import torch
 import torch._dynamo.config as dynamo_config
 import torch._dynamo.utils as dynamo
 import torch._inductor.config as inductor_config
+import torch.compiler.config as compiler_config
 from torch import nn
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
@@ -79,6 +81,7 @@ def prepare_compile(
         threads = max(1, min(32, _num_cores() // max(1, local_ranks)))
         inductor_config.compile_threads = threads
         os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = str(threads)
+    compiler_config.cache_key_tag = f"{os.environ.get('TORCH_COMPILE_CACHE_KEY_TAG', '')}{_kernels_tag()}"
     if for_cpu:
         from crius.parallel.inductor import suit_cpu  # noqa: PLC0415
 
@@ -260,6 +263,13 @@ def _cache_folder(config: CompileConfig, cache_root: Path | None) -> Path:
         base = os.environ.get("XDG_CACHE_HOME", "")
         cache_root = (Path(base) if base else Path("~/.cache").expanduser()) / "crius"
     return (cache_root / "compile" / f"torch-{torch.__version__}").absolute()
+
+
+def _kernels_tag(package: Path = Path(__file__).parents[1]) -> str:
+    """A digest of what compiled code knows of our operators and torch's key does not: the shapes that they return, and
+    what inductor writes in their place. Code of an older Crius would be called by a newer one and fail."""
+    files = (*sorted((package / "kernels").glob("*.py")), package / "parallel" / "inductor.py")
+    return "crius-" + hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
 def _is_disabled() -> bool:

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch._dynamo.config as dynamo_config
 import torch._inductor.config as inductor_config
+import torch.compiler.config as compiler_config
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 import crius.parallel.compile as compile_module
@@ -23,7 +24,8 @@ def environ(monkeypatch):
         monkeypatch.setenv(name, "")  # so that it is put back even where it was not set before
         monkeypatch.delenv(name)
     limit, threads = dynamo_config.recompile_limit, inductor_config.compile_threads
-    with dynamo_config.patch(recompile_limit=limit), inductor_config.patch(compile_threads=threads):
+    kept = compiler_config.patch(cache_key_tag=compiler_config.cache_key_tag)
+    with kept, dynamo_config.patch(recompile_limit=limit), inductor_config.patch(compile_threads=threads):
         yield monkeypatch
 
 

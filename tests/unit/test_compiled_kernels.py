@@ -1,13 +1,19 @@
-"""What inductor makes of a feed-forward layer on a CPU: which operator multiplies, and what stays for the backward."""
+"""What inductor makes of a feed-forward layer on a CPU: which operator multiplies, what stays for the backward, and
+for how long its code may be used again."""
+
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
 import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
+import torch.compiler.config as compiler_config
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.utils import run_and_get_code
 
+import crius.parallel.compile as compile_module
 from crius.config.compile import CompileConfig
 from crius.kernels.choice import Choice, applied
 from crius.models.layers.feed_forward import FeedForward
@@ -32,8 +38,9 @@ def compiler(tmp_path, monkeypatch):
         functorch_config.patch(
             ban_recompute_materialized_backward=functorch_config.ban_recompute_materialized_backward
         ),
+        compiler_config.patch(cache_key_tag=compiler_config.cache_key_tag),
     )
-    with kept[0], kept[1], kept[2], applied(Choice(linear="onednn", pointwise="fused")):
+    with kept[0], kept[1], kept[2], kept[3], applied(Choice(linear="onednn", pointwise="fused")):
         prepare_compile(CompileConfig(enable=True, cache_dir=str(tmp_path)), for_cpu=True)
         torch._dynamo.reset()
         yield
@@ -60,3 +67,27 @@ def test_compiled_feed_forward_keeps_no_product_and_calls_onednn_itself(compiler
     calls = [code.count("torch.ops.mkldnn._linear_pointwise.default(") for code in codes]
     assert calls == [3, 6]
     assert not any("torch.ops.crius.mkldnn_linear.default(" in code for code in codes)
+
+
+def test_compiled_code_is_used_again_until_a_kernel_is_another(compiler, tmp_path, monkeypatch):
+    package, layer, x = tmp_path / "crius", FeedForward(DIM, WIDTH), torch.randn(TOKENS, DIM)
+    (package / "parallel").mkdir(parents=True)
+    ours = Path(compile_module.__file__).parents[1]
+    shutil.copytree(ours / "kernels", package / "kernels")
+    shutil.copy(ours / "parallel" / "inductor.py", package / "parallel")
+    original = compile_module._kernels_tag
+
+    def found() -> str:
+        """What the cache says to a new process of the Crius whose sources lie in ``package``."""
+        monkeypatch.setattr(compile_module, "_kernels_tag", lambda: original(package))
+        prepare_compile(CompileConfig(enable=True, cache_dir=str(tmp_path)), for_cpu=True)
+        torch._dynamo.reset()
+        before = compile_module._cache_counters()
+        torch.compile(layer, fullgraph=True)(x)
+        (outcome,) = compile_module._cache_counters() - before
+        return outcome
+
+    assert [found(), found()] == ["miss", "hit"]
+    with open(package / "kernels" / "linear.py", "a") as file:
+        file.write("# another kernel\n")
+    assert [found(), found()] == ["miss", "hit"]
