@@ -42,6 +42,7 @@ def layer_bytes(
     cp: int = 1,
     mask_tokens: float = 0,
     seen_tokens: float = 0,
+    is_traced: bool = False,
 ) -> LayerBytes:
     """A layer of ``shape`` on one of ``tp`` ranks.
 
@@ -56,6 +57,8 @@ def layer_bytes(
         cp: ranks that share a sequence.
         seen_tokens: of a query, whose probabilities are kept for each head.
         mask_tokens: of an explicit mask of attention that is kept, numbers for each token.
+        is_traced: forward and backward are one graph, which keeps nothing that its backward does not read, such as the
+            layer's own result.
     """
     traits, sizes = TRAITS[framework], layer_sizes(shape)
     d = float(shape.dim)
@@ -72,6 +75,8 @@ def layer_bytes(
         none += keys * (cp - 1) + values + mask_tokens
     # of seven matmuls wq, wv, w1 and w2; attention; two reduce-scatters
     w2 = d + 2 * source if tp > 1 else source
+    if is_traced:
+        w2 = source if tp > 1 else 0.0
     one_of_keys = max(1, shape.num_kv_heads / tp) * (sizes.value_dim / shape.num_heads)
     selective = source + queries + one_of_keys + dense_width + w2 + values
     if has_experts:

@@ -56,7 +56,8 @@ def forward(workload: Workload, rates: Rates, constants: TimeConstants) -> Compu
         local = max(1.0, model.num_experts / layout.ep)
         routed = rates.matmuls(tokens * model.top_k, divided(sizes.expert, tp), local)
         shared = rates.matmuls(tokens, divided(sizes.shared, tp))
-        matmul += with_experts * (routed / constants.expert_efficiency + shared)
+        grouped = constants.expert_efficiency if model.is_routed else 1.0
+        matmul += with_experts * (routed / grouped + shared)
     spread = 1 + constants.cp_imbalance * (layout.cp - 1) / layout.cp
     scores = tokens * workload.seq_len * (sizes.score_dim + sizes.value_dim) / tp  # half of them: causal
     return Compute(
@@ -76,7 +77,7 @@ def _elementwise(workload: Workload, rates: Rates, constants: TimeConstants, tok
     numbers = (model.num_layers - with_experts) * rates.elementwise * (width + gate * model.ffn_dim)
     if with_experts:
         hidden = model.top_k * model.expert_ffn_dim + model.shared_ffn_dim
-        routed = constants.expert_traffic * rates.experts * model.top_k * model.dim
+        routed = constants.expert_traffic * rates.experts * model.top_k * model.dim * model.is_routed
         numbers += with_experts * (rates.elementwise * (width + gate * hidden) + routed)
     return 2 * tokens * numbers / pp
 

@@ -56,7 +56,8 @@ def loss_bytes(workload: Workload, tokens: float, constants: MemoryConstants) ->
             "fused": constants.fused_logit_bytes,
         }[workload.loss]
     )
-    return LossBytes(normed + nbytes / 2, nbytes / 2, embedding * itemsize)
+    stays = (normed + nbytes) * (workload.loss == "fused")
+    return LossBytes(normed + nbytes / 2, nbytes / 2, stays + embedding * itemsize)
 
 
 def _eager_logit_bytes(workload: Workload, constants: MemoryConstants) -> float:

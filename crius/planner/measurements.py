@@ -216,6 +216,7 @@ def _model(row: Mapping[str, str]) -> ModelShape:
     heads, dim = count(row, "heads"), count(row, "dim")
     layers, experts = count(row, "layers"), count(row, "n_experts", 0, least=0)
     published = number(row, "params", None) or 0.0
+    chosen = count(row, "top_k", 1 if experts else 0, least=0)
     return ModelShape(
         name=row["model"],
         num_layers=layers,
@@ -228,7 +229,7 @@ def _model(row: Mapping[str, str]) -> ModelShape:
         tied_embeddings=row.get("tied", "").lower() in YES,
         gated=row.get("gated", "").lower() not in ("0", "0.0", "false", "no"),
         num_experts=experts,
-        top_k=count(row, "top_k", 1 if experts else 0, least=0),
+        top_k=experts if "experts as bmm" in row.get("notes", "") else chosen,  # all tokens visit all of them
         expert_ffn_dim=count(row, "moe_ffn", count(row, "ffn") if experts else 0, least=0),
         shared_ffn_dim=count(row, "shared_ffn", 0, least=0),
         num_dense_layers=min(layers, count(row, "n_dense_layers", 0, least=0)),
@@ -246,7 +247,8 @@ def _compiled(row: Mapping[str, str], framework: Framework) -> bool:
     if framework == "megatron":
         release = re.search(r"performance-summary (\d+\.\d+)", row.get("source", ""))
         return (release is not None and float(release[1]) >= 26.06) or "tokendrop" in row.get("notes", "")
-    return row.get("compile", "").lower() in YES
+    stated = row.get("compile", "")
+    return stated.lower() in YES or (framework == "kempnerforge" and not stated)  # its other rows are compiled
 
 
 def _overlaps_tp(row: Mapping[str, str], framework: Framework) -> bool:

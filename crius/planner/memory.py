@@ -145,5 +145,6 @@ def _layer(workload: Workload, *, has_experts: bool) -> LayerBytes:
         sequence_parallel=workload.sequence_parallel,
         cp=workload.layout.cp,
         seen_tokens=(workload.seq_len - ATTENTION_BLOCK) / 2 if workload.keeps_probabilities else 0.0,
+        is_traced=workload.framework == "torchtitan_graph",
         mask_tokens=workload.seq_len / 2 / workload.microbatch if workload.keeps_mask else 0.0,
     )

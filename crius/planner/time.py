@@ -161,7 +161,7 @@ def _idle(
     share = constants.graph_launch if workload.compile else 1.0
     launch = share * OPS * passes * layers * reached.op_seconds
     routing = 0.0
-    if workload.model.num_experts:
+    if workload.model.is_routed:
         routing = share * layers * constants.expert_seconds * reached.experts / 2
         if workload.framework != "megatron":  # whose host loops over the experts of a rank
             routing *= math.sqrt(max(1.0, workload.model.num_experts / workload.layout.ep) / EXPERTS)

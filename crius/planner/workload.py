@@ -57,6 +57,11 @@ class ModelShape:
     attention: Literal["gqa", "mla"] = "gqa"
     num_parameters_known: int | None = None
 
+    @property
+    def is_routed(self) -> bool:
+        """Tokens choose some of the experts, and are brought to them."""
+        return self.top_k < self.num_experts
+
 
 @dataclass(frozen=True, kw_only=True)
 class Layout(ParallelDims):

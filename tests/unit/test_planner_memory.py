@@ -14,6 +14,7 @@ from crius.config.pipeline import is_layer, split_stages
 from crius.dry_run.run import dry_run
 from crius.launch.local import run_workers
 from crius.models.registry import SPECS
+from crius.planner.activations import layer_bytes
 from crius.planner.from_config import from_config, shape_of
 from crius.planner.hardware import hardware
 from crius.planner.holdings import held_by
@@ -218,6 +219,33 @@ def test_a_loss_in_chunks_frees_the_logits():
     assert eager.parts["logits_and_loss"] - chunked.parts["logits_and_loss"] > 8 * GIB
 
 
+def test_a_fused_loss_is_there_while_the_gradient_of_the_output_layer_is_made():
+    work = workload(loss="fused", framework="megatron", layout=Layout(tp=2))
+    found = loss_bytes(work, 8192, MEMORY)
+    weight = work.model.vocab_size / 2 * work.model.dim * 2
+    assert found.output == pytest.approx(found.kept + found.work + weight)
+
+
+@pytest.mark.parametrize(("tp", "more"), [(1, 4096), (4, 4096 + 1024)])
+def test_a_graph_keeps_no_result_that_only_the_next_layer_reads(tp, more):
+    """The last matmul's, and under tensor parallelism what its reduce-scatter gives the rank."""
+    kept = [
+        layer_bytes(
+            shape_of(LLAMA["8b"], "8b"),
+            tp,
+            2,
+            "torchtitan_graph",
+            "operators",
+            has_experts=False,
+            sequence_parallel=True,
+            is_traced=is_traced,
+        )
+        for is_traced in (False, True)
+    ]
+    assert kept[0].selective - kept[1].selective == 2 * more
+    assert (kept[0].none, kept[0].full) == (kept[1].none, kept[1].full)
+
+
 def test_an_offloaded_update_leaves_no_state_on_the_gpu():
     one = memory(workload(cpu_offload=True))
     assert [one.parts[name] for name in ("parameters", "optimizer")] == [0, 0]
@@ -232,7 +260,7 @@ def test_of_runs_that_were_published_most_are_within_a_tenth():
         for row in rows
     )
     assert len(errors) > 90
-    assert errors[len(errors) // 2] < 0.045 and errors[int(0.9 * len(errors))] < 0.11
+    assert errors[len(errors) // 2] < 0.035 and errors[int(0.9 * len(errors))] < 0.11
 
 
 def test_a_call_takes_less_than_a_millisecond():

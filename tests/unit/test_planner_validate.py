@@ -98,7 +98,7 @@ def test_rows_that_were_not_fitted_are_explained_too():
         ("unseen.csv", {"nvidia": 0.067, "nemo-automodel": 0.097, "nanotron-logs": 0.66}),
         (
             "unseen_later.csv",
-            {"nvidia": 0.13, "maxtext": 0.086, "kempner": 0.203, "fms-fsdp": 0.059, "torchtitan": 0.2},
+            {"nvidia": 0.13, "maxtext": 0.086, "kempner": 0.218, "fms-fsdp": 0.059, "torchtitan": 0.2},
         ),
     ],
 )
@@ -142,6 +142,25 @@ def test_a_row_is_planned_as_it_says(tmp_path):
     found = validate(measured).judged[0]
     assert found.speed == tokens_per_second(work, measured[0].hardware)
     assert found.error == found.speed / 7000 - 1
+
+
+def test_experts_in_one_batched_matmul_are_visited_by_all_tokens_and_nothing_is_routed(tmp_path):
+    experts = {**ROW, "framework": "kempnerforge(FSDP2)", "n_experts": "16", "top_k": "2", "moe_ffn": "7168"}
+    batched = {**experts, "notes": "packed FSDP=8; experts as bmm, not grouped_mm"}
+    routed, visited = (row.workload for row in judge_rows([{**experts, "notes": ""}, batched])[0])
+    assert (routed.model.top_k, visited.model.top_k) == (2, 16)
+    assert routed.model.is_routed and not visited.model.is_routed
+    on = KNOWN["h100-80g"]
+    for name in ("expert_traffic", "expert_seconds", "expert_efficiency"):
+        slower = replace(TIME, **{name: getattr(TIME, name) * (0.5 if "efficiency" in name else 2)})
+        assert tokens_per_second(routed, on, slower) < tokens_per_second(routed, on)
+        assert tokens_per_second(visited, on, slower) == tokens_per_second(visited, on)
+
+
+@pytest.mark.parametrize(("stated", "compiled"), [("", True), ("0", False), ("1", True)])
+def test_kempnerforge_compiles_unless_a_row_says_no(stated, compiled):
+    (row,), _ = judge_rows([{**ROW, "framework": "kempnerforge(FSDP2)", "compile": stated}])
+    assert row.workload.compile is compiled
 
 
 @pytest.mark.parametrize(
