@@ -57,8 +57,7 @@ def layer_bytes(
         cp: ranks that share a sequence.
         seen_tokens: of a query, whose probabilities are kept for each head.
         mask_tokens: of an explicit mask of attention that is kept, numbers for each token.
-        is_traced: forward and backward are one graph, which keeps nothing that its backward does not read, such as the
-            layer's own result.
+        is_traced: in one graph with its backward, which keeps nothing that this does not read, such as its own result.
     """
     traits, sizes = TRAITS[framework], layer_sizes(shape)
     d = float(shape.dim)
@@ -74,9 +73,7 @@ def layer_bytes(
     if cp > 1 and traits.gathers_keys:  # and what attention gives for the early and the late tokens of a rank is joined
         none += keys * (cp - 1) + values + mask_tokens
     # of seven matmuls wq, wv, w1 and w2; attention; two reduce-scatters
-    w2 = d + 2 * source if tp > 1 else source
-    if is_traced:
-        w2 = source if tp > 1 else 0.0
+    w2 = source * (tp > 1) + (d + source * (tp > 1)) * (not is_traced)
     one_of_keys = max(1, shape.num_kv_heads / tp) * (sizes.value_dim / shape.num_heads)
     selective = source + queries + one_of_keys + dense_width + w2 + values
     if has_experts:

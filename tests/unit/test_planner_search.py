@@ -309,7 +309,7 @@ SETTINGS = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_documented_cases_are_what_the_planner_says(name):
-    """And what was measured: tokens/s within 13 %, memory within 16 %, on the small side for Crius keeps less."""
+    """And what was measured: tokens/s within 14 %, memory within 16 %, on the small side for Crius keeps less."""
     flavor, gpus, fields = PUBLISHED[name]
     if name == "interleaved":
         fields = {**fields, "parallelism__pipeline_parallel_stages_per_rank": 2}
@@ -319,5 +319,5 @@ def test_the_documented_cases_are_what_the_planner_says(name):
     tps, gib, planned_tps, planned_gib = (float(cell.replace(",", "")) for cell in row.split("|")[2:6])
     assert candidate.tokens_per_second == pytest.approx(planned_tps, rel=0.03)
     assert candidate.memory.total / 2**30 == pytest.approx(planned_gib, rel=0.03)
-    assert planned_tps == pytest.approx(tps, rel=0.13)
+    assert planned_tps == pytest.approx(tps, rel=0.14)
     assert planned_gib == pytest.approx(gib, rel=0.16)
