@@ -3,6 +3,8 @@
 import json
 import logging
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from crius.bench.calibrate import Probe, solved
 from crius.config.export import flatten
 from crius.errors import ConfigError, LayoutError, OutOfMemoryError
 from crius.host_cpu import cpu_with_cores
+from crius.launch.status import status
 from crius.metrics.ledger import TimeLedger
 from crius.metrics.record import StepMetrics
 from crius.planner import auto
@@ -32,6 +35,7 @@ from crius.train.out_of_memory import explained, is_out_of_memory
 from crius.train.plan import SLOW, WINDOW_STEPS, Load, PlanWatch, blame, hardware_of
 
 GIB = 1 << 30
+PAGE = Path(__file__).parents[2] / "docs" / "planner_runs.md"
 CPU = replace(
     KNOWN["cpu"],
     **{"name": "here", "measured": "today", "device": cpu_with_cores(), "threads": 2, "matmul_efficiency": 1.0},
@@ -372,3 +376,18 @@ def test_the_cause_of_a_wrapped_error_is_explained_and_others_pass(tmp_path):
         fail(ValueError("something else"))
     with pytest.raises(LayoutError), explained(tmp_path, 0):
         raise LayoutError("the layout")
+
+
+def test_the_documented_error_of_8b_on_8_gpus_is_the_real_one(tmp_path, monkeypatch, user_cache):
+    documented = PAGE.read_text(encoding="utf-8").split("it would end so:\n\n```text\n")[1].split("```")[0]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=79.11 * GIB))
+    monkeypatch.setattr(status, "step", 1)
+    monkeypatch.setattr(status, "phase", "backward")
+    words = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.11 GiB"
+    config = parse(BIG)
+    with pytest.raises(OutOfMemoryError) as caught, explained(tmp_path, 5) as story:
+        story.begin(torch.device("cpu"), GPUS, config, model_facts(config))
+        raise torch.OutOfMemoryError(words)
+    real = f"OutOfMemoryError: {caught.value}".replace(str(tmp_path), "runs/full")
+    assert len(documented.splitlines()) == 11
+    assert [line for line in documented.splitlines() if line.removesuffix(" + ...") not in real] == []
