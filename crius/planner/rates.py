@@ -98,8 +98,9 @@ def _rates(
     casts_fused: bool,
     recast: float,
 ) -> Rates:
-    efficiency, attention = _efficiencies(hardware, constants, framework)
     on_cpu = hardware.generation == "cpu"
+    attention_peak = hardware.float32_flops if on_cpu or precision == "float32" else hardware.bfloat16_flops
+    efficiency, attention = _efficiencies(hardware, constants, framework, attention_peak)
     memory = (hardware.memory_efficiency or constants.memory) * hardware.memory_bandwidth
     wide_peak = hardware.float32_flops if precision == "float32" else hardware.bfloat16_flops
     wide_bytes = 4 if precision == "float32" else 2
@@ -109,9 +110,6 @@ def _rates(
     if "current_scaling" in recipe:
         cast *= READ_TWICE
     bias = 1.0 if hardware.measured else _bias(constants, framework)  # what is measured has it in it
-    attention_peak = hardware.float32_flops if on_cpu else hardware.bfloat16_flops
-    if precision == "float32" and not on_cpu:
-        attention_peak = hardware.float32_flops
     width = wide_bytes / 2
     return Rates(
         flops=flops / bias,
@@ -129,7 +127,9 @@ def _rates(
     )
 
 
-def _efficiencies(hardware: Hardware, constants: TimeConstants, framework: str) -> tuple[float, float]:
+def _efficiencies(
+    hardware: Hardware, constants: TimeConstants, framework: str, attention_peak: float
+) -> tuple[float, float]:
     """Of matmuls and of attention."""
     matmul, attention = {
         "ampere": (constants.matmul_ampere, constants.attention_ampere),
@@ -140,7 +140,7 @@ def _efficiencies(hardware: Hardware, constants: TimeConstants, framework: str) 
         "cpu": (0.8, 0.3),
     }.get(hardware.generation, (constants.matmul_hopper, constants.attention_hopper))
     if framework != "megatron" and hardware.generation not in ("ampere", "ada", "cpu"):
-        attention = min(attention, constants.flash2_flops / hardware.bfloat16_flops)
+        attention = min(attention, constants.flash2_flops / attention_peak)
     if framework == "fsdp1":
         attention *= constants.attention_fsdp1
     is_blackwell = hardware.generation.startswith("blackwell")

@@ -55,6 +55,7 @@ def workloads(draw, pipeline=None, tensor=None, experts=None):
         layout = replace(layout, ep=pick(degrees))
     interleaved = pp > 1 and 2 * pp <= model.num_layers and pick([True, False])
     compiled = pick([True, False])
+    precision = pick(["bfloat16", "float8", "float32"] if compiled else ["bfloat16", "float32"])
     return Workload(
         model=model,
         layout=layout,
@@ -67,7 +68,8 @@ def workloads(draw, pipeline=None, tensor=None, experts=None):
         stages_per_rank=2 if interleaved else 1,
         activation_checkpoint=pick(MODES),
         compile=compiled,
-        precision=pick(["bfloat16", "float8"] if compiled else ["bfloat16"]),
+        precision=precision,
+        param_bytes=4 if precision == "float32" else 2,
         moment_bytes=pick([4, 2]),
         reshard=pick(["default", "never"]) if pp == 1 else "default",
         gradient_sync="deferred" if pp > 1 else pick(["immediate", "deferred"]),
@@ -203,6 +205,8 @@ def test_larger_microbatches_take_no_fewer_bytes_and_no_less_time(work, gpu):
 @often
 @given(workloads(), gpus)
 def test_more_microbatches_take_longer_and_no_fewer_bytes(work, gpu):
+    # one microbatch defers nothing, and its gradients are copied to be reduced; those that were added up are not
+    assume(work.gradient_sync == "immediate" or work.num_microbatches > 1)
     more = replace(work, num_microbatches=2 * work.num_microbatches)
     assert nbytes(more) >= nbytes(work) / SLACK
     assert seconds(more, gpu) > seconds(work, gpu)
@@ -231,7 +235,8 @@ def test_deferred_gradients_take_more_memory_and_no_more_time(work, gpu):
 @given(workloads())
 def test_smaller_numbers_never_take_more_memory(work):
     assert nbytes(replace(work, moment_bytes=2)) <= nbytes(replace(work, moment_bytes=4)) * SLACK
-    assert nbytes(replace(work, weight_bytes=2)) <= nbytes(replace(work, weight_bytes=4)) * SLACK
+    if work.precision != "float32":  # which computes with copies in float32 of smaller weights
+        assert nbytes(replace(work, weight_bytes=2)) <= nbytes(replace(work, weight_bytes=4)) * SLACK
     assert nbytes(replace(work, cpu_offload=True)) <= nbytes(replace(work, cpu_offload=False)) * SLACK
 
 
