@@ -125,7 +125,8 @@ def _case(run: RunConfig, gpu: str, gpus: int | None, nodes: int | None, precisi
     refuse_given(UNPLANNED, SPLIT)
     found = hardware(gpu or DEFAULT_GPU)
     num_gpus, on_gpu = _count(gpus, nodes, found), found.generation != "cpu"
-    pinned = set(SOURCES.origins) & set(flatten(RunConfig()))
+    run = replace_fields(run, {"parallelism.auto": False})  # which is what a plan does anyway
+    pinned = set(SOURCES.origins) & set(flatten(RunConfig())) - {"parallelism.auto"}
     changes: dict[str, Any] = dict(PRECISIONS.get(precision, {})) | ({} if on_gpu else {"training.device": "cpu"})
     if "training.seq_len" not in pinned:
         changes["training.seq_len"] = DEFAULT_SEQ_LEN

@@ -67,7 +67,7 @@ def layer_bytes(
     keys = sizes.key_value_dim * max(1, shape.num_kv_heads / tp) / shape.num_kv_heads  # and values together
     scores = 4 * shape.num_heads / tp * (seen_tokens or 1)  # probabilities, or the logarithms of their sums
     dense_width = (shape.shared_ffn_dim if has_experts else shape.ffn_dim) / tp
-    per_hidden = 3 + (pointwise != "fused") if shape.gated else 2
+    per_hidden = 3 + (pointwise in ("operators", "silu")) if shape.gated else 2
     routed = shape.top_k * shape.expert_ffn_dim / tp if has_experts else 0
     none = 2 * source + 2 * gathered + queries + keys + values + per_hidden * dense_width
     if cp > 1 and traits.gathers_keys:  # and what attention gives for the early and the late tokens of a rank is joined
@@ -80,7 +80,7 @@ def layer_bytes(
         dispatched = shape.top_k * d / tp
         none += 2 * dispatched + per_hidden * routed
         selective = min(none, selective + 3 * dispatched + routed)  # sent, computed and sent back
-    normed = (itemsize + 4 * (itemsize < 4)) * source * 2 * (pointwise == "operators")
+    normed = (itemsize + 4 * (itemsize < 4)) * source * 2 * (pointwise in ("operators", "norms"))
     # the gradients of a gate's factors; in bfloat16 what its operators cast too
     widest = (2 if itemsize == 4 else 3) * max(dense_width, routed)
     every = none * itemsize + normed + scores

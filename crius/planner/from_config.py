@@ -123,13 +123,17 @@ def _on_cpu(config: RunConfig, device: Device) -> bool:
 
 
 def _pointwise(config: RunConfig, device: Device) -> Pointwise:
-    """Compiled blocks keep only inputs, as the fused kernels of a CPU do, which are for float32."""
+    """Compiled blocks keep only inputs, as the fused kernels of a CPU do, which are for float32; they take no DTensors,
+    as which norms compute under tensor parallelism.
+    """
     if config.compile.enable and device != "dry_run":
         return "fused"
     if device == "cuda":
         return "silu"
     takes_fused = _on_cpu(config, device) and config.kernels.pointwise != "torch" and _param_bytes(config) == 4
-    return "fused" if takes_fused else "operators"
+    if not takes_fused:
+        return "operators"
+    return "norms" if config.parallelism.tensor_parallel_degree > 1 else "fused"
 
 
 def _stage_layers(config: RunConfig, facts: ModelFacts) -> tuple[int, ...]:

@@ -61,9 +61,10 @@ def held_by(workload: Workload, rank: int) -> Held:
 
 def _state(workload: Workload, part: Part, *, is_layer: bool) -> float:
     """Bytes of the running means of a unit and of the counts of steps."""
-    moment = workload.moment_bytes
+    moment, less = workload.moment_bytes, workload.muon and is_layer
     if moment < 2:  # 8 bits in blocks
-        nbytes = 2 * (part.own_blocks * moment + part.own_small * 4)
+        blocks, small = 2 * part.own_blocks - less * part.matrix_blocks, 2 * part.own_small - less * part.matrix_small
+        nbytes = blocks * moment + small * 4
     else:
-        nbytes = (2 * part.own - part.own_matrices * (workload.muon and is_layer)) * moment
+        nbytes = (2 * part.own - less * part.own_matrices) * moment
     return nbytes + _STEP_BYTES * part.tensors

@@ -42,7 +42,10 @@ def recomputed(workload: Workload) -> tuple[float, float]:
         return 0.0, 0.0
     if mode == "full":
         return 1.0, 1.0
-    return (0.5, 0.0) if every is None else (1 / every, 1 / every)
+    if every is None:
+        return 0.5, 0.0
+    share = workload.model.num_layers // every / workload.model.num_layers
+    return share, share
 
 
 def forward(workload: Workload, rates: Rates, constants: TimeConstants) -> Compute:

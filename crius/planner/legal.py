@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -73,6 +73,16 @@ class Case:
     def values(self) -> dict[str, Any]:
         """The dotted fields of ``config``."""
         return flatten(self.config)
+
+    def on(self, num_gpus: int) -> "Case":
+        """The same with another number of ranks; those of a CPU share its memory."""
+        each = self.hardware.memory_bytes * (1 if self.on_gpu else self.num_gpus / num_gpus)
+        return replace(self, num_gpus=num_gpus, hardware=replace(self.hardware, memory_bytes=each))
+
+    @property
+    def with_any_degrees(self) -> "Case":
+        """The same without the degrees that were given."""
+        return replace(self, pinned=self.pinned - set(DEGREES.values()))
 
     @property
     def on_gpu(self) -> bool:
@@ -153,8 +163,16 @@ def layouts(case: Case) -> Iterator[Layout]:
                 if rest or total % batch:
                     continue
                 for replicas in _replicas(case, batch, cp * tp):
+                    if not _reshards_to_groups(case, batch // replicas * cp, tp * pp):
+                        continue
                     for ep in _expert_degrees(case, batch // replicas * cp * tp, tp):
                         yield Layout(pp=pp, dp_replicate=replicas, dp_shard=batch // replicas, cp=cp, tp=tp, ep=ep)
+
+
+def _reshards_to_groups(case: Case, shards: int, others: int) -> bool:
+    """Whether an integer ``reshard_after_forward_mode`` makes groups of some of the shards, and of nothing else."""
+    group = case.given(f"{PREFIX}reshard_after_forward_mode")
+    return not isinstance(group, int) or (others == 1 and 1 < group < shards and shards % group == 0)
 
 
 def schedules(case: Case, layout: Layout) -> Iterator[tuple[str, int]]:

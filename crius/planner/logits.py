@@ -31,7 +31,7 @@ def loss_bytes(workload: Workload, tokens: float, constants: MemoryConstants) ->
     embedding = vocabulary * model.dim
     hidden = model.dim * tokens * itemsize
     part = hidden / workload.layout.tp if workload.sequence_parallel else hidden
-    wide = (1 + 4 / itemsize * (itemsize < 4)) * (workload.pointwise == "operators")  # of the norm's input
+    wide = (1 + 4 / itemsize * (itemsize < 4)) * (workload.pointwise in ("operators", "norms"))  # of the norm's input
     normed = hidden + part * (1 + wide)
     if workload.loss_tokens is not None:
         # stays: the gradients of the hidden state and of the weight, which several chunks sum in float32

@@ -36,6 +36,8 @@ def layout_of(row: Mapping[str, str]) -> Layout:
     pp, replicate, cp, tp, ep = (_degree(row, axis) for axis in ("pp", "dp_replicate", "cp", "tp", "ep"))
     stated = row.get("dp_shard", "")
     shard = 0 if stated in ("", "0", "-1") else _degree(row, "dp_shard")
+    if pp > count(row, "layers"):
+        raise RowError(f"pp is {pp}, more than there are layers")
     others = pp * replicate * cp * tp
     ranks = count(row, "n_gpus", others * max(1, shard))
     if others * shard != ranks:
@@ -130,7 +132,10 @@ def stages_per_rank(row: Mapping[str, str], layout: Layout) -> int:
     """Stated; 4 where a schedule is interleaved and its stages are not stated, as Megatron's examples have."""
     if layout.pp == 1:
         return 1
-    return count(row, "vpp", {"interleave_1f1b": 4, "1f1b": 1, "gpipe": 1}.get(schedule(row), 2))
+    stages = count(row, "vpp", {"interleave_1f1b": 4, "1f1b": 1, "gpipe": 1}.get(schedule(row), 2))
+    if stages > count(row, "layers"):
+        raise RowError(f"vpp is {stages}, more than there are layers")
+    return stages
 
 
 def schedule(row: Mapping[str, str]) -> str:
@@ -180,6 +185,9 @@ def microbatch(row: Mapping[str, str], layout: Layout) -> int:
 
 
 _BLANK = ("-", "n/a", "na", "nan", "none", "null", "?", "unknown", "oom")
+SMALLEST, LARGEST = 1e-9, 1e16
+"""What a column can say, if not 0."""
+
 _UNITS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 
@@ -187,7 +195,7 @@ def number(row: Mapping[str, str], column: str, default: float | None) -> float 
     """A column's number, or the one that its text begins with (95 GiB, 8B) or ends with (ZeRO-3), else ``default``.
 
     Raises:
-        RowError: it is negative or infinite.
+        RowError: it is negative, or too small or large for anything of a run.
     """
     text = re.sub(r"(?<=\d)[,_ ](?=\d{3}\b)", "", row.get(column, "")).lstrip("~")
     if not text or text.lower() in _BLANK:
@@ -196,7 +204,7 @@ def number(row: Mapping[str, str], column: str, default: float | None) -> float 
         value = float(text)
     except ValueError:
         return _within(text) or default
-    if not 0 <= value < float("inf"):
+    if value and not SMALLEST <= value <= LARGEST:
         raise RowError(f"{column} is {text}")
     return value or default
 

@@ -117,13 +117,15 @@ def _activations(workload: Workload, held: Held, tokens: float, constants: Memor
     if traits.activations and mode != "full":
         factor *= getattr(constants, traits.activations)
     kept = recomputed = 0.0
-    for count, has_experts in ((held.layers.dense, False), (held.layers.experts, True)):
+    kinds = ((held.layers.dense, held.layers.dense_spans), (held.layers.experts, held.layers.expert_spans))
+    for has_experts, (count, spans) in enumerate(kinds):
         if not count:
             continue
-        one = _layer(workload, has_experts=has_experts)
+        one = _layer(workload, has_experts=bool(has_experts))
         least = own = {"none": one.none, "full": one.full, "selective": one.selective}[mode]
-        if mode == "selective" and every is not None:
-            least, own = one.full, (one.none * (every - 1) + one.full) / every
+        if mode == "selective" and every is not None:  # all of the layers whose number, from 1, is a multiple
+            whole = sum(end // every - begin // every for begin, end in spans)
+            least, own = one.full if whole else one.none, one.none + (one.full - one.none) * whole / count
         kept += own * factor * count
         recomputed = max(recomputed, one.none - least + one.backward)
     kept += _ROTARY_BYTES * workload.model.head_dim  # for all blocks together

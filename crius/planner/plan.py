@@ -19,7 +19,7 @@ from crius.planner.hardware import Hardware
 from crius.planner.legal import DEGREES, Case, violations
 from crius.planner.rank import Reject, best, best_rows, rejects
 from crius.planner.remedies import Remedy, remedies, remedies_of_shape
-from crius.planner.search import Candidate, Found, fewest_gpus, search, usable_bytes
+from crius.planner.search import Candidate, Found, fewest_with, search, usable_bytes
 from crius.planner.sensitivity import Neighbour, neighbours
 from crius.planner.validated_range import validated_range
 from crius.planner.variants import overrides
@@ -51,6 +51,7 @@ class Plan:
         rejected: instructive others, with reasons.
         nearby: what one change would cost.
         least_gpus: the smallest number of GPUs on which some layout fits; 0: none is enough.
+        least_keeps_degrees: so many are enough with the degrees that were given.
         outside: why measurements do not support the winner; empty where they do.
         seconds: that it took.
     """
@@ -63,6 +64,7 @@ class Plan:
     rejected: list[Reject]
     nearby: list[Neighbour]
     least_gpus: int
+    least_keeps_degrees: bool
     outside: list[str]
     seconds: float
 
@@ -101,6 +103,7 @@ def make_plan(case: Case, *, is_brief: bool = False) -> Plan:
     found = search(case)
     winner = legal_best(found)
     rows = best_rows(found, winner) if winner else []
+    least, keeps_degrees = (0, True) if is_brief else fewest_with(case, fits=winner is not None)
     return Plan(
         case=case,
         found=found,
@@ -109,7 +112,8 @@ def make_plan(case: Case, *, is_brief: bool = False) -> Plan:
         rows=rows,
         rejected=rejects(found, winner, rows) if winner else [],
         nearby=neighbours(case, winner) if winner and not is_brief else [],
-        least_gpus=0 if is_brief else fewest_gpus(case, fits=winner is not None),
+        least_gpus=least,
+        least_keeps_degrees=keeps_degrees,
         outside=validated_range(winner.workload, case.hardware) if winner else [],
         seconds=time.monotonic() - started,
     )
@@ -273,11 +277,12 @@ def nothing_fits(found: Found) -> LayoutError:
             "fewer flags",
         )
     need, most = smallest.memory.total / 2**30, usable_bytes(case.hardware) / 2**30
-    least = fewest_gpus(case)
+    least, keeps_degrees = fewest_with(case)
+    more = f"take {least} GPUs{'' if keeps_degrees else ' with other degrees'}, or " if least else ""
     return LayoutError(
         f"{case.shape.name} does not fit on {case.num_gpus} x {case.hardware.name}: the smallest layout, "
         f"{smallest.workload.layout.layout}, needs {need:,.1f} GiB of {most:,.1f}.",
         where=flags,
-        fix=(f"take {least} GPUs, or " if least else "") + "less per number: --optimizer.state_dtype 8bit, "
+        fix=f"{more}less per number: --optimizer.state_dtype 8bit, "
         "--training.dtype bfloat16, --training.enable_cpu_offload; crius plan says what each saves",
     )

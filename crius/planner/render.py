@@ -98,7 +98,8 @@ def impossible_lines(plan: Plan, remedies: Iterable[Remedy]) -> list[str]:
         return [
             *lines,
             f"no layout is legal: degrees must divide {case.num_gpus} GPUs, the model's heads and "
-            f"{case.global_batch_size} sequences a step",
+            f"{case.global_batch_size} sequences a step; an integer reshard_after_forward_mode divides the shards and "
+            "takes no TP and PP",
             _least(plan),
         ]
     need, most = smallest.memory.total / GIB, usable_bytes(case.hardware) / GIB
@@ -270,7 +271,10 @@ def _side_by_side(left: list[str], right: list[str]) -> list[str]:
 def _least(plan: Plan) -> str:
     if not plan.least_gpus:
         return "no number of GPUs of this kind is enough"
-    return f"fewest GPUs that fit: {plan.least_gpus:,} x {plan.case.hardware.name}"
+    name, node = plan.case.hardware.name, plan.case.hardware.gpus_per_node
+    whole = f", in whole nodes of {node}" if plan.least_gpus > node else ""
+    degrees = "" if plan.least_keeps_degrees else ", with other degrees than those given"
+    return f"fewest GPUs that fit{whole}{degrees}: {plan.least_gpus:,} x {name}"
 
 
 def _numbered(sentences: Iterable[str]) -> list[str]:

@@ -1,12 +1,12 @@
 """The search: every legal layout of a case with its memory and time, and the one to take. Torch-free."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from crius.planner.estimate import Estimate
 from crius.planner.from_config import ITEMSIZE, MOMENT_BYTES
 from crius.planner.hardware import Hardware
-from crius.planner.legal import DEGREES, Case, layouts
+from crius.planner.legal import Case, layouts
 from crius.planner.memory import memory, model_parameters
 from crius.planner.time import step_time
 from crius.planner.variants import Variants
@@ -130,24 +130,24 @@ def fits_on(case: Case) -> bool:
 def state_bytes(case: Case) -> float:
     """Weights and the optimizer's state of the whole model: what no layout does without."""
     training, optimizer = case.config.training, case.config.optimizer
-    return model_parameters(case.shape) * (ITEMSIZE[training.dtype] + 2 * MOMENT_BYTES[optimizer.state_dtype])
+    moments = 1 if optimizer.name == "muon" else 2
+    return model_parameters(case.shape) * (ITEMSIZE[training.dtype] + moments * MOMENT_BYTES[optimizer.state_dtype])
 
 
 def fewest_gpus(case: Case, *, fits: bool = False) -> int:
     """The smallest number of GPUs on which some layout fits: any number within a node, then whole nodes.
 
     Args:
-        case: what is asked; its degrees stay open.
+        case: what is asked, on any number of GPUs.
         fits: a layout was found on ``case.num_gpus``, so that no more are needed.
 
     Returns:
         0 where ``MOST_GPUS`` are not enough.
     """
-    free = replace(case, pinned=case.pinned - set(DEGREES.values()))
     node = case.hardware.gpus_per_node
     most = case.num_gpus if fits else MOST_GPUS
     unit = 1
-    while not fits_on(replace(free, num_gpus=unit)):
+    while not fits_on(case.on(unit)):
         unit *= 2
         if unit > most:
             break
@@ -156,16 +156,22 @@ def fewest_gpus(case: Case, *, fits: bool = False) -> int:
     unit = min(unit, most)
     lower = _power_below(unit)
     for number in range(lower + 1, min(unit - 1, node) + 1):
-        if fits_on(replace(free, num_gpus=number)):
+        if fits_on(case.on(number)):
             return number
     too_few, enough = max(lower // node, 1), -(-unit // node)
     while enough - too_few > 1:  # of whole nodes, fewer than a power of two may do
         middle = (too_few + enough) // 2
-        if fits_on(replace(free, num_gpus=middle * node)):
+        if fits_on(case.on(middle * node)):
             enough, unit = middle, middle * node
         else:
             too_few = middle
     return unit
+
+
+def fewest_with(case: Case, *, fits: bool = False) -> tuple[int, bool]:
+    """``fewest_gpus`` with the degrees that were given or, where none is enough, with any; and whether with those."""
+    found = fewest_gpus(case, fits=fits)
+    return (found, True) if found else (fewest_gpus(case.with_any_degrees), False)
 
 
 def _power_below(number: int) -> int:

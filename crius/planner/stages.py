@@ -16,6 +16,8 @@ class RankLayers:
     Attributes:
         dense: layers with a dense feed-forward.
         experts: layers with experts.
+        dense_spans: where in the model the dense ones of each stage begin and end.
+        expert_spans: the same of those with experts.
         has_embedding: the embedding is among it.
         has_head: the last norm and the output layer are.
         in_flight: microbatches of whose activations it holds all at once; of several stages the mean over its layers.
@@ -24,6 +26,8 @@ class RankLayers:
 
     dense: int
     experts: int
+    dense_spans: tuple[tuple[int, int], ...]
+    expert_spans: tuple[tuple[int, int], ...]
     has_embedding: bool = True
     has_head: bool = True
     in_flight: float = 1.0
@@ -38,27 +42,23 @@ class RankLayers:
 def rank_layers(workload: Workload, rank: int) -> RankLayers:
     """What pipeline rank ``rank`` holds."""
     model, degree = workload.model, workload.layout.pp
-    with_experts = layer_sizes(model).num_expert_layers
-    if degree == 1:
-        return RankLayers(model.num_layers - with_experts, with_experts)
-    total = degree * workload.stages_per_rank
+    total = degree * workload.stages_per_rank if degree > 1 else 1
     is_v = workload.schedule in V_SCHEDULES
-    held = (rank, total - 1 - rank) if is_v else tuple(range(rank, total, degree))
-    sizes = workload.stage_layers or _sizes(workload, total)
-    leading = model.num_layers - with_experts  # the first ones are dense
-    dense = layers = 0
-    for stage in held:
-        layers += sizes[stage]
-        if leading and with_experts:
-            begin = sum(sizes[:stage])
-            dense += max(0, min(leading, begin + sizes[stage]) - begin)
+    held = ((rank, total - 1 - rank) if is_v else tuple(range(rank, total, degree))) if degree > 1 else (0,)
+    sizes = (workload.stage_layers or _sizes(workload, total)) if degree > 1 else (model.num_layers,)
+    leading = model.num_dense_layers if model.num_experts else sum(sizes)  # the first ones are dense
+    spans = [(sum(sizes[:stage]), sum(sizes[: stage + 1])) for stage in held]
+    dense = tuple((begin, min(end, leading)) for begin, end in spans if begin < leading)
+    experts = tuple((max(begin, leading), end) for begin, end in spans if end > leading)
     beside = {near for stage in held for near in (stage - 1, stage + 1) if 0 <= near < total}
     return RankLayers(
-        dense=dense if with_experts else layers,
-        experts=layers - dense if with_experts else 0,
+        dense=sum(end - begin for begin, end in dense),
+        experts=sum(end - begin for begin, end in experts),
+        dense_spans=dense,
+        expert_spans=experts,
         has_embedding=0 in held,
         has_head=total - 1 in held,
-        in_flight=_in_flight(workload, rank, tuple(sizes[stage] for stage in held)),
+        in_flight=_in_flight(workload, rank, tuple(sizes[stage] for stage in held)) if degree > 1 else 1.0,
         neighbours=sum(near not in held for near in beside),
     )
 
@@ -96,9 +96,10 @@ def _interleaved(degree: int, rank: int, microbatches: int, sizes: tuple[int, ..
     stages = len(sizes)
     rounds = max(1, microbatches // degree)
     each = -(-microbatches // rounds)
+    warm_up = 2 * (degree - (0 if splits else rank) - 1) + (stages - 1) * each
+    rounds = min(rounds, (warm_up + 1) // (stages * each) + 3)  # later ones are as one that follows the warm-up
     forwards = [size for _ in range(rounds) for size in sizes for _ in range(each)][: microbatches * stages]
     backwards = [size for _ in range(rounds) for size in reversed(sizes) for _ in range(each)]
-    warm_up = 2 * (degree - (0 if splits else rank) - 1) + (stages - 1) * each
     ahead = min(len(forwards), warm_up + 1 + (splits and rank > 0))
     held = most = sum(forwards[:ahead])
     for entering, leaving in zip(forwards[ahead:], backwards, strict=False):

@@ -131,7 +131,7 @@ class Report:
                 if 1 / (1 + GAP) <= measured <= 1 + GAP or _same_layout(a.row.workload, b.row.workload):
                     continue
                 total += 1
-                right += (measured > 1) == (a.speed > b.speed)
+                right += (measured - 1) * (a.speed - b.speed) > 0  # a tie is wrong
         return Ordering(total, right)
 
     def refused(self) -> tuple[int, int]:
@@ -245,19 +245,21 @@ def validate_file(path: str | Path) -> Report:
 def validate(rows: Sequence[Measurement], unjudged: Sequence[Unjudged] = ()) -> Report:
     """The rows against their plans."""
     judged, failed = [], list(unjudged)
-    for row, baseline in zip(rows, baselines(rows), strict=True):
+    for row in rows:
         try:
-            judged.append(_judged(row, baseline))
+            judged.append(_judged(row))
         except (ArithmeticError, LookupError, ValueError) as error:  # sizes that no model has
             failed.append(Unjudged(row.name, f"cannot be planned: {error}"))
-    return Report(judged, failed)
+    found = baselines([one.row for one in judged])
+    return Report([replace(one, baseline=baseline) for one, baseline in zip(judged, found, strict=True)], failed)
 
 
-def _judged(row: Measurement, baseline: float) -> Judged:
+def _judged(row: Measurement) -> Judged:
     counting: Counting = "allocated" if row.memory_kind == "allocated" else "reserved"
     held = memory(row.workload, row.hardware, counting=counting).total
     larger = replace(row.workload, microbatch=row.too_large or row.workload.microbatch)
     too_large = memory(larger, row.hardware).total if row.too_large else 0.0
+    baseline = _baseline(0, [row], [_mfu(row)])  # until the other rows are known
     return Judged(row, tokens_per_second(row.workload, row.hardware), baseline, held, too_large)
 
 

@@ -82,12 +82,14 @@ class Variants:
                 yield Group(one, modes, options)
 
     def smallest(self, layout: Layout) -> Iterator[Workload]:
-        """Of each schedule the workload that needs least memory: all recomputed, the smallest microbatch."""
-        schedule = ""
+        """Of each schedule the workloads that may need least memory: all recomputed, with the smallest microbatch or,
+        since what is accumulated takes memory too, with the fewest.
+        """
+        by_schedule: dict[tuple[str, int], list[Group]] = {}
         for group in self.groups(layout):
-            if (name := f"{group.common.schedule} {group.common.stages_per_rank}") != schedule:
-                schedule = name
-                yield group.smallest
+            by_schedule.setdefault((group.common.schedule, group.common.stages_per_rank), []).append(group)
+        for first, *others in by_schedule.values():
+            yield from (group.smallest for group in (first, *others[-1:]))
 
     def _base(self, layout: Layout, schedule: str) -> Workload:
         """A workload with the options that follow from the layout; its degrees and sizes are still to be replaced."""

@@ -22,7 +22,7 @@ class Part:
     Attributes:
         whole: what a rank computes with, after tensor and expert parallelism.
         own: what the fullest rank stores of it.
-        own_matrices: of ``own``, those of matrices.
+        own_matrices: of ``own``, those of matrices; ``matrix_small`` and ``matrix_blocks`` so of the next two.
         own_small: of ``own``, those of weights that keep float32 moments beside 8-bit ones.
         own_blocks: the others, each weight rounded up to whole blocks.
         tensors: how many weights these are.
@@ -33,6 +33,8 @@ class Part:
     own_matrices: float = 0
     own_small: float = 0
     own_blocks: float = 0
+    matrix_small: float = 0
+    matrix_blocks: float = 0
     tensors: int = 0
 
 
@@ -125,14 +127,25 @@ def _part(tensors: Iterable[_Tensor], shards: int) -> Part:
     tensors = [tensor for tensor in tensors if tensor.rows]
     own = [-(-tensor.rows // shards) * tensor.columns for tensor in tensors]
     pairs = list(zip(tensors, own, strict=True))
+    matrices = [(tensor, size) for tensor, size in pairs if tensor.is_matrix]
     return Part(
         whole=sum(tensor.rows * tensor.columns for tensor in tensors),
         own=sum(own),
-        own_matrices=sum(size for tensor, size in pairs if tensor.is_matrix),
-        own_small=sum(size for tensor, size in pairs if tensor.total < MIN_QUANTIZED),
-        own_blocks=sum(-(-size // BLOCK) * BLOCK for tensor, size in pairs if tensor.total >= MIN_QUANTIZED),
+        own_matrices=sum(size for _, size in matrices),
+        own_small=_small(pairs),
+        own_blocks=_blocks(pairs),
+        matrix_small=_small(matrices),
+        matrix_blocks=_blocks(matrices),
         tensors=len(tensors),
     )
+
+
+def _small(pairs: Iterable[tuple[_Tensor, int]]) -> int:
+    return sum(size for tensor, size in pairs if tensor.total < MIN_QUANTIZED)
+
+
+def _blocks(pairs: Iterable[tuple[_Tensor, int]]) -> int:
+    return sum(-(-size // BLOCK) * BLOCK for tensor, size in pairs if tensor.total >= MIN_QUANTIZED)
 
 
 def _with_experts(common: Part, numbers: int, most: int, ranks: int) -> Part:
@@ -143,5 +156,7 @@ def _with_experts(common: Part, numbers: int, most: int, ranks: int) -> Part:
         own_matrices=common.own_matrices + own,
         own_small=common.own_small,
         own_blocks=common.own_blocks + own,
+        matrix_small=common.matrix_small,
+        matrix_blocks=common.matrix_blocks + own,
         tensors=common.tensors + 3,
     )

@@ -12,7 +12,7 @@ Framework = Literal["crius", "torchtitan", "torchtitan_graph", "kempnerforge", "
 Precision = Literal["float32", "bfloat16", "float8", "mxfp8", "nvfp4"]
 Checkpointing = Literal["none", "selective", "full"]
 Loss = Literal["eager", "compiled", "chunked", "fused"]
-Pointwise = Literal["operators", "silu", "fused"]
+Pointwise = Literal["operators", "norms", "silu", "fused"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,8 +108,9 @@ class Workload:
         cpu_offload: weights, gradients and optimizer state lie in the host's memory between their uses.
         framework: whose implementation: what is fused, kept and overlapped.
         pointwise: what norms and gates keep for their backward. ``operators``: all, as PyTorch differentiates them on a
-            CPU; ``silu``: the gate before and after its activation too, as eager PyTorch does on a GPU; ``fused``: only
-            their inputs. None: ``fused`` where blocks are compiled, else what the framework does.
+            CPU; ``norms``: so of norms alone, of gates only their inputs; ``silu``: the gate before and after its
+            activation too, as eager PyTorch does on a GPU; ``fused``: only their inputs. None: ``fused`` where blocks
+            are compiled, else what the framework does.
         muon: matrices of the layers keep one running mean, not two.
         sequence_parallel: between the matmuls of tensor parallelism a rank has its part of the sequence.
         stage_layers: layers of each pipeline stage in order; empty: as even in cost as they go.

@@ -25,6 +25,17 @@ CASES = {
         f"{P}data_parallel_shard_degree",
         "2",
     ],
+    "tensor parallel on a CPU, fused kernels": [
+        *("--recipe", "llama3_debug", "--gpu", "cpu", "--gpus", "4", f"{P}tensor_parallel_degree", "4"),
+    ],
+    "Muon in 8 bits": [
+        *("--recipe", "llama3_debug", "--gpu", "cpu", "--gpus", "2", f"{P}data_parallel_shard_degree", "2"),
+        *("--optimizer.name", "muon", "--optimizer.state_dtype", "8bit"),
+    ],
+    "two of eight layers recomputed, in a pipeline": [
+        *(*SHORT, "--gpus", "4", f"{P}pipeline_parallel_degree", "2", "--global_batch_size", "8"),
+        *("--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_option", "3"),
+    ],
     "pipeline": [*SHORT, "--gpus", "4", f"{P}pipeline_parallel_degree", "2", "--global_batch_size", "8"],
 }
 

@@ -201,6 +201,17 @@ def test_microbatches_in_flight_follow_the_schedule(schedule, stages, expected):
     assert rank_layers(work, 0).in_flight == pytest.approx(expected)
 
 
+@pytest.mark.timeout(30)
+def test_the_layers_in_flight_of_very_many_microbatches_are_those_of_many():
+    few, many = (
+        workload(
+            layout=Layout(pp=4), num_microbatches=count, schedule="interleave_1f1b", stages_per_rank=2, stage_layers=()
+        )
+        for count in (64, 10**9)
+    )
+    assert rank_layers(few, 0).in_flight == rank_layers(many, 0).in_flight > 1
+
+
 @pytest.mark.parametrize("flavor", ["1b", "8b", "405b"])
 @pytest.mark.parametrize("seq_len", [2048, 131_072])
 @pytest.mark.parametrize("stages", [2, 3, 8, 16])

@@ -17,7 +17,7 @@ from crius.planner.memory import model_parameters
 from crius.planner.plan import make_plan, recommend
 from crius.planner.rank import TIE, best, score
 from crius.planner.render import flags
-from crius.planner.search import family_of, fewest_gpus, fits_on, search, usable_bytes
+from crius.planner.search import family_of, fewest_gpus, fewest_with, fits_on, search, usable_bytes
 from crius.planner.shapes import NOT_TRAINABLE_YET, shape_named
 from crius.planner.variants import overrides
 
@@ -208,6 +208,42 @@ def test_experts_are_searched_in_fewer_layouts_unless_degrees_are_given():
     fields = {"parallelism.tensor_parallel_degree": 4}
     given = replace(one, config=replace_fields(one.config, fields), pinned=frozenset(fields))
     assert any(layout.cp > 1 and layout.ep > 8 for layout in layouts(given))
+
+
+NO_OTHERS = {f"parallelism__{axis}_parallel_degree": 1 for axis in ("tensor", "pipeline", "context")}
+
+
+@pytest.mark.parametrize(
+    ("one", "least", "keeps"),
+    [
+        (case("70b", gpu="h100-80g", parallelism__pipeline_parallel_degree=2), 32, True),
+        (case(gpus=2, gpu="rtx-4090", parallelism__data_parallel_shard_degree=2, **NO_OTHERS), 8, False),
+    ],
+)
+def test_the_fewest_gpus_keep_the_degrees_that_were_given_where_any_number_can(one, least, keeps):
+    assert fewest_with(one) == (least, keeps)
+    assert fits_on(one.on(least)) == keeps
+
+
+def test_what_is_accumulated_counts_in_the_fewest_gpus():
+    """One sequence a microbatch on five of these needs more than two at once."""
+    assert fewest_gpus(case(gpus=4, gpu="l4", seq_len=4096, optimizer__state_dtype="8bit")) == 5
+
+
+def test_ranks_of_a_cpu_share_its_memory():
+    whole = case("1b", gpus=1, gpu="cpu", seq_len=512, training__device="cpu")
+    assert whole.on(4).hardware.memory_bytes * 4 == whole.hardware.memory_bytes
+    assert case(gpus=1).on(4).hardware == case(gpus=1).hardware
+    least = fewest_gpus(whole)
+    assert least == 0 or fits_on(whole.on(least))
+
+
+@pytest.mark.parametrize(("group", "found"), [(2, {"fsdp8", "fsdp4_cp2", "hsdp2x4"}), (8, set()), (3, set())])
+def test_reshard_groups_are_part_of_the_shards(group, found):
+    one = case(parallelism__reshard_after_forward_mode=group)
+    assert {layout.layout for layout in layouts(one)} >= found
+    assert all(layout.fsdp > group and layout.tp == layout.pp == 1 for layout in layouts(one))
+    assert bool(list(layouts(one))) == bool(found)
 
 
 def test_an_impossible_case_names_the_fewest_gpus():

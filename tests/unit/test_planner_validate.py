@@ -180,6 +180,9 @@ def test_kempnerforge_compiles_unless_a_row_says_no(stated, compiled):
         ({"ac_mode": "some"}, "ac_mode"),
         ({"tps_per_gpu": ""}, "neither"),
         ({"heads": "9999"}, "head_dim is 0"),
+        ({"vocab": "1e308"}, "vocab is 1e308"),
+        ({"tps_per_gpu": "1e-320"}, "tps_per_gpu is 1e-320"),
+        ({"pp": "1000", "n_gpus": "8000"}, "pp is 1000, more than there are layers"),
     ],
 )
 def test_a_row_that_cannot_be_planned_says_why_and_hides_no_other(tmp_path, change, reason):
