@@ -4,8 +4,10 @@ import contextlib
 import dataclasses
 import io
 import json
+import math
 import shutil
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -72,7 +74,7 @@ def checkpoint(folder: Path, *, gib: float = 0.5, repeat: int = 5, as_json: bool
     What is loaded lies in the page cache, so that its rate is that of hashing and copying, not of the disk.
 
     Args:
-        folder: is made, and removed again.
+        folder: is made; what is written to a folder of its own in it is removed again.
         gib: size of the tensors.
         repeat: rounds, each of which goes through all rows.
         as_json: print JSON instead of a table.
@@ -81,32 +83,41 @@ def checkpoint(folder: Path, *, gib: float = 0.5, repeat: int = 5, as_json: bool
         0.
 
     Raises:
-        ConfigError: no size, no round, or the disk has no room for four times the size.
+        ConfigError: no size, no round, no folder, or the disk has no room for four times the size.
     """
-    if gib <= 0 or repeat < 1:
+    if not 0 < gib < math.inf or repeat < 1:
         raise ConfigError("--gib and --repeat have to be positive.", where="command line", fix="--gib 0.5 --repeat 5")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        own = tempfile.TemporaryDirectory(prefix="bench-checkpoint-", dir=folder)
+    except OSError as error:
+        raise ConfigError(
+            f"no folder can be made in {folder}: {error.strerror}.",
+            where="--folder",
+            fix="name a folder that you may write to: --folder FOLDER",
+        ) from None
+    with own as name:
+        rows = _measured(Path(name), folder, gib, repeat)
+    _print(rows, gib, folder, as_json)
+    return 0
+
+
+def _measured(own: Path, folder: Path, gib: float, repeat: int) -> list[Row]:
     free = shutil.disk_usage(folder).free
     if free < 4 * gib * GIB:
         raise ConfigError(
             f"{folder} has {free / GIB:.1f} GiB free, {4 * gib:.1f} GiB are needed.",
             where="--gib",
-            fix=f"--gib {free / GIB / 5:.1g}, or another --job.run_dir",
+            fix=f"--gib {free / GIB / 5:.2f}, or another --folder",
         )
-    own = Path(folder) / "bench-checkpoint"
-    shutil.rmtree(own, ignore_errors=True)
-    try:
-        rows = _rows(own, _tensors(gib))
-        for _ in range(repeat):
-            for row in rows:
-                begin = time.perf_counter()
-                blocked = row.work()
-                row.samples.seconds.append(time.perf_counter() - begin)
-                row.blocked.append(row.samples.seconds[-1] if blocked is None else blocked)
-    finally:
-        shutil.rmtree(own, ignore_errors=True)
-    _print(rows, gib, folder, as_json)
-    return 0
+    rows = _rows(own, _tensors(gib))
+    for _ in range(repeat):
+        for row in rows:
+            begin = time.perf_counter()
+            blocked = row.work()
+            row.samples.seconds.append(time.perf_counter() - begin)
+            row.blocked.append(row.samples.seconds[-1] if blocked is None else blocked)
+    return rows
 
 
 def _tensors(gib: float) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import crius
-from crius.errors import EnvironmentError
+from crius.errors import ConfigError, EnvironmentError
 
 _ROOT = Path(crius.__file__).parent.parent
 
@@ -43,6 +43,26 @@ def git_commit() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return head.stdout.strip() + ("+" if changed.stdout.strip() else "")
+
+
+def check_result_file(file: Path) -> None:
+    """Before anything is measured, whether ``write_result`` can write; what is there stays.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    is_new = not file.exists()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.open("a", encoding="utf-8").close()
+    except OSError as error:
+        raise ConfigError(
+            f"the result cannot be written to {file}: {error.strerror}.",
+            where="--out",
+            fix="name a file in a folder that you may write: --out FILE",
+        ) from None
+    if is_new:
+        file.unlink()
 
 
 def write_result(file: Path, result: Mapping[str, Any]) -> None:

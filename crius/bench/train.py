@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from crius.bench.receipt import receipt, write_result
+from crius.bench.receipt import check_result_file, receipt, write_result
 from crius.bench.turns import Contestant, Outcome, largest_difference, median_ratio, ratios, take_turns
 from crius.config.checkpoint import CheckpointConfig
 from crius.config.export import differences, shown, to_toml
@@ -88,8 +88,11 @@ def train(
         0; 1 where a variant failed.
 
     Raises:
-        EnvironmentError: ``out`` cannot be written.
+        ConfigError: ``out`` cannot be written; known before anything is trained.
+        EnvironmentError: it could, and cannot any more.
     """
+    if out:
+        check_result_file(out)
     with tempfile.TemporaryDirectory(prefix="crius-bench-") as folder:
         contestants = [_contestant(variant, schedule, Path(folder), index) for index, variant in enumerate(variants)]
         if overhead:
@@ -97,9 +100,9 @@ def train(
             contestants.append(Contestant(BARE, [*first.argv, "--bare"]))
         outcomes = take_turns(contestants, rounds=schedule.rounds, steps=schedule.steps, say=_say)
     result = _result(variants, schedule, outcomes, overhead)
+    sys.stdout.write((json.dumps(result, indent=2) if as_json else "\n".join(_lines(result, outcomes))) + "\n")
     if out:
         write_result(out, result)
-    sys.stdout.write((json.dumps(result, indent=2) if as_json else "\n".join(_lines(result, outcomes))) + "\n")
     return 1 if any(outcome.failure for outcome in outcomes) else 0
 
 

@@ -28,6 +28,7 @@ from crius.config.facts import Facts
 from crius.config.load import normalized_argv
 from crius.config.quantize import SET_BY_FORMAT
 from crius.config.run import RunConfig
+from crius.errors import ConfigError
 
 Repeat = Annotated[int, Parameter(help="Rounds; each goes through all that is compared.")]
 
@@ -236,12 +237,23 @@ def _timed(run: RunConfig, nproc: int) -> Facts:
 
 
 def _variant(base: RunConfig, flags: str, folder: Path) -> Facts:
-    """The run of ``base`` with ``flags`` on top."""
+    """The run of ``base`` with ``flags`` on top.
+
+    Raises:
+        ConfigError: these are no flags of a run.
+    """
+    fix = 'flags of train, as --vs "--compile.enable"'
+    try:
+        given = shlex.split(flags)
+    except ValueError as error:
+        raise ConfigError(f"--vs {flags!r} cannot be read: {error}.", where="--vs", fix=fix) from None
     file = folder / "base.toml"
     file.write_text(to_toml(base), encoding="utf-8")
     SOURCES.origins.clear()
-    arguments = normalized_argv(["bench", "contestant", "--config", str(file), *shlex.split(flags)])
-    _, bound, _ = app.parse_args(arguments, exit_on_error=False, print_error=False)
+    arguments = normalized_argv(["bench", "contestant", "--config", str(file), *given])
+    command, bound, _ = app.parse_args(arguments, exit_on_error=False, print_error=False)
+    if not given or command is not contestant or {"bare", "warmup"} & set(bound.arguments):
+        raise ConfigError(f"--vs {flags!r} names no flag of a run.", where="--vs", fix=fix)
     return _timed(bound.arguments.get("run", RunConfig()), bound.arguments.get("nproc", 0))
 
 

@@ -6,7 +6,9 @@ import pytest
 import torch
 from harness import crius, parse
 
-from crius.bench import machine, optimizer, quantize, speedups
+from crius import cli
+from crius.bench import checkpoint, machine, optimizer, quantize, speedups
+from crius.bench.receipt import check_result_file
 from crius.bench.samples import Samples
 from crius.config.low_precision import linear_choices
 from crius.config.quantize import FORMATS
@@ -209,3 +211,34 @@ def test_a_wrong_call_exits_with_2_and_says_why(arguments, said, capsys):
 
     assert cli.main(["bench", *arguments]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_checkpoints_are_timed_in_a_folder_of_their_own(tmp_path, capsys):
+    mine = tmp_path / "bench-checkpoint" / "mine.txt"
+    mine.parent.mkdir()
+    mine.write_text("mine")
+    assert checkpoint.checkpoint(tmp_path, gib=0.01, repeat=1, as_json=True) == 0
+    assert all(row["gb_per_second"] > 0 for row in json.loads(capsys.readouterr().out)["rows"])
+    assert mine.read_text() == "mine" and [path.name for path in tmp_path.iterdir()] == ["bench-checkpoint"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--gib", "nan"], "have to be positive"),
+        (["--gib", "1e9"], "or another --folder"),
+        (["--folder", "/dev/null"], "no folder can be made in /dev/null"),
+    ],
+)
+def test_checkpoints_that_cannot_be_timed_exit_with_2_and_say_why(flags, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["bench", "checkpoint", *flags]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_file_for_results_is_tried_without_a_change_of_it(tmp_path):
+    old, new = tmp_path / "old.json", tmp_path / "folder" / "new.json"
+    old.write_text("{}")
+    check_result_file(old)
+    check_result_file(new)
+    assert old.read_text() == "{}" and not new.exists()
