@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from crius.planner.stages import RankLayers, rank_layers
-from crius.planner.weights import Part, weights
+from crius.planner.weights import Part, Weights, weights
 from crius.planner.workload import Workload
 
 _STEP_BYTES = 4  # of a weight: how often it was updated
@@ -15,6 +15,7 @@ class Held:
 
     Attributes:
         layers: which layers.
+        units: the weights of each kind.
         whole: weights that it computes with, after tensor, expert and pipeline parallelism.
         own: weights that it stores or, where they are replicated, updates.
         block: weights of its largest layer.
@@ -23,11 +24,22 @@ class Held:
     """
 
     layers: RankLayers
+    units: Weights
     whole: float
     own: float
     block: float
     end: float
     state: float
+
+    def layer(self, index: int) -> Part:
+        """Layer ``index`` of the rank; the dense ones come first."""
+        return self.units.dense if index < self.layers.dense else self.units.experts
+
+    def first(self, count: int) -> tuple[float, float]:
+        """Weights of its first ``count`` layers, whole and stored."""
+        dense = min(count, self.layers.dense)
+        kinds = ((self.units.dense, dense), (self.units.experts, count - dense))
+        return sum(part.whole * n for part, n in kinds if n), sum(part.own * n for part, n in kinds if n)
 
 
 def held_by(workload: Workload, rank: int) -> Held:
@@ -49,6 +61,7 @@ def held_by(workload: Workload, rank: int) -> Held:
     )
     return Held(
         layers=layers,
+        units=units,
         whole=sum(part.whole * count for part, count in held),
         own=sum(part.own * count for part, count in held),
         block=max(units.dense.whole if layers.dense else 0.0, units.experts.whole if layers.experts else 0.0),

@@ -38,8 +38,9 @@ def loss_bytes(workload: Workload, tokens: float, constants: MemoryConstants) ->
         has_chunks = tokens > workload.loss_tokens
         kept = normed + embedding * (4 if has_chunks else itemsize)
         chunk = math.ceil(tokens / max(1, math.ceil(tokens / workload.loss_tokens)))  # as the loss cuts them
-        wide = 4 if itemsize == 4 else 8  # probabilities in float32, and logits where they are narrower
-        work = vocabulary * (chunk * itemsize + min(workload.score_tokens, chunk) * wide)
+        wide = 8 * (itemsize < 4)  # logits and probabilities in float32, which else lie over the logits
+        work = vocabulary * chunk * itemsize
+        work += max(vocabulary * min(workload.score_tokens, chunk) * wide, model.dim * chunk * itemsize)
         work += embedding * itemsize / _PRODUCT_PARTS * (has_chunks and itemsize < 4)
         rounded = embedding * 4 / _PRODUCT_PARTS * (not has_chunks and itemsize < 4)
         return LossBytes(kept, work, kept + embedding * itemsize + rounded)

@@ -14,16 +14,16 @@ from crius.planner.hardware import Hardware
 from crius.planner.holdings import Held, held_by
 from crius.planner.logits import LossBytes, loss_bytes
 from crius.planner.memory_constants import MEMORY, TRAITS, MemoryConstants
-from crius.planner.peaks import Activations, Moment, peak
+from crius.planner.peaks import Activations, LayerKind, Moment, parts_between, peak, waits_for_loss
 from crius.planner.weights import model_parameters
-from crius.planner.workload import Workload
+from crius.planner.workload import Pointwise, Workload
 
 __all__ = ["memory", "model_parameters"]
 
 Counting = Literal["reserved", "allocated", "tensors"]
 
 
-_ROTARY_BYTES = 4  # of a token and a number of a head: half a cosine and half a sine in float32
+_ROTARY_BYTES = 8  # of a token and a number of a head: cosine and sine in float32
 
 
 def memory(
@@ -44,7 +44,8 @@ def memory(
     """
     layout = workload.layout
     ranks = {0, 1, layout.pp - 1} if layout.pp > 2 else range(layout.pp)
-    moments = [(_rank(workload, rank, constants), rank) for rank in ranks]
+    is_cached = counting == "reserved" and not (hardware is not None and hardware.generation == "cpu")
+    moments = [(_rank(workload, rank, constants, is_cached=is_cached), rank) for rank in ranks]
     most, rank = max(moments, key=lambda found: found[0].total)
     where = f", pipeline rank {rank}" if layout.pp > 1 else ""
     return Estimate(_parts(workload, most, hardware, constants, counting), f"{most.name}{where}")
@@ -84,65 +85,107 @@ def _overhead(
     return held * share + constants.reserved_bytes + more
 
 
-def _rank(workload: Workload, rank: int, constants: MemoryConstants) -> Moment:
+def _rank(workload: Workload, rank: int, constants: MemoryConstants, *, is_cached: bool) -> Moment:
     """The moment at which pipeline rank ``rank`` holds most."""
     held = held_by(workload, rank)
     tokens = workload.microbatch * workload.seq_len / workload.layout.cp
     loss = loss_bytes(workload, tokens, constants) if held.layers.has_head else LossBytes()
-    return peak(workload, held, loss, _activations(workload, held, tokens, constants))
+    return peak(workload, held, loss, _activations(workload, held, tokens, constants), is_cached=is_cached)
 
 
 def rank_bytes(workload: Workload, rank: int, constants: MemoryConstants = MEMORY) -> dict[str, float]:
     """What pipeline rank ``rank`` holds: parameters, gradients as the optimizer takes them, and its state; and
-    activations, which one microbatch leaves between its forward and its backward, with the gathered block that waits.
+    activations, which one microbatch leaves between its forward and its backward, with the gathered layer that waits.
     """
     held, layout = held_by(workload, rank), workload.layout
     tokens = workload.microbatch * workload.seq_len / layout.cp
     loss = loss_bytes(workload, tokens, constants) if held.layers.has_head else LossBytes()
-    # FSDP frees the last block with the next gather, which is after a chunked loss
-    waits = layout.fsdp > 1 and layout.pp == 1 and workload.reshard != "never" and workload.loss_tokens is not None
+    last = held.layer(held.layers.layers - 1).whole * workload.param_bytes
     return {
         "parameters": held.own * workload.weight_bytes,
         "gradients": held.own * workload.weight_bytes,
         "optimizer": held.state,
-        "activations": _activations(workload, held, tokens, constants).kept
+        "activations": _activations(workload, held, tokens, constants).all
         + loss.kept
-        + held.block * workload.param_bytes * waits,
+        + last * waits_for_loss(workload)
+        + parts_between(workload, held, held.layers.layers),
     }
 
 
 def _activations(workload: Workload, held: Held, tokens: float, constants: MemoryConstants) -> Activations:
-    mode, every, traits = workload.activation_checkpoint, workload.selective_layers, TRAITS[workload.framework]
+    hidden = workload.model.dim / (workload.layout.tp if workload.sequence_parallel else 1) * workload.param_bytes
+    shared = _ROTARY_BYTES * workload.model.head_dim + hidden * _sent(workload, held)
+    layers = held.layers
+    kinds = tuple(
+        _kind(workload, spans, tokens, constants, has_experts=has_experts) if spans else LayerKind()
+        for has_experts, spans in ((False, layers.dense_spans), (True, layers.expert_spans))
+    )
+    return Activations((kinds[0], kinds[1]), workload.selective_layers or 1, shared * tokens, hidden * tokens)
+
+
+def _kind(
+    workload: Workload,
+    spans: tuple[tuple[int, int], ...],
+    tokens: float,
+    constants: MemoryConstants,
+    *,
+    has_experts: bool,
+) -> LayerKind:
+    mode, traits = workload.activation_checkpoint, TRAITS[workload.framework]
     factor = constants.nvfp4_kept if workload.precision == "nvfp4" else 1.0
     if traits.activations and mode != "full":
         factor *= getattr(constants, traits.activations)
-    kept = recomputed = 0.0
-    kinds = ((held.layers.dense, held.layers.dense_spans), (held.layers.experts, held.layers.expert_spans))
-    for has_experts, (count, spans) in enumerate(kinds):
-        if not count:
-            continue
-        one = _layer(workload, has_experts=bool(has_experts))
-        least = own = {"none": one.none, "full": one.full, "selective": one.selective}[mode]
-        if mode == "selective" and every is not None:  # all of the layers whose number, from 1, is a multiple
-            whole = sum(end // every - begin // every for begin, end in spans)
-            least, own = one.full if whole else one.none, one.none + (one.full - one.none) * whole / count
-        kept += own * factor * count
-        recomputed = max(recomputed, one.none - least + one.backward)
-    kept += _ROTARY_BYTES * workload.model.head_dim  # for all blocks together
-    hidden = workload.model.dim / (workload.layout.tp if workload.sequence_parallel else 1) * workload.param_bytes
-    return Activations(kept=kept * tokens, recomputed=recomputed * tokens, hidden=hidden * tokens)
+    one = _layer(workload, has_experts=has_experts)
+    own = least = {"none": one.none, "full": one.full, "selective": one.selective}[mode]
+    if mode == "selective" and workload.selective_layers is not None:  # some of the layers, each whole
+        own, least = one.none, one.full
+    return LayerKind(
+        spans,
+        kept=own * factor * tokens,
+        saved=(own - least) * factor * tokens,
+        recomputed=(one.none - least) * tokens,
+        backward=one.backward * tokens + _last_gradient(workload, has_experts=has_experts),
+    )
+
+
+def _last_gradient(workload: Workload, *, has_experts: bool) -> float:
+    """Bytes of the gradient of a feed-forward's last weight by which it is larger than the input that it lets go."""
+    model, layout = workload.model, workload.layout
+    if workload.zero_stage < 3:
+        return 0.0
+    tokens = workload.microbatch * workload.seq_len / layout.cp
+    if not has_experts:
+        return max(0.0, model.dim - tokens) * model.ffn_dim / layout.tp * workload.param_bytes
+    width = max(layout.ep, layout.tp)
+    rows = tokens * model.top_k / layout.tp
+    return max(0.0, model.dim * model.num_experts / width - rows) * model.expert_ffn_dim * workload.param_bytes
+
+
+def _sent(workload: Workload, held: Held) -> int:
+    """Hidden states that a pipeline rank keeps beyond those of its layers: a stage keeps what it sends, and what it
+    receives is a buffer, where its first layer would keep it.
+    """
+    if workload.layout.pp == 1:
+        return 0
+    stages, layers = workload.stages_per_rank, held.layers
+    casts = workload.activation_checkpoint == "none" and _pointwise(workload) in ("operators", "norms")
+    return stages - layers.has_head - (0 if casts else stages - layers.has_embedding)
+
+
+def _pointwise(workload: Workload) -> Pointwise:
+    """What norms and gates keep."""
+    if workload.pointwise is not None:
+        return workload.pointwise
+    return "fused" if workload.compile else TRAITS[workload.framework].pointwise
 
 
 def _layer(workload: Workload, *, has_experts: bool) -> LayerBytes:
-    pointwise = workload.pointwise
-    if pointwise is None:
-        pointwise = "fused" if workload.compile else TRAITS[workload.framework].pointwise
     return layer_bytes(
         workload.model,
         workload.layout.tp,
         workload.param_bytes,
         workload.framework,
-        pointwise,
+        _pointwise(workload),
         has_experts=has_experts,
         sequence_parallel=workload.sequence_parallel,
         cp=workload.layout.cp,

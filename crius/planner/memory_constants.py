@@ -91,20 +91,20 @@ class MemoryConstants:
         nvfp4_kept: share of the activations that a layer with 4-bit matmuls keeps.
     """
 
-    torchtitan_logit_bytes: float = 14.2
+    torchtitan_logit_bytes: float = 14.3
     graph_logit_bytes: float = 10.1
-    kempnerforge_logit_bytes: float = 3.39
+    kempnerforge_logit_bytes: float = 3.42
     in_place_logit_bytes: float = 10.5
-    compiled_logit_bytes: float = 3.72
-    chunked_logit_bytes: float = 2.18
+    compiled_logit_bytes: float = 3.74
+    chunked_logit_bytes: float = 2.19
     fused_logit_bytes: float = 4.2
-    reserved_share: float = 0.0695
-    reserved_eager_share: float = 0.0843
+    reserved_share: float = 0.0677
+    reserved_eager_share: float = 0.0847
     reserved_bytes: float = 1.11 * GIB
     allocated_bytes: float = 0.569 * GIB
-    cdna3_bytes: float = 3.18 * GIB
+    cdna3_bytes: float = 3.21 * GIB
     nanotron_activations: float = 1.59
-    nvfp4_kept: float = 0.505
+    nvfp4_kept: float = 0.506
 
 
 MEMORY = MemoryConstants()

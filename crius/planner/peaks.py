@@ -1,9 +1,11 @@
 """The moment of a step at which a rank holds most. Torch-free.
 
-Candidates: the loss and its backward, when all activations are there; the last and the first block, with what they
-recompute; the gradients of the first block and of the embedding, while FSDP sums them; the update.
+Candidates: the loss and the backward of the output layer, when all activations are there; the backwards of the first
+and of the last layers, with what they recompute, gather and sum; that of the embedding; the update. Between them all
+grows or shrinks by equal parts, layer by layer.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -34,99 +36,153 @@ class Moment(NamedTuple):
         return sum(self[1:])
 
 
+class LayerKind(NamedTuple):
+    """Layers of one kind on a rank, and bytes of one of them for a microbatch.
+
+    Attributes:
+        spans: where in the model they begin and end.
+        kept: what one keeps for its backward.
+        saved: how much less, if it is one of those that are recomputed.
+        recomputed: what its backward needs beyond that, if it is; if ``saved`` is 0, of each.
+        backward: what its backward needs in any case.
+    """
+
+    spans: tuple[tuple[int, int], ...] = ()
+    kept: float = 0.0
+    saved: float = 0.0
+    recomputed: float = 0.0
+    backward: float = 0.0
+
+    @property
+    def number(self) -> int:
+        """How many."""
+        return sum(end - begin for begin, end in self.spans)
+
+    def multiples(self, count: int, every: int) -> int:
+        """How many of the first ``count`` have a number in the model, from 1, that ``every`` divides."""
+        found = 0
+        for begin, end in self.spans:
+            end = min(end, begin + count)
+            count -= end - begin
+            found += end // every - begin // every
+        return found
+
+
 @dataclass(frozen=True)
 class Activations:
     """Bytes of the activations of one microbatch on a rank.
 
     Attributes:
-        kept: what its blocks keep.
-        recomputed: what one of them needs beyond that in its backward.
+        kinds: its layers, the dense ones first.
+        every: which of them are recomputed, where not all are alike.
+        sent: what it keeps beyond its layers, less what they would keep and is a buffer.
         hidden: one hidden state.
     """
 
-    kept: float
-    recomputed: float
+    kinds: tuple[LayerKind, LayerKind]
+    every: int
+    sent: float
     hidden: float
 
+    @property
+    def all(self) -> float:
+        """What all layers keep."""
+        return self.first(sum(kind.number for kind in self.kinds))
 
-class _Copies(NamedTuple):
-    """Bytes of gathered weights, and of gradients on their way to the other ranks.
+    def first(self, count: int) -> float:
+        """What the first ``count`` layers keep."""
+        dense = min(count, self.kinds[0].number)
+        found = self.sent
+        for kind, number in zip(self.kinds, (dense, count - dense), strict=True):
+            found += number * kind.kept - kind.saved * (kind.multiples(number, self.every) if kind.saved else 0)
+        return max(0.0, found)
+
+    def backward(self, index: int) -> float:
+        """What the backward of layer ``index`` needs beyond what layers keep."""
+        dense = self.kinds[0].number
+        kind, number = (self.kinds[0], index) if index < dense else (self.kinds[1], index - dense)
+        is_again = not kind.saved or kind.multiples(number + 1, self.every) > kind.multiples(number, self.every)
+        return kind.backward + kind.recomputed * is_again
+
+
+class _Pass(NamedTuple):
+    """A backward through the rank's layers.
 
     Attributes:
-        at_loss: gathered at the loss.
-        at_last: at the backward of the last block, while the gradient of the output layer is summed.
-        at_first: at that of the first block.
-        at_end: at that of the embedding.
-        block: a gathered block.
-        waiting: the gradient of the output layer where it waits for the embedding's.
-        block_sum: of a block's gradient, as it is summed over ranks.
-        end_gradient: of the embedding, as its backward makes it.
-        end_sum: the same, as it is summed.
+        is_there: gradients are there before it, from earlier microbatches.
+        is_summed: FSDP sums them over ranks, layer by layer.
+        stays: all weights stay gathered.
+        others: other microbatches whose activations are there.
     """
 
-    at_loss: float = 0.0
-    at_last: float = 0.0
-    at_first: float = 0.0
-    at_end: float = 0.0
-    block: float = 0.0
-    waiting: float = 0.0
-    block_sum: float = 0.0
-    end_gradient: float = 0.0
-    end_sum: float = 0.0
+    is_there: bool
+    is_summed: bool
+    stays: bool
+    others: float = 0.0
 
 
-def peak(workload: Workload, held: Held, loss: LossBytes, activations: Activations) -> Moment:
-    """The moment at which a rank holds most."""
-    layers, layout, count = held.layers, workload.layout, workload.num_microbatches
-    own = 0.0 if workload.cpu_offload else held.own
-    gradients, is_there, is_summed = _gradients(workload, held, own)
-    copies = _copies(workload, held, is_summed=is_summed)
-    stored, in_flight = workload.weight_bytes, layers.in_flight
-    hidden = activations.hidden
-    # between pipeline stages the output is kept; the input is a buffer
-    kept = activations.kept + hidden * (layers.has_embedding - layers.has_head) * (layout.pp > 1)
-    others = kept * (in_flight - 1) + loss.kept * (in_flight - 1) * (workload.schedule == "gpipe")
-    buffers = _ID_BYTES * workload.microbatch * workload.seq_len / layout.cp * count
-    if layout.pp > 1:
-        buffers += layers.neighbours * hidden * (count if TRAITS[workload.framework].receives_all else 1)
-    before = gradients if is_there else 0.0
-    block = activations.recomputed + hidden + copies.waiting
-    ends = copies.end_gradient + copies.end_sum
-    unmade = held.block + held.end * layers.has_embedding  # of what gradients there are not yet
-    almost = gradients if is_there else gradients * max(0.0, 1 - unmade / held.whole)
-    moments = [
-        Moment("backward, last block", before, kept, 0.0, copies.at_last, others, block),
-        Moment(
-            "backward, first block",
-            *(almost, kept / layers.layers, 0.0, copies.at_first + copies.block_sum, others, block),
-        ),
-        Moment(
-            "backward, gradients of the first block",
-            *(gradients, 0.0, 0.0, copies.at_first + 2 * copies.block_sum + copies.block, others),
-            2 * hidden + copies.waiting,
-        ),
-        Moment("update", gradients, working=2 * own * stored * (workload.optimizer == "foreach")),
-    ]
-    if layers.has_head:
-        made = copies.waiting or ends  # the gradient of the output layer, summed over ranks now or later
-        more = max(0.0, made - loss.output)
-        moments += [
-            Moment("at the loss", before, kept, loss.kept + loss.work, copies.at_loss, others, hidden),
-            Moment("backward, output layer", before, kept, loss.output, copies.at_loss + more, others),
-        ]
-    if layers.has_embedding:
-        unsummed = gradients if is_there else max(0.0, gradients - held.end * stored / layout.fsdp)
-        if workload.model.tied_embeddings:  # both gradients of the weight and their sum
-            ends = max(ends, 3 * copies.waiting)
-        moments.append(
-            Moment(
-                "backward, embedding",
-                *(unsummed, 0.0, 0.0, copies.at_end + ends + copies.block_sum, others, 2 * hidden),
-            )
-        )
-    found = max(moments, key=lambda moment: moment.total)
+def peak(
+    workload: Workload, held: Held, loss: LossBytes, activations: Activations, *, is_cached: bool = False
+) -> Moment:
+    """The moment at which a rank holds most.
+
+    Args:
+        workload: what it computes.
+        held: its weights.
+        loss: what the loss takes.
+        activations: of a microbatch.
+        is_cached: what is freed stays with an allocator, which cannot join it to the largest copy, made last.
+    """
+    rank = _Rank(workload, held, activations)
+    layers, count = held.layers, workload.num_microbatches
+    other = activations.all + loss.kept * (workload.schedule == "gpipe")
+    moments = [rank.update()]
+    for one in _passes(workload, held):
+        found = [*rank.layers(one)]
+        if layers.has_head:
+            found += rank.output(one, loss)
+        if layers.has_embedding:
+            found.append(rank.embedding(one, is_cached=is_cached))
+        moments.append(max(found, key=lambda moment: moment.total)._replace(in_flight=other * one.others))
+    most = max(moments, key=lambda moment: moment.total)
+    buffers = _ID_BYTES * workload.microbatch * workload.seq_len / workload.layout.cp * count
+    if workload.layout.pp > 1:
+        received = count if TRAITS[workload.framework].receives_all else 1
+        buffers += layers.neighbours * activations.hidden * received
     weights, state = _constant(workload, held)
-    return found._replace(weights=weights, state=state, working=found.working + buffers)
+    return most._replace(weights=weights, state=state, working=most.working + buffers)
+
+
+def _passes(workload: Workload, held: Held) -> Iterator[_Pass]:
+    """The backwards that may need most: that of the last microbatch, and where they differ the first and the others."""
+    count, others = workload.num_microbatches, held.layers.in_flight - 1
+    if workload.zero_stage < 3:
+        yield _Pass(is_there=True, is_summed=False, stays=True, others=others)
+    elif workload.layout.pp > 1:  # weights stay and gradients are summed after the last
+        yield _Pass(is_there=count > held.layers.in_flight, is_summed=False, stays=True, others=others)
+        if count <= held.layers.in_flight and count > 1:
+            yield _Pass(is_there=True, is_summed=False, stays=True, others=max(0.0, others - 1))
+    else:
+        yield _Pass(is_there=count > 1, is_summed=True, stays=False)
+        is_kept, is_deferred = workload.reshard == "never", workload.gradient_sync == "deferred"
+        for is_there in range(min(count - 1, 2)) if is_kept or is_deferred else ():
+            yield _Pass(is_there=bool(is_there), is_summed=not is_deferred, stays=is_kept)
+
+
+def waits_for_loss(workload: Workload) -> bool:
+    """The last layer is gathered for its backward when that of the output layer begins: with a chunked loss."""
+    is_freed = workload.layout.pp == 1 and workload.reshard != "never"
+    return is_freed and workload.layout.fsdp > 1 and workload.loss_tokens is not None
+
+
+def parts_between(workload: Workload, held: Held, count: int) -> float:
+    """Bytes of the embedding and the first ``count`` layers where forward and backward leave parts of them, as an
+    integer ``reshard_after_forward_mode`` asks.
+    """
+    if not workload.reshard.isdecimal():
+        return 0.0
+    whole = held.first(count)[0] + held.units.embedding.whole * held.layers.has_embedding
+    return whole * workload.param_bytes / int(workload.reshard)
 
 
 def _constant(workload: Workload, held: Held) -> tuple[float, float]:
@@ -138,44 +194,147 @@ def _constant(workload: Workload, held: Held) -> tuple[float, float]:
     return held.whole * param, state + own * stored * (stored > param)  # and weights to update, beside narrower ones
 
 
-def _gradients(workload: Workload, held: Held, own: float) -> tuple[float, bool, bool]:
-    """Bytes of gradients between microbatches; whether they are there before the one of the peak is back-propagated;
-    whether they are summed over ranks in it.
-    """
-    count = workload.num_microbatches
-    if workload.zero_stage < 3:
-        return (held.own if workload.zero_stage == 2 else held.whole) * workload.reduce_bytes, True, True
-    is_there = count > held.layers.in_flight
-    if count > 1 and (workload.gradient_sync == "deferred" or workload.layout.pp > 1):
-        return held.whole * workload.reduce_bytes, is_there, False  # whole, and not offloaded, until the last
-    return own * workload.weight_bytes, is_there, True
+class _Rank:
+    """The moments of one pipeline rank."""
 
+    def __init__(self, workload: Workload, held: Held, activations: Activations) -> None:
+        self._work, self._held, self._activations = workload, held, activations
+        self._param, self._reduce, self._stored = workload.param_bytes, workload.reduce_bytes, workload.weight_bytes
+        layers, layout, model = held.layers, workload.layout, workload.model
+        is_sharded = workload.zero_stage == 3
+        self._is_plain = (
+            layout.num_ranks == 1 and self._param == self._stored <= self._reduce and not workload.cpu_offload
+        )
+        self._is_copied = is_sharded and not self._is_plain  # FSDP gathers weights and sums gradients
+        self._is_whole = workload.num_microbatches > 1 and (workload.gradient_sync == "deferred" or layout.pp > 1)
+        is_tied = model.tied_embeddings and layers.has_embedding and layers.has_head
+        stays = is_sharded and TRAITS[workload.framework].ends_stay
+        # embedding and output layer in one unit: gathered, and their gradients whole, until the end
+        self._is_one_end = is_tied or (stays and layers.has_head)
+        self._ends = max(1, layers.has_embedding + (layers.has_head and not is_tied)) if stays else 1
+        self._end = held.end * self._param
+        self._waiting = self._end * (self._is_one_end and (self._is_copied or is_tied))
+        self._embedding = held.units.embedding if layers.has_embedding else None
 
-def _copies(workload: Workload, held: Held, *, is_summed: bool) -> _Copies:
-    layout, layers = workload.layout, held.layers
-    stored, param, reduce = workload.weight_bytes, workload.param_bytes, workload.reduce_bytes
-    is_tied = workload.model.tied_embeddings and layers.has_embedding and layers.has_head
-    if workload.zero_stage < 3:
-        return _Copies(waiting=held.end * param * is_tied, end_gradient=held.end * param)
-    if layout.num_ranks == 1 and param == stored <= reduce and not workload.cpu_offload:
-        return _Copies(waiting=held.end * stored * is_tied, end_gradient=held.end * stored)
-    stays = TRAITS[workload.framework].ends_stay
-    ends = max(1, layers.has_embedding + (layers.has_head and not is_tied)) if stays else 1
-    end, block, whole = ends * held.end * param, held.block * param, held.whole * param
-    part = whole / int(workload.reshard) if workload.reshard.isdecimal() else 0.0
-    # FSDP frees a block when the next is gathered, which is after a chunked loss
-    late = block * (workload.loss_tokens is not None and layout.fsdp > 1)
-    output_sum = held.end * reduce * is_summed * (layers.has_head and not is_tied and not stays)
-    gathered = (end + part + late, part + end * stays + 2 * block + output_sum, end * stays + 2 * block, end)
-    if layout.pp > 1 or (workload.reshard == "never" and workload.num_microbatches > 1):
-        gathered = (whole, whole + output_sum, whole, whole)
-    elif workload.reshard == "never":  # freed on the way back
-        gathered = (whole, whole + output_sum, *gathered[2:])
-    return _Copies(
-        *gathered,
-        block=block,
-        waiting=held.end * param * (is_tied or (stays and layers.has_head)),
-        block_sum=held.block * reduce * is_summed,
-        end_gradient=end,
-        end_sum=ends * held.end * reduce * is_summed,
-    )
+    def layers(self, one: _Pass) -> Iterator[Moment]:
+        """When the backward of a layer begins and ends, and when its gradient is to be summed over ranks."""
+        held, kept, hidden = self._held, self._activations, self._activations.hidden
+        count, dense = held.layers.layers, held.layers.dense
+        for index in sorted({0, 1, dense - 1, dense, dense + 1, count - 2, count - 1} & set(range(count))):
+            copies = self._gathered(one, index) + self._sum(one, index + 1)
+            gradients = self._gradients(one, index)
+            made = held.layer(index).whole * self._made(one)
+            begin, end = kept.first(index + 1), kept.first(index)
+            name = f"backward, layer {index + 1} of {count}"
+            yield Moment(name, gradients, begin, 0.0, copies, 0.0, kept.backward(index) + hidden + self._waiting)
+            yield Moment(name, gradients, end, 0.0, copies + made, 0.0, 2 * hidden + self._waiting)
+            if one.is_summed and self._is_copied:
+                layer = held.layer(index)
+                copies = self._gathered(one, index) - layer.whole * self._param + self._sum(one, index)
+                if not self._is_whole:
+                    copies += max(made, layer.own * self._stored * (not self._work.cpu_offload))
+                yield Moment(name, gradients, end, 0.0, copies, 0.0, hidden + self._waiting)
+
+    def output(self, one: _Pass, loss: LossBytes) -> Iterator[Moment]:
+        """The loss, and the backward of the output layer."""
+        held, work = self._held, self._work
+        kept = self._activations.all
+        before = self._before(one)
+        gathered = late = 0.0
+        last = held.layer(held.layers.layers - 1).whole * self._param * (work.layout.fsdp > 1)
+        if self._is_copied and (one.stays or work.reshard == "never"):
+            gathered = held.whole * self._param
+            # what the last gather copied from waits for the next one
+            gathered += last * (self._is_one_end and work.layout.pp == 1 and not one.is_there)
+        elif self._is_copied:
+            gathered = self._ends * self._end + parts_between(work, held, held.layers.layers)
+            late = last  # gathered when the backward of the output layer begins
+        made = self._waiting or self._end + self._sum(one, held.layers.layers)  # its gradient, and as it is summed
+        copies = gathered + late + max(0.0, made - loss.output)
+        yield Moment("at the loss", before, kept, loss.kept + loss.work, gathered, 0.0, self._activations.hidden)
+        yield Moment("backward, output layer", before, kept, max(loss.kept, loss.output), copies)
+
+    def embedding(self, one: _Pass, *, is_cached: bool) -> Moment:
+        """The backward of the embedding, and the sum of its gradient over ranks."""
+        ends = self._ends * self._end
+        summed = ends * self._reduce / self._param * (one.is_summed and self._is_copied)
+        freed = self._sum(one, 0) + self._gathered(one, -1)  # by when its own gradient is summed
+        # of a tied weight both gradients and their sum
+        made = max(ends, 3 * self._waiting) if self._work.model.tied_embeddings else ends
+        shard = ends / self._param * self._stored / self._work.layout.fsdp
+        left = ends if not summed or self._is_whole or self._work.cpu_offload else max(ends, shard)
+        copies = max(made + freed, left + summed + freed * (is_cached and self._is_one_end))
+        return Moment(
+            "backward, embedding", self._gradients(one, -1), 0.0, 0.0, copies, 0.0, 2 * self._activations.hidden
+        )
+
+    def update(self) -> Moment:
+        """The optimizer's step, by when FSDP has summed all gradients over ranks."""
+        work, held = self._work, self._held
+        own = 0.0 if work.cpu_offload else held.own
+        gradients = own * self._stored if work.zero_stage == 3 else self._before(_Pass(True, False, True))
+        return Moment("update", gradients, working=2 * own * self._stored * (work.optimizer == "foreach"))
+
+    def _made(self, one: _Pass) -> float:
+        """Bytes of a weight's new gradient."""
+        if self._work.zero_stage < 3:
+            return 0.0
+        if one.is_there and (self._is_plain or (self._is_whole and self._param == self._reduce)):
+            return 0.0  # it is added to the one that is there
+        if self._is_whole and not (one.is_there or one.is_summed):
+            return max(self._param, self._reduce)  # and as it is kept
+        return self._param
+
+    def _before(self, one: _Pass) -> float:
+        """Gradients of earlier microbatches."""
+        held, work = self._held, self._work
+        if work.zero_stage < 3:
+            return (held.own if work.zero_stage == 2 else held.whole) * self._reduce
+        if not one.is_there:
+            return 0.0
+        if self._is_whole:
+            return held.whole * self._reduce
+        return 0.0 if work.cpu_offload else held.own * self._stored
+
+    def _gradients(self, one: _Pass, index: int) -> float:
+        """Gradients in the backward of layer ``index``, -1 for the embedding, but its own and those being summed."""
+        held, before = self._held, self._before(one)
+        if self._work.zero_stage < 3:
+            return before
+        whole, own = held.first(index + 1)
+        if self._embedding is not None:
+            whole, own = whole + self._embedding.whole, own + self._embedding.own
+        if self._is_one_end and not self._work.model.tied_embeddings:
+            whole, own = whole + held.units.head.whole, own + held.units.head.own
+        made, stored = held.whole - whole, (held.own - own) * (not self._work.cpu_offload)
+        if not self._is_whole:
+            return before or stored * self._stored
+        if not one.is_summed:
+            return before or made * self._reduce
+        return before - made * self._reduce + stored * self._stored
+
+    def _sum(self, one: _Pass, index: int) -> float:
+        """The gradient of layer ``index``, or after the last layer of the output layer, on its way to other ranks."""
+        held = self._held
+        if not (one.is_summed and self._is_copied):
+            return 0.0
+        if index < held.layers.layers:
+            return held.layer(index).whole * self._reduce
+        return held.end * self._reduce * (held.layers.has_head and not self._is_one_end)
+
+    def _gathered(self, one: _Pass, index: int) -> float:
+        """Weights that are whole in the backward of layer ``index``, -1 for the embedding."""
+        held, work = self._held, self._work
+        if not self._is_copied:
+            return 0.0
+        if one.stays:
+            return held.whole * self._param
+        ends = self._ends * self._end * (self._embedding is not None)
+        if work.reshard == "never":
+            return held.first(index + 1)[0] * self._param + ends
+        if index < 0:
+            return ends
+        found = held.layer(index).whole * self._param + ends * self._is_one_end
+        if work.layout.fsdp > 1:  # and the next one
+            found += held.layer(index - 1).whole * self._param if index else ends * (not self._is_one_end)
+        return found + parts_between(work, held, index)

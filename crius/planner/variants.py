@@ -144,7 +144,7 @@ def overrides(case: Case, workload: Workload) -> dict[str, Any]:
         **{DEGREES[axis]: getattr(layout, axis) for axis in ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep")},
         **settings(case, layout, workload.schedule),
         _MODE: workload.activation_checkpoint,
-        _RESHARD: workload.reshard,
+        _RESHARD: int(workload.reshard) if workload.reshard.isdecimal() else workload.reshard,
     }
     if layout.pp > 1 and workload.stages_per_rank != 1 and _STAGES not in case.pinned:
         found[_STAGES] = workload.stages_per_rank

@@ -20,7 +20,7 @@ from crius.planner.hardware import hardware
 from crius.planner.holdings import held_by
 from crius.planner.logits import loss_bytes
 from crius.planner.measurements import read_measurements
-from crius.planner.memory import _activations, memory, model_parameters
+from crius.planner.memory import memory, model_parameters, rank_bytes
 from crius.planner.memory_constants import MEMORY
 from crius.planner.stages import rank_layers, stage_layers
 from crius.planner.weights import weights
@@ -47,20 +47,23 @@ MIXTRAL = ModelShape(
     expert_ffn_dim=14336,
 )
 
+PP, SHORT = (
+    f"{P}pipeline_parallel_degree",
+    ["--training.local_batch_size", "1", "--model.vocab_size", "128", "--model.num_layers"],
+)
+RESHARD, SYNC, MODE = f"{P}reshard_after_forward_mode", "--training.gradient_sync", "--activation_checkpoint.mode"
+BATCH = "--training.global_batch_size"
 CASES = {
     "fsdp3_8bit": (3, [f"{P}data_parallel_shard_degree", "3", "--optimizer.state_dtype", "8bit"]),
     "tp8_muon": (8, [f"{P}tensor_parallel_degree", "8", "--optimizer.name", "muon"]),  # more than key/value heads
-    "pp2_cp2_full": (
-        4,
-        [
-            f"{P}pipeline_parallel_degree",
-            "2",
-            f"{P}context_parallel_degree",
-            "2",
-            "--activation_checkpoint.mode",
-            "full",
-        ],
-    ),
+    "pp2_cp2_full": (4, [PP, "2", f"{P}context_parallel_degree", "2", MODE, "full"]),
+    "pp2_accumulated": (4, [PP, "2", BATCH, "32", "--model.num_layers", "5"]),
+    "pp2_gpipe_selective": (2, [PP, "2", f"{P}pipeline_parallel_schedule", "gpipe", BATCH, "16", MODE, "selective"]),
+    "fsdp4_one_layer": (4, [*SHORT, "1", BATCH, "4"]),
+    "fsdp4_one_layer_accumulated": (4, [*SHORT, "1", BATCH, "12", SYNC, "immediate"]),
+    "fsdp4_two_layers_deferred": (4, [*SHORT, "2", BATCH, "12", SYNC, "deferred"]),
+    "fsdp4_never_deferred": (4, [RESHARD, "never", BATCH, "48", SYNC, "deferred"]),
+    "fsdp4_in_twos": (4, [RESHARD, "2", "--model.num_layers", "4"]),
 }
 
 
@@ -85,10 +88,15 @@ def measure(cases, path, placement):
         report = dry_run(parse(flags), num_ranks, 0, time.monotonic())
         found[name] = {
             "stages": [
-                (stage.pp_rank, stage.parameter_bytes, stage.optimizer_bytes, stage.gradient_bytes)
+                (
+                    stage.pp_rank,
+                    stage.parameter_bytes,
+                    stage.optimizer_bytes,
+                    stage.gradient_bytes,
+                    stage.activation_bytes,
+                )
                 for stage in report.stages
             ],
-            "activations": [stage.activation_bytes for stage in report.stages],
             "peak": max(rank.peak.total() for rank in report.ranks),
         }
     path.write_text(json.dumps(found))
@@ -106,23 +114,19 @@ def measured(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_state_is_exact_and_the_peak_within_6_percent_of_the_dry_run(name, measured):
+def test_state_is_exact_activations_within_5_and_the_peak_within_8_percent_of_the_dry_run(name, measured):
     """Of a model so small that a mask, an id or a statistic of a norm counts; larger ones are nearer."""
     num_ranks, flags = measured[0][name]
     found = measured[1][name]
     config = with_dtype(parse(flags), on_gpu=True)
     work = from_config(config, model_facts(config), num_ranks, device="dry_run")
     for rank in range(work.layout.pp):
-        held = held_by(work, rank)
-        own = [stage for stage in found["stages"] if stage[0] == rank]
-        assert held.own * work.weight_bytes == sum(stage[1] for stage in own) == sum(stage[3] for stage in own)
-        assert held.state == sum(stage[2] for stage in own)
-    estimate = memory(work, counting="tensors")
-    assert estimate.total == pytest.approx(found["peak"], rel=0.06)
-    if name == "fsdp3_8bit":  # where a gathered block is still there when the forward ends
-        held, tokens = held_by(work, 0), work.microbatch * work.seq_len
-        kept = _activations(work, held, tokens, MEMORY).kept + loss_bytes(work, tokens, MEMORY).kept
-        assert kept + held.block * work.param_bytes == pytest.approx(found["activations"][0], rel=0.05)
+        held, planned = held_by(work, rank), rank_bytes(work, rank)
+        stages = [stage for stage in found["stages"] if stage[0] == rank]
+        assert held.own * work.weight_bytes == sum(stage[1] for stage in stages) == sum(stage[3] for stage in stages)
+        assert held.state == sum(stage[2] for stage in stages)
+        assert planned["activations"] == pytest.approx(sum(stage[4] for stage in stages), rel=0.05)
+    assert memory(work, counting="tensors").total == pytest.approx(found["peak"], rel=0.08)
 
 
 def test_parts_sum_to_the_total_and_say_when_and_where():
@@ -181,14 +185,16 @@ def test_experts_are_shared_by_expert_parallel_ranks_and_not_stored_twice():
 
 def test_experts_under_tensor_parallelism_are_on_its_ranks_once():
     """More TP than EP: each rank has its share of every expert, of their tokens and of the copies of these."""
-    parts = {
-        (tp, ep): memory(Workload(model=MIXTRAL, layout=Layout(dp_shard=2, tp=tp, ep=ep), seq_len=4096)).parts
+    works = {
+        (tp, ep): Workload(
+            model=MIXTRAL, layout=Layout(dp_shard=2, tp=tp, ep=ep), seq_len=4096, activation_checkpoint="full"
+        )
         for tp, ep in ((1, 1), (4, 1), (4, 4))
     }
-    narrow, shared = parts[4, 1], parts[4, 4]
+    alone, narrow, shared = (memory(work).parts | rank_bytes(work, 0) for work in works.values())
     assert narrow == shared  # four ranks share one copy either way
-    for part in ("parameters", "activations", "fsdp_buffers"):
-        assert narrow[part] == pytest.approx(parts[1, 1][part] / 4, rel=0.05), part
+    for part in ("parameters", "activations", "fsdp_buffers"):  # the loss has all of the last hidden state
+        assert narrow[part] == pytest.approx(alone[part] / 4, rel=0.07), part
 
 
 @pytest.mark.parametrize(

@@ -39,9 +39,14 @@ def workloads(draw, pipeline=None, tensor=None, experts=None):
     pick = Random(draw(st.integers(0, 2**32 - 1))).choice
     with_experts = pick([True, False]) if experts is None else experts
     model = pick([*NOT_TRAINABLE_YET.values()] if with_experts else [*DENSE.values()])
+    if pick([True, False, False]):  # of few layers, where no moment is like another
+        few = pick([1, 2, 3, 5])
+        dense = min(model.num_dense_layers, few - 1)
+        model = replace(model, name="few", num_layers=few, num_dense_layers=dense, num_parameters_known=None)
     tp = pick([2, 4, 8] if tensor else [1] if tensor is False else [1, 1, 2, 4, 8])
     assume(model.num_heads % tp == 0 and (model.num_kv_heads % tp == 0 or tp % model.num_kv_heads == 0))
     pp = pick([2, 4] if pipeline else [1] if pipeline is False else [1, 1, 2, 4])
+    assume(pp <= model.num_layers)
     layout = Layout(
         pp=pp,
         tp=tp,
@@ -59,7 +64,7 @@ def workloads(draw, pipeline=None, tensor=None, experts=None):
     return Workload(
         model=model,
         layout=layout,
-        seq_len=pick([2048, 4096, 8192, 32_768]),
+        seq_len=pick([128, 1024, 2048, 4096, 8192, 32_768]),
         microbatch=pick([1, 2, 4]),
         num_microbatches=pp * pick([1, 2, 4, 8]),
         # as a run would split them at one length: another split is another run
@@ -150,6 +155,34 @@ def test_recomputing_more_never_takes_more_memory(work):
     found = [nbytes(replace(work, activation_checkpoint=mode)) for mode in MODES]
     assert found[1] <= found[0] * SLACK
     assert found[2] <= found[1] * SLACK
+
+
+@often
+@given(workloads(), gpus, st.sampled_from([1, 2, 3]))
+def test_recomputing_some_layers_is_between_none_and_all(work, gpu, every):
+    found = [replace(work, activation_checkpoint=mode) for mode in MODES]
+    found[1] = replace(found[1], selective_layers=every)
+    bytes_of, seconds_of = ([of(one) for one in found] for of in (nbytes, lambda one: seconds(one, gpu)))
+    assert bytes_of[2] / SLACK <= bytes_of[1] <= bytes_of[0] * SLACK
+    assert seconds_of[0] / SLACK <= seconds_of[1] <= seconds_of[2] * SLACK
+
+
+@often
+@given(workloads(), gpus)
+def test_more_layers_take_no_fewer_bytes_and_no_less_time(work, gpu):
+    assume(work.model.num_layers > 1)  # the sums of both ends of a model meet in its only layer
+    each = work.layout.pp * work.stages_per_rank
+    deeper = replace(work.model, name="deeper", num_layers=work.model.num_layers + each, num_parameters_known=None)
+    layers = tuple(size + 1 for size in work.stage_layers)
+    assert nbytes(replace(work, model=deeper, stage_layers=layers)) >= nbytes(work) / SLACK
+    assert seconds(replace(work, model=deeper, stage_layers=layers), gpu) >= seconds(work, gpu) / SLACK
+
+
+@often
+@given(workloads(pipeline=True))
+def test_1f1b_never_takes_more_memory_than_gpipe(work):
+    one = replace(work, schedule="1f1b", stages_per_rank=1, stage_layers=())
+    assert nbytes(one) <= nbytes(replace(one, schedule="gpipe")) * SLACK
 
 
 @often

@@ -244,6 +244,10 @@ def test_reshard_groups_are_part_of_the_shards(group, found):
     assert {layout.layout for layout in layouts(one)} >= found
     assert all(layout.fsdp > group and layout.tp == layout.pp == 1 for layout in layouts(one))
     assert bool(list(layouts(one))) == bool(found)
+    for candidate in search(one).fitting[:1]:  # FSDP takes the text for "never"
+        settings = overrides(one, candidate.workload)
+        assert settings["parallelism.reshard_after_forward_mode"] == group
+        assert isinstance(replace_fields(one.config, settings).parallelism.reshard_after_forward_mode, int)
 
 
 def test_an_impossible_case_names_the_fewest_gpus():
