@@ -5,6 +5,7 @@ short runs of ``crius train`` itself: of a model with next to nothing to compute
 memory of a process; of two larger ones, before all else and after it, what elementwise operations reach.
 """
 
+import contextlib
 import functools
 import json
 import math
@@ -39,14 +40,21 @@ from crius.planner.workload import Workload
 from crius.train.inputs import model_facts, with_dtype
 
 GIB = 1 << 30
-LIMIT_SECONDS = 300
-"""After which a short run is given up."""
+LIMIT_SECONDS = 58
+"""After which a short run is given up: of all together."""
+
+SLOW_SECONDS = 8
+"""Where the smallest run takes longer, the others have half their steps."""
+
+MOST_OFF = 0.35
+"""Share by which the plan of a short run may differ from the run: beyond, what was measured is not of one machine."""
 
 AGAIN_BEFORE_SECONDS = 30
 """Until when the larger runs are made a second time: a machine that others use too is not as fast at every moment."""
 
-_EMPTY = {"model.num_layers": 2, "training.seq_len": 16, "training.global_batch_size": 1, "training.steps": 30}
-_SIZES = {
+_Sizes = dict[str, str | int]
+_EMPTY: _Sizes = {"model.num_layers": 2, "training.seq_len": 16, "training.global_batch_size": 1, "training.steps": 30}
+_SIZES: dict[str, tuple[_Sizes, ...]] = {
     "cpu": (
         {"model.flavor": "debug", "training.seq_len": 256, "training.global_batch_size": 4, "training.steps": 40},
         {
@@ -104,7 +112,8 @@ def calibrate(out: Path | None, *, as_json: bool = False) -> int:
         0.
 
     Raises:
-        EnvironmentError: a short run failed here, or the file cannot be written.
+        EnvironmentError: a short run failed here or took too long, what was measured contradicts itself, or the file
+            cannot be written.
     """
     file = out or user_file()
 
@@ -128,9 +137,10 @@ def measure(say: Callable[[str], None]) -> Hardware:
         say: is told what was measured.
 
     Raises:
-        EnvironmentError: a short run failed here.
+        EnvironmentError: a short run failed here or took too long, or what was measured contradicts itself.
     """
     begin = time.monotonic()
+    until = begin + LIMIT_SECONDS
     num_gpus = visible_gpus(os.environ)
     kind = "cuda" if num_gpus else "cpu"
     ranks = num_gpus if kind == "cuda" else 2
@@ -139,13 +149,18 @@ def measure(say: Callable[[str], None]) -> Hardware:
         text = Path(folder) / "text.txt"
         text.write_text(_words(), encoding="utf-8")
         base = {**_BASE, **_PRECISION[kind], "data.path": str(text)}
-        probes = [_probe({**base, **sizes}, kind, folder) for sizes in (_EMPTY, *_SIZES[kind])]
+        probes = [_probe({**base, **_EMPTY}, kind, folder, until)]
+        sizes = _SIZES[kind]
+        if time.monotonic() - begin > SLOW_SECONDS:
+            sizes = tuple({**one, "training.steps": int(one["training.steps"]) // 2} for one in sizes)
+        probes += [_probe({**base, **one}, kind, folder, until) for one in sizes]
         speed, empty = gather_speed(kind, ranks) if ranks > 1 else (0.0, 0.0)  # then: it forks
         found = _of_kernels(kind, speed, empty, num_gpus)
         torch.cuda.empty_cache()  # for the runs to come, which share the GPU with this process; nothing on a CPU
         if time.monotonic() - begin < AGAIN_BEFORE_SECONDS:
-            again = (_probe({**base, **sizes}, kind, f"{folder}/again") for sizes in _SIZES[kind])
-            probes[1:] = map(_mean, probes[1:], again)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                again = [_probe({**base, **one}, kind, f"{folder}/again", until, is_needed=False) for one in sizes]
+                probes[1:] = map(_mean, probes[1:], again)
     say(f"matmul {found.float32_flops / 1e9:,.0f} GFLOP/s in float32, {found.bfloat16_flops / 1e9:,.0f} in bfloat16")
     say(f"attention {(found.attention_efficiency or 0):.0%} of that; copies {found.memory_bandwidth / 1e9:,.1f} GB/s")
     if speed:
@@ -156,12 +171,34 @@ def measure(say: Callable[[str], None]) -> Hardware:
         f"and {found.resident_share:.0%} beside tensors"
     )
     say(f"elementwise operations reach {found.memory_efficiency or 0:.0%} of the speed of copies")
-    for probe in probes[1:]:
-        planned, measured = probe.num_tokens / step_time(probe.workload, found).total, probe.num_tokens / probe.seconds
-        off = f"{planned / measured - 1:+.0%}"
-        say(f"check {probe.name}: planned {planned:,.0f} tokens/s, measured {measured:,.0f} ({off})")
+    checks = [_check(found, probe) for probe in probes[1:]]
+    for line, _ in checks:
+        say(line)
     say(f"took {time.monotonic() - begin:.0f} s")
+    if any(off > MOST_OFF for _, off in checks):
+        raise _unsure(
+            "what was measured contradicts itself, and nothing was written.",
+            why=f"plans of the short runs may be {MOST_OFF:.0%} off them: {'; '.join(line for line, _ in checks)}",
+        )
     return found
+
+
+def _check(found: Hardware, probe: Probe) -> tuple[str, float]:
+    """The plan of ``probe`` beside the run, as a line, and how far the slower of them is from the other."""
+    planned, measured = probe.num_tokens / step_time(probe.workload, found).total, probe.num_tokens / probe.seconds
+    off = f"{planned / measured - 1:+.0%}"
+    line = f"check {probe.name}: planned {planned:,.0f} tokens/s, measured {measured:,.0f} ({off})"
+    return line, max(planned / measured, measured / planned) - 1
+
+
+def _unsure(what: str, why: str) -> EnvironmentError:
+    load = f" The load of the last minute is {os.getloadavg()[0]:.1f} on {os.cpu_count()} CPUs, this included."
+    return EnvironmentError(
+        what,
+        where="crius plan --calibrate",
+        why=why + load,
+        fix="stop other programs and run it again; or write a hardware file by hand (docs/planner.md)",
+    )
 
 
 def _of_kernels(kind: str, speed: float, empty: float, num_gpus: int) -> Hardware:
@@ -205,21 +242,29 @@ def _words() -> str:
     return "\n\n".join(f"{number} times {number + 1} is {number * (number + 1)}." * 20 for number in range(400))
 
 
-def _probe(settings: dict[str, object], kind: str, folder: str) -> Probe:
-    """Run ``crius train`` with ``settings`` as a user would."""
+def _probe(settings: dict[str, object], kind: str, folder: str, until: float, *, is_needed: bool = True) -> Probe:
+    """Run ``crius train`` with ``settings`` as a user would, ``until`` a time at most."""
     run_dir = Path(folder) / f"run-{settings['model.flavor']}-{settings['training.seq_len']}"
     flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
     command = [sys.executable, "-m", "crius", "train", "--nproc", "1", *flags, "--job.run_dir", str(run_dir)]
     path = os.pathsep.join([str(Path(crius.__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
     environ = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "CRIUS_FAULT")}
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_SECONDS,
-        check=False,
-        env={**environ, "PYTHONPATH": path},
-    )
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=max(1.0, until - time.monotonic()),
+            check=False,
+            env={**environ, "PYTHONPATH": path},
+        )
+    except subprocess.TimeoutExpired as error:
+        if not is_needed:
+            raise
+        raise _unsure(
+            f"this machine could not be measured within {LIMIT_SECONDS} s, and nothing was written.",
+            why=f"a short run of {settings['model.flavor']} was not done by then.",
+        ) from error
     if done.returncode:
         raise EnvironmentError(
             f"a short run of {settings['model.flavor']} ended with {done.returncode}.",

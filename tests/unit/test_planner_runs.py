@@ -10,9 +10,6 @@ import pytest
 import torch
 from harness import SMALL, parse
 
-from crius import cli
-from crius.bench import calibrate
-from crius.bench.calibrate import Probe, solved
 from crius.config.export import flatten
 from crius.errors import ConfigError, LayoutError, OutOfMemoryError
 from crius.host_cpu import cpu_with_cores
@@ -28,7 +25,6 @@ from crius.planner.machine import known_gpu, of_machine, shared, user_file, writ
 from crius.planner.memory import memory
 from crius.planner.of_run import Machine, plan_run
 from crius.planner.remedies import remedies
-from crius.planner.time import step_time
 from crius.planner.validated_range import validated_range
 from crius.train.inputs import model_facts
 from crius.train.out_of_memory import explained, is_out_of_memory
@@ -149,54 +145,6 @@ def test_the_gpu_is_named_by_its_driver_without_torch(tmp_path):
     (tmp_path / "0000:01:00.0").mkdir()
     (tmp_path / "0000:01:00.0" / "information").write_text("Model: \t NVIDIA H100 80GB HBM3\nIRQ: 7\n")
     assert auto.gpu_name(tmp_path) == "NVIDIA H100 80GB HBM3"
-
-
-# ---- calibration
-
-
-def probe(sizes, truth):
-    flags = [part for name, value in sizes.items() for part in (f"--{name}", str(value))]
-    config = parse([*flags, "--training.mixed_precision_param", "float32"])
-    work = from_config(config, model_facts(config), 1, device="cpu")
-    tokens = work.microbatch * work.num_microbatches * work.seq_len
-    return Probe("a model", work, step_time(work, truth).total, memory(work, truth).total, tokens)
-
-
-@pytest.mark.parametrize("reach", [0.5, 1.1])
-def test_calibration_finds_what_made_the_runs_as_fast_as_they_were(reach):
-    truth = replace(CPU, memory_efficiency=reach, op_seconds=3e-5, resident_bytes=0.4 * GIB, resident_share=0.2)
-    probes = [probe(sizes, truth) for sizes in (calibrate._EMPTY, *calibrate._SIZES["cpu"])]
-    found = solved(replace(truth, memory_efficiency=None, op_seconds=None, resident_bytes=0), probes)
-    assert found.memory_efficiency == pytest.approx(reach, rel=0.02)
-    assert found.op_seconds == pytest.approx(3e-5, rel=0.02)
-    assert found.resident_bytes == pytest.approx(0.4 * GIB, rel=1e-3)
-    assert found.resident_share == pytest.approx(0.2, rel=1e-3)
-    other = probe({"model.flavor": "debug", "training.seq_len": 512}, truth)
-    assert step_time(other.workload, found).total == pytest.approx(other.seconds, rel=0.02)
-
-
-def test_matmuls_that_other_programs_slowed_are_mended_by_the_runs():
-    probes = [probe(sizes, CPU) for sizes in (calibrate._EMPTY, *calibrate._SIZES["cpu"])]
-    found = solved(replace(CPU, float32_flops=CPU.float32_flops / 3, memory_efficiency=None), probes)
-    errors = [step_time(one.workload, found).total / one.seconds for one in probes[1:]]
-    assert errors == pytest.approx([1, 1], rel=0.15)
-
-
-def test_calibrate_measures_this_machine_and_writes_a_file_that_plans(user_cache, monkeypatch, capsys):
-    monkeypatch.setattr("crius.bench.calibrate_kernels.BUDGET_SECONDS", 0.02)
-    monkeypatch.setattr(calibrate, "_probe", lambda settings, kind, folder: probe(_model_of(settings), CPU))
-    file = user_cache / "mine.toml"
-    assert cli.main(["plan", "--calibrate", "--out", str(file), "--json"]) == 0
-    found = hardware(str(file))
-    assert json.loads(capsys.readouterr().out)["float32_flops"] == found.float32_flops > 1e8
-    assert found.device == cpu_with_cores()
-    assert found.link_bandwidth > 1e6
-    assert 0 < found.hop_seconds < 1
-    assert found.threads == torch.get_num_threads()
-
-
-def _model_of(settings):
-    return {name: value for name, value in settings.items() if name.startswith(("model.", "training."))}
 
 
 # ---- the comparison
