@@ -247,7 +247,7 @@ def _validate(file: Path, as_json: bool) -> int:
 
     report = validate_file(file)
     emit(json.dumps(report.as_json(), indent=2) if as_json else "\n".join(report.table()))
-    return 0
+    return 0 if report.judged else 1
 
 
 def _calibrate(out: Path | None, as_json: bool) -> int:

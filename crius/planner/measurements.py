@@ -5,6 +5,7 @@ cannot be planned at all is kept apart with the reason.
 """
 
 import csv
+import io
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ FRAMEWORKS: dict[str, Framework] = {  # by how the column's text begins
     "fms-fsdp": "fsdp1",
     "nanotron": "nanotron",
 }
+_DELIMITERS = (",", ";", "\t")  # the first of those that the header has most of
 MILLION = 1_000_000
 """A smaller number of parameters counts thousands or billions, and does not say which."""
 MemoryKind = Literal["reserved", "allocated", "unknown"]
@@ -103,17 +105,32 @@ def read_measurements(path: str | Path) -> tuple[list[Measurement], list[Unjudge
     Raises:
         ConfigError: no such file, not a CSV file, or columns are missing, all of them named.
     """
+    where = f"--validate {path}"
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
-            rows = list(csv.DictReader(file))
+            text = file.read().lstrip()
+        head = text.partition("\n")[0]
+        delimiter = max(_DELIMITERS, key=head.count)
+        reader = csv.DictReader(io.StringIO(text), delimiter=delimiter, skipinitialspace=True)
+        reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
+        rows = list(reader)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(f"measurements {path} cannot be read: {error}.", fix="give a CSV file") from error
+        raise ConfigError(
+            "the measurements cannot be read.", where=where, why=f"{error}", fix="give a CSV file in UTF-8"
+        ) from error
     if not rows:
-        raise ConfigError(f"measurements {path} has no rows.", fix="give a CSV file with a header and a row a run")
+        raise ConfigError(
+            "there are no measurements.",
+            where=where,
+            why=f"the file has {'a header and no rows' if head else 'nothing in it'}",
+            fix="give a CSV file with a header and a row a run",
+        )
     missing = [column for column in NEEDED if column not in rows[0]]
     if missing:
         raise ConfigError(
-            f"measurements {path} lacks the columns {', '.join(missing)}.",
+            f"the measurements lack the columns {', '.join(missing)}.",
+            where=where,
+            why=f"the first line with text in it is the header, and says {head.strip()[:200]!r}",
             fix="add them; benchmarks/planner/README.md says what they hold",
         )
     return judge_rows(rows)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from crius import cli
 from crius.errors import ConfigError
 from crius.models.registry import SPECS
 from crius.planner.from_config import shape_of
@@ -258,16 +259,34 @@ def test_a_file_of_a_spreadsheet_is_read(tmp_path):
 
 def test_missing_columns_are_one_error(tmp_path):
     short = {key: value for key, value in ROW.items() if key not in ("gpu", "vocab")}
-    with pytest.raises(ConfigError, match="lacks the columns vocab, gpu"):
+    with pytest.raises(ConfigError, match="lack the columns vocab, gpu") as caught:
         validate_file(written(tmp_path, short))
+    assert "rows.csv" in caught.value.where
+    assert "says 'id," in caught.value.why
+
+
+@pytest.mark.parametrize("delimiter", [",", ";", "\t"])
+def test_what_separates_columns_is_read_off_the_header(tmp_path, delimiter):
+    file = tmp_path / "rows.csv"
+    lines = "\n".join(delimiter.join(cells) for cells in (ROW, ROW.values()))
+    file.write_text(f"\n \n{lines}\n")
+    report = validate_file(file)
+    assert [one.row.name for one in report.judged] == [ROW["id"]] and not report.unjudged
+
+
+def test_a_file_of_which_nothing_can_be_judged_is_no_success(tmp_path, capsys):
+    file = written(tmp_path, {**ROW, "gpu": "abacus"})
+    assert cli.main(["plan", "--validate", str(file)]) == 1
+    assert "GPU 'abacus' is not known" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("text", ["", "id,model\n", "\x00\xff"])
 def test_a_file_that_is_no_table_is_an_error(tmp_path, text):
     file = tmp_path / "rows.csv"
     file.write_text(text, encoding="latin-1")
-    with pytest.raises(ConfigError, match=r"rows\.csv"):
+    with pytest.raises(ConfigError) as caught:
         validate_file(file)
+    assert "rows.csv" in caught.value.where and caught.value.why and caught.value.fix
     with pytest.raises(ConfigError, match="cannot be read"):
         validate_file(tmp_path / "none.csv")
 
