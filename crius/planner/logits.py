@@ -1,6 +1,5 @@
 """What the last norm, the logits and the loss of a microbatch take. Torch-free."""
 
-import math
 from dataclasses import dataclass
 
 from crius.planner.memory_constants import TRAITS, MemoryConstants
@@ -37,7 +36,7 @@ def loss_bytes(workload: Workload, tokens: float, constants: MemoryConstants) ->
         # stays: the gradients of the hidden state and of the weight, which several chunks sum in float32
         has_chunks = tokens > workload.loss_tokens
         kept = normed + embedding * (4 if has_chunks else itemsize)
-        chunk = math.ceil(tokens / max(1, math.ceil(tokens / workload.loss_tokens)))  # as the loss cuts them
+        chunk = min(tokens, workload.loss_tokens)  # they are cut alike, so that one may be smaller, but no larger
         wide = 8 * (itemsize < 4)  # logits and probabilities in float32, which else lie over the logits
         work = vocabulary * chunk * itemsize
         work += max(vocabulary * min(workload.score_tokens, chunk) * wide, model.dim * chunk * itemsize)
