@@ -18,7 +18,6 @@ class Held:
         units: the weights of each kind.
         whole: weights that it computes with, after tensor, expert and pipeline parallelism.
         own: weights that it stores or, where they are replicated, updates.
-        block: weights of its largest layer.
         end: weights of an embedding; of a rank without embedding and output layer: of a layer.
         state: bytes of its optimizer's running means and counts of steps.
     """
@@ -27,7 +26,6 @@ class Held:
     units: Weights
     whole: float
     own: float
-    block: float
     end: float
     state: float
 
@@ -64,7 +62,6 @@ def held_by(workload: Workload, rank: int) -> Held:
         units=units,
         whole=sum(part.whole * count for part, count in held),
         own=sum(part.own * count for part, count in held),
-        block=max(units.dense.whole if layers.dense else 0.0, units.experts.whole if layers.experts else 0.0),
         end=units.embedding.whole if layers.has_embedding or layers.has_head else units.dense.whole,
         state=sum(
             count * _state(workload, part, is_layer=index < 2) for index, (part, count) in enumerate(held) if count

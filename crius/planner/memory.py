@@ -1,8 +1,7 @@
 """What one rank holds at the peak of a step, in closed form. Torch-free.
 
-Moments of a step with most in memory: when the loss is back-propagated and all activations are there, when the first
-and the last block are, when the embedding is, and the update. docs/planner.md compares the sums with measurements and
-with the dry run, which counts every tensor of the real code.
+``peaks`` has the moments of a step that may be the one with most in memory. docs/planner_accuracy.md compares the sums
+with measurements, docs/planner.md with the dry run, which counts every tensor of the real code.
 """
 
 from typing import Literal

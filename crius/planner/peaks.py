@@ -272,7 +272,11 @@ class _Rank:
         """The optimizer's step, by when FSDP has summed all gradients over ranks."""
         work, held = self._work, self._held
         own = 0.0 if work.cpu_offload else held.own
-        gradients = own * self._stored if work.zero_stage == 3 else self._before(_Pass(True, False, True))
+        gradients = (
+            own * self._stored
+            if work.zero_stage == 3
+            else self._before(_Pass(is_there=True, is_summed=False, stays=True))
+        )
         return Moment("update", gradients, working=2 * own * self._stored * (work.optimizer == "foreach"))
 
     def _made(self, one: _Pass) -> float:
@@ -308,7 +312,10 @@ class _Rank:
             whole, own = whole + held.units.head.whole, own + held.units.head.own
         made, stored = held.whole - whole, (held.own - own) * (not self._work.cpu_offload)
         if not self._is_whole:
-            return before or stored * self._stored
+            # what replicas sum stays until the end of the backward, where it is not itself the gradient
+            is_other = one.is_there or self._stored != self._reduce
+            summed = stored * self._reduce * (is_other and self._is_copied and self._work.layout.dp_replicate > 1)
+            return (before or stored * self._stored) + summed
         if not one.is_summed:
             return before or made * self._reduce
         return before - made * self._reduce + stored * self._stored
