@@ -13,7 +13,7 @@ import torch
 
 torch.set_num_threads(1)  # no thread pool in this process: workers are forked from it
 
-pytest_plugins = ["cpu_time"]
+pytest_plugins = ["cpu_time", "workers"]
 BY_FILE = ("distributed", "parity", "journeys")  # standing workers and earlier rows are of a file
 
 
