@@ -5,6 +5,7 @@ workers only at their start: a row that needs a patch makes it itself.
 """
 
 import functools
+import itertools
 import shutil
 import tempfile
 import time
@@ -15,12 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import distributed_c10d
+from torch.distributed.tensor import _redistribute, debug
 
 from crius.launch.crew import Crew, worker_processes
 from crius.launch.environment import Placement
 from crius.launch.report import failure_of_exit, failure_of_report, read_report, render
 
 GRACE_SECONDS = 2.0  # after a failure, time for the other ranks to report
+GROUPS_OF_A_ROW = 1000
 
 
 class RowFailed(AssertionError):
@@ -107,9 +111,20 @@ class Workers:
 def _serve(pipes: list[connection.Connection], placement: Placement) -> None:
     """Run each row that comes. An error ends this process with a report; the end of the test process ends it too."""
     pipe = pipes[placement.rank]
-    while True:
+    for number in itertools.count(1):
         row, meeting, log_dir = pipe.recv()
+        _forget_groups(number)
         pipe.send(row(replace(placement, rendezvous=meeting, log_dir=log_dir)))
+
+
+def _forget_groups(row: int) -> None:
+    """Empty the caches of DTensor, which find a mesh by its ranks and then use the groups of an earlier row.
+
+    Group names count from 0 in each row. They get other numbers here, so that an old name is an error.
+    """
+    for module, name in ((debug, "_clear_sharding_prop_cache"), (_redistribute, "clear_redistribute_planner_cache")):
+        getattr(module, name, lambda: None)()
+    distributed_c10d._world.group_count = row * GROUPS_OF_A_ROW
 
 
 @pytest.fixture(scope="module")
