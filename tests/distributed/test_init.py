@@ -2,7 +2,6 @@
 
 import functools
 import hashlib
-import json
 import time
 from dataclasses import replace
 
@@ -11,7 +10,6 @@ import torch
 from harness import num_ranks, parse
 from torch.distributed.tensor import DTensor
 
-from crius.launch.local import run_workers
 from crius.parallel.dims import ParallelDims
 from crius.parallel.init import BLOCK_NUMEL, draw_rows
 from crius.parallel.mesh import build_mesh
@@ -28,9 +26,8 @@ LAYOUTS = {
 }
 
 
-def write_digests(config, seeds, folder, placement):
+def digests_of(config, seeds, placement):
     """By seed, a digest of each whole parameter, as this rank sees it."""
-    torch.set_num_threads(1)
     found = {}
     cpu = torch.device("cpu")
     with world(placement.rank, placement.world_size, cpu, placement.rendezvous, 60) as ranks:
@@ -39,7 +36,7 @@ def write_digests(config, seeds, folder, placement):
             seeded = replace(config, debug=replace(config.debug, seed=seed))
             [model] = job.build_model(seeded, model_facts(config), mesh, ranks).parts
             found[seed] = {name: digest(parameter) for name, parameter in model.named_parameters()}
-    (folder / f"{placement.rank}.json").write_text(json.dumps(found))
+    return found
 
 
 def digest(parameter):
@@ -47,39 +44,43 @@ def digest(parameter):
     return hashlib.sha256(whole.detach().numpy().tobytes()).hexdigest()
 
 
-def digests(layout, run_dir, seeds):
-    """Of each rank."""
-    replicate, shard = LAYOUTS.get(layout, (1, 1))
-    config = parse(
-        [
-            *("--parallelism.data_parallel_replicate_degree", str(replicate)),
-            *("--parallelism.data_parallel_shard_degree", str(shard)),
-        ]
-    )
-    ranks = num_ranks(config)
-    assert run_workers(functools.partial(write_digests, config, seeds, run_dir), ranks, run_dir) == 0
-    return [json.loads((run_dir / f"{rank}.json").read_text()) for rank in range(ranks)]
+@pytest.fixture(scope="module")
+def digests(workers, tmp_path_factory):
+    """Of each rank of a layout."""
+    folder = tmp_path_factory.mktemp("init")
+
+    def run(layout, seeds):
+        replicate, shard = LAYOUTS.get(layout, (1, 1))
+        config = parse(
+            [
+                *("--parallelism.data_parallel_replicate_degree", str(replicate)),
+                *("--parallelism.data_parallel_shard_degree", str(shard)),
+            ]
+        )
+        return workers(num_ranks(config)).run(functools.partial(digests_of, config, seeds), folder)
+
+    return run
 
 
 @pytest.fixture(scope="module")
-def one_device(tmp_path_factory):
-    return digests("1", tmp_path_factory.mktemp("one"), seeds=(42, 43))[0]
+def one_device(digests):
+    return digests("1", seeds=(42, 43))[0]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_starts_from_the_bits_of_one_device(layout, one_device, tmp_path):
-    for found in digests(layout, tmp_path, seeds=(42,)):
-        assert found["42"] == one_device["42"]
+def test_every_layout_starts_from_the_bits_of_one_device(layout, one_device, digests):
+    for found in digests(layout, seeds=(42,)):
+        assert found[42] == one_device[42]
 
 
 def test_another_seed_starts_every_matrix_from_other_bits(one_device):
-    first, second = one_device["42"], one_device["43"]
+    first, second = one_device[42], one_device[43]
     same = {name for name in first if first[name] == second[name]}
     assert same == {name for name in first if name.endswith("norm.weight")}  # all ones, whatever the seed
 
 
 def test_no_two_matrices_start_alike(one_device):
-    matrices = [found for name, found in one_device["42"].items() if not name.endswith("norm.weight")]
+    matrices = [found for name, found in one_device[42].items() if not name.endswith("norm.weight")]
     assert len(set(matrices)) == len(matrices) == 2 + 8 * 7
 
 
