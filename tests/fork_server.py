@@ -64,7 +64,7 @@ def stop() -> None:
     """End the server, if there is one, and what it still runs."""
     for server, folder in SERVERS:
         server.terminate()
-        server.wait(10)
+        server.wait(60)
         shutil.rmtree(folder)
     SERVERS.clear()
 
@@ -100,6 +100,7 @@ def serve(address: str) -> None:
         if os.getpid() == PID:
             for pid in commands.values():
                 os.killpg(pid, signal.SIGKILL)
+            os._exit(0)  # torch takes a second to leave
 
 
 def accept(listener: socket.socket, events: selectors.BaseSelector, commands: dict) -> None:
