@@ -64,7 +64,7 @@ def stop() -> None:
     """End the server, if there is one, and what it still runs."""
     for server, folder in SERVERS:
         server.terminate()
-        server.wait(10)
+        server.wait(60)
         shutil.rmtree(folder)
     SERVERS.clear()
 
@@ -94,12 +94,19 @@ def serve(address: str) -> None:
                 elif key.data == "ended":
                     finish(key.fileobj, events, commands)
                 elif key.fileobj in commands:  # whoever asked has gone
-                    os.killpg(commands[key.fileobj], signal.SIGKILL)
+                    kill(commands[key.fileobj])
                     events.unregister(key.fileobj)
     finally:
         if os.getpid() == PID:
             for pid in commands.values():
-                os.killpg(pid, signal.SIGKILL)
+                kill(pid)
+            os._exit(0)  # torch takes a second to leave
+
+
+def kill(pid: int) -> None:
+    """End a command and what it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 def accept(listener: socket.socket, events: selectors.BaseSelector, commands: dict) -> None:
@@ -112,6 +119,8 @@ def accept(listener: socket.socket, events: selectors.BaseSelector, commands: di
         listener.close()
         client.close()
         run(streams, *request)
+    with contextlib.suppress(OSError):  # it may have ended
+        os.setpgid(pid, pid)
     for stream in streams:
         os.close(stream)
     client.sendall(pid.to_bytes(8, signed=True))
@@ -138,7 +147,7 @@ def run(streams: array.array, argv: list[str], cwd: str, environ: dict[str, str]
     """Be the command; does not return."""
     code: object = 1
     try:
-        os.setpgid(0, 0)
+        os.setpgid(0, 0)  # by both, so that neither can be too late
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
         os.chdir(cwd)
