@@ -3,8 +3,6 @@
 import csv
 import importlib.util
 import json
-import subprocess
-import sys
 from dataclasses import fields, replace
 from operator import attrgetter
 from pathlib import Path
@@ -291,6 +289,25 @@ def test_a_file_that_is_no_table_is_an_error(tmp_path, text):
         validate_file(tmp_path / "none.csv")
 
 
+@pytest.mark.parametrize("said", [{"oom": "1"}, {"oom": "yes", "peak_mem_gib": "79"}, {"tps_per_gpu": "OOM"}])
+def test_runs_out_of_memory_are_called_and_counted(tmp_path, said):
+    """8B on eight cards of 80 GB: with 8 sequences a microbatch it does not fit, with one it does and did."""
+    ran = {**ROW, "oom": "", "compile": "1"}
+    out = {**ran, "id": "out", "micro_batch": "8", "tps_per_gpu": "", **said}
+    missed = {**out, "id": "missed", "micro_batch": "1"}
+    report = validate_file(written(tmp_path, ran, out, missed))
+    assert not report.unjudged and len(report.judged) == 3
+    calls = {"ran": 1, "refused": 0, "ran_out": 2, "flagged": 1, "missed": ["missed"]}
+    assert report.as_json()["memory_calls"] == calls
+    assert "1 of 2 that ran out of memory are" in "\n".join(report.table())
+    assert [one.row.name for one in report.worst()] == ["one"]
+    assert report.speed().n == 1 and report.memory().n == 0
+
+
+def test_a_run_that_ran_out_of_memory_has_no_speed():
+    assert "ran out of memory (oom), and had 7000 tokens/s" in judge_rows([{**ROW, "oom": "1"}])[1][0].reason
+
+
 def test_only_layouts_that_differ_by_more_than_ten_percent_are_ordered():
     slow, near, fast = (
         {**ROW, "id": name, "tps_per_gpu": tps} for name, tps in (("a", "100"), ("b", "105"), ("c", "200"))
@@ -303,13 +320,11 @@ def test_only_layouts_that_differ_by_more_than_ten_percent_are_ordered():
     assert validate(other).ordering().n == 0
 
 
-def test_the_command_prints_the_table_and_json():
-    def plan(*flags):
-        command = [sys.executable, "-m", "crius", "plan", "--validate", str(ROWS), *flags]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
-
-    assert "constant MFU" in plan()
-    found = json.loads(plan("--json"))
+def test_the_command_prints_the_table_and_json(capsys):
+    assert cli.main(["plan", "--validate", str(ROWS)]) == 0
+    assert "constant MFU" in capsys.readouterr().out
+    assert cli.main(["plan", "--validate", str(ROWS), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
     assert {"n", "median", "mape", "p90"} <= set(found["dense"]["tps"]) & set(found["moe"]["memory"])
 
 
