@@ -336,7 +336,7 @@ def test_a_run_that_is_small_is_not_told_to_save_next_to_nothing(tmp_path):
 
 
 def test_the_documented_error_of_8b_on_8_gpus_is_the_real_one(tmp_path, monkeypatch, user_cache):
-    documented = PAGE.read_text(encoding="utf-8").split("it would end so:\n\n```text\n")[1].split("```")[0]
+    documented = PAGE.read_text(encoding="utf-8").split("```text\nOutOfMemoryError")[1].split("```")[0]
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=79.11 * GIB))
     monkeypatch.setattr(status, "step", 1)
     monkeypatch.setattr(status, "phase", "backward")
