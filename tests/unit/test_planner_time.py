@@ -165,7 +165,7 @@ def test_known_hardware_is_consistent():
         assert one.bfloat16_flops > 0 and one.memory_bandwidth > 1e9 and one.link_bandwidth >= one.nic_bandwidth
         assert one.float8_flops in (0, pytest.approx(2 * one.bfloat16_flops, rel=0.01))
     assert {KNOWN[name].name for name in ALIASES.values()} == set(ALIASES.values())
-    assert hardware("H100") is KNOWN["h100-96g"]
+    assert hardware("H100") is KNOWN["h100-80g"]
     assert KNOWN["h100-96g"].power == pytest.approx(5 / 7)
 
 
