@@ -86,9 +86,9 @@ def seed_of(disk, step):
     return int(read_manifest(disk, step_name(step)).run_id.split()[-1])
 
 
-def local(folder, *steps):
+def local(folder, *steps, scheme=""):
     """A disk with checkpoints of ``steps``."""
-    disk = open_disk(str(folder))
+    disk = open_disk(f"{scheme}{folder}")
     for step in steps:
         save(disk, step)
     return disk

@@ -208,7 +208,7 @@ def _write(
     kind: str,
 ) -> str:
     """Write, verify and commit a checkpoint; returns where."""
-    if step_name(step) in disk.folders():
+    if step in disk.committed() or step_name(step) in disk.folders():
         raise CheckpointError(
             f"{disk.where} has a checkpoint of step {step} already.",
             fix="give another folder, or another step: --step N",

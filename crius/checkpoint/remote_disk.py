@@ -14,7 +14,7 @@ from datetime import UTC
 from typing import Any, BinaryIO, TypeVar
 
 from crius.checkpoint.manifest import Manifest
-from crius.checkpoint.names import MANIFEST, check_name, is_plain, is_set_aside, step_name
+from crius.checkpoint.names import MANIFEST, check_name, is_plain, is_set_aside, parse_step, step_name
 from crius.errors import CheckpointError, ConfigError, EnvironmentError
 from crius.install import install_line
 
@@ -163,15 +163,19 @@ class FsspecDisk:
         """Names of the folders; links are none."""
         return sorted(name for name, info in self._list("") if info["type"] == "directory")
 
+    def committed(self) -> list[int]:
+        """Steps of the folders that have a manifest."""
+        steps = ((parse_step(name), name) for name in self.folders())
+        return sorted(step for step, name in steps if step is not None and MANIFEST in self.files(name))
+
     def commit(self, folder: str, step: int) -> None:
         """Remove what the manifest of the step, which is there, does not name."""
         if folder != step_name(step) or MANIFEST not in self.files(folder):
             raise CheckpointError(f"{self.where}/{folder} has no manifest of step {step}.")
         self.sweep(folder)
 
-    def set_aside(self, step: int) -> str:
+    def set_aside(self, folder: str) -> str:
         """Give the manifest another name."""
-        folder = step_name(step)
         kept = f"{folder}/manifest-aside-{uuid.uuid4().hex[:12]}.json"
         self._move(f"{folder}/{MANIFEST}", kept)
         return kept

@@ -255,10 +255,11 @@ def _row(folder: CheckpointFolder, name: str) -> _Row:
     kind = "aside" if "/" in name else parsed.kind
     row = _Row(name, parsed.step, {"tmp": "leftover", "replaced": "leftover", "aside": "aside"}.get(kind, "ok"))
     path = name if "/" in name else f"{name}/{MANIFEST}"
-    if path.rpartition("/")[2] not in folder.disk.files(base):
-        row.state = "no manifest" if not kind else row.state
-        return row
     try:
+        if path.rpartition("/")[2] not in folder.disk.files(base):
+            lost = "damaged (the manifest was lost)" if folder.disk.is_local else "no manifest"
+            row.state = row.state if kind else lost
+            return row
         row.age_seconds = folder.disk.age_seconds(path)
         manifest = read_manifest(folder.disk, name)
     except CheckpointError as error:

@@ -129,8 +129,8 @@ class Checkpoints:
         status.update(phase="load")
         config = self._config.checkpoint
         if self._ranks.rank == 0:
-            for name in self.folder.collect(self._attempt):
-                log.info("checkpoint: removed %s, which a save that never ended left", name)
+            for line in self.folder.collect(self._attempt):
+                log.info("checkpoint: %s", line)
         seed_streams(self._ranks.device, self._config.debug.seed, self._ranks.rank)
         found = self._find(self.folder, self._ranks.gather_json(self._own_step() if self._ranks.rank == 0 else None)[0])
         if found is None and config.load_path:
@@ -199,7 +199,7 @@ class Checkpoints:
         Raises:
             CheckpointError: always.
         """
-        newest = self._ranks.gather_json(self.folder.steps()[-1:] if self._ranks.rank == 0 else None)[0]
+        newest = self._ranks.gather_json(self.folder.good()[-1:] if self._ranks.rank == 0 else None)[0]
         count, reason = self._ranks.gather_json([self.saver.failures, self.saver.last_error])[0]
         raise CheckpointError(
             f"the last {count} saves failed: {reason}." if count > 1 else f"the last save failed: {reason}.",
@@ -377,7 +377,7 @@ class Checkpoints:
         if self._ranks.rank or found.folder is not self.folder:
             return
         for step in (step for step in self.folder.steps() if step > found.manifest.step):
-            self.folder.disk.set_aside(step)
+            self.folder.disk.set_aside(step_name(step))
             log.warning("checkpoint: step %d, later than the one that the run goes on from, was set aside", step)
 
 

@@ -82,8 +82,9 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_taken(tmp_path):
     assert any(name.startswith(f"{step_name(6)}.aside") for name in steps_there(tmp_path))
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew_in_silence(run_dir, capfd):
-    (run_dir / "checkpoints" / step_name(1) / "rank-00000.safetensors").unlink()
+@pytest.mark.parametrize("lost", ["rank-00000.safetensors", "manifest.json"])
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew_in_silence(lost, run_dir, capfd):
+    (run_dir / "checkpoints" / step_name(1) / lost).unlink()
     assert run(flags("1", "--checkpoint.enable", steps=2), run_dir) == 1
     assert "no checkpoint in" in capfd.readouterr().err
 

@@ -164,6 +164,27 @@ def test_a_step_that_is_not_there_is_named_with_those_that_are(tmp_path):
     assert caught.value.fix == "--checkpoint.load_step 3"
 
 
+def lose_manifest(place):
+    (place / "manifest.json").unlink()
+
+
+def become_a_link(place):
+    place.rename(place.with_name("elsewhere"))
+    place.symlink_to("elsewhere")
+
+
+@pytest.mark.parametrize("lose", [lose_manifest, become_a_link])
+def test_a_checkpoint_without_manifest_is_fallen_back_from_and_alone_it_is_no_place_to_start_anew(lose, tmp_path):
+    saver = saver_in(tmp_path, mode="sync")
+    save(saver, 1)
+    save(saver, 2)
+    lose(tmp_path / "step-00000002")
+    assert loaded(tmp_path) == 1
+    (tmp_path / "step-00000001" / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="is good; damaged: step 2, 1"):
+        found_in(tmp_path)
+
+
 def test_missing_extra_and_reshaped_tensors_are_all_named(tmp_path):
     save(saver_in(tmp_path, mode="sync"), 1)
     manifest = found_in(tmp_path).manifest
