@@ -1,6 +1,5 @@
 """Import of a checkpoint that torch's DCP or a safetensors library wrote. No torch, and nothing of it is executed."""
 
-import json
 import re
 import uuid
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from crius.checkpoint.names import MANIFEST, parse_step, step_name
 from crius.checkpoint.safetensors_file import SUFFIX, read_safetensors
 from crius.checkpoint.shard_file import Part, write_shard
 from crius.checkpoint.small_file import write_small
+from crius.checkpoint.state import encode_state
 from crius.checkpoint.verify import damages
 from crius.errors import CheckpointError, ConfigError
 
@@ -217,9 +217,7 @@ def _write(
     folder = disk.stage(step, attempt)
     try:
         disk.prepare(folder)
-        state = json.dumps(
-            {"imported": True, "source": f"{kind}: {source}", "train": {"step": step}}, indent=1
-        ).encode()
+        state = encode_state({"imported": True, "source": f"{kind}: {source}", "train": {"step": step}}, step)
         name = f"{disk.file_name('state', attempt)}.json"
         files = {name: write_small(disk, folder, name, state, verify=False)}  # damages reads it again, below
         entries: dict[str, TensorEntry] = {}

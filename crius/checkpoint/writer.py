@@ -1,7 +1,6 @@
 """DCP's ``StorageWriter`` over Crius's format: one safetensors file a rank, the manifest and one rename at the end."""
 
 import dataclasses
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +16,7 @@ from crius.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry
 from crius.checkpoint.names import MANIFEST
 from crius.checkpoint.shard_file import Part, write_shard
 from crius.checkpoint.small_file import check_written, write_small
+from crius.checkpoint.state import encode_state
 from crius.errors import CheckpointError
 
 
@@ -120,7 +120,7 @@ class ShardWriter(StorageWriter):
             CheckpointError: a rank wrote to another place than this one, or a file was not read back as it was written.
         """
         assert self._head is not None
-        state = json.dumps(self._state, indent=1).encode()
+        state = encode_state(self._state or {}, self._step)
         name = f"{self._disk.file_name('state', self._attempt)}.json"
         files = {name: write_small(self._disk, self.folder, name, state, verify=self._verify)}
         places: dict[MetadataIndex, Written] = {}

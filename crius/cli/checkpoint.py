@@ -15,6 +15,7 @@ from cyclopts import Parameter
 from crius.checkpoint.digest import ALGORITHM
 from crius.checkpoint.disk import open_disk
 from crius.checkpoint.folder import FEWEST, CheckpointFolder, expendable
+from crius.checkpoint.manifest import Manifest
 from crius.checkpoint.names import MANIFEST, parse_folder, parse_step, step_name
 from crius.checkpoint.state import read_state
 from crius.checkpoint.verify import Damage, damages, lacks, read_manifest
@@ -295,7 +296,7 @@ def _verified(folder: CheckpointFolder, name: str, expected: str) -> dict[str, A
         has = sha256 if expected.startswith("sha256") else own
         found = [Damage(MANIFEST, "", f"is not the expected one: it has {has}, {expected} was expected")]
     else:
-        found = damages(disk, name, manifest)
+        found = damages(disk, name, manifest) or _refused_state(folder, name, manifest)
     return {
         **report,
         "manifest": own,
@@ -306,6 +307,15 @@ def _verified(folder: CheckpointFolder, name: str, expected: str) -> dict[str, A
         "seconds": time.monotonic() - began,
         "damages": [dataclasses.asdict(damage) for damage in found],
     }
+
+
+def _refused_state(folder: CheckpointFolder, name: str, manifest: Manifest) -> list[Damage]:
+    """Why a resume would not take the state of a checkpoint in which every byte is right."""
+    try:
+        read_state(folder.disk, name.partition("/")[0], manifest)
+    except CheckpointError as error:
+        return [Damage(manifest.state_file, "", error.what.rstrip("."))]
+    return []
 
 
 def _print_report(report: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from crius.errors import CriusError
 from crius.launch.status import status
-from crius.redact import redact
+from crius.redact import printable, redact
 
 _NUM_FRAMES = 10
 _NUM_LINES = 10
@@ -244,5 +244,5 @@ def report_to_torchrun(report: ErrorReport, environ: Mapping[str, str]) -> None:
 def say(text: str) -> None:
     """Print a block to stderr."""
     with contextlib.suppress(OSError):  # nobody reads any more
-        sys.stderr.write(f"\n{redact(text)}\n")
+        sys.stderr.write(f"\n{printable(redact(text))}\n")
         sys.stderr.flush()

@@ -349,12 +349,12 @@ class Checkpoints:
 
     def _restore_state(self, found: Found, is_import: bool) -> None:
         state, parts = found.state, self._parts
-        parts.state.restore(state.get("train", {}))
+        parts.state.restore(state["train"])
         if "data" in state:
             parts.loader.load_state_dict(state["data"])
         elif parts.state.step:
             parts.loader.start_at(parts.state.step)
-        missing = [name for name in ("train", "data", "stability") if name not in state]
+        missing = [name for name in ("data", "stability") if name not in state]
         if missing and self._ranks.rank == 0:
             log.warning(
                 "resume: the checkpoint has no %s: step %d, data from sample %d on",

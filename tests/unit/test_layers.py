@@ -47,7 +47,7 @@ LONGER: dict[str, str] = {}  # "file" or "file:function" to the reason; still be
 TORCH_FREE = (
     *("errors.py", "cli/*.py", "config/*.py", "models/*/config.py", "models/*/plan.py", "models/plan.py"),
     *(f"checkpoint/{name}.py" for name in ("digest", "disk", "folder", "local_disk", "manifest", "names")),
-    *(f"checkpoint/{name}.py" for name in ("remote_disk", "shard_file", "verify")),
+    *(f"checkpoint/{name}.py" for name in ("remote_disk", "shard_file", "small_file", "state", "verify")),
     *(f"checkpoint/{name}.py" for name in ("convert", "dcp", "foreign", "foreign_names", "safetensors_file")),
     *(f"checkpoint/{name}.py" for name in ("strict_json", "tiles", "torch_file", "unpickle")),
     *(f"bench/{name}.py" for name in ("contestant", "receipt", "samples", "train", "turns")),
