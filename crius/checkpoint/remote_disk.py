@@ -18,6 +18,18 @@ from crius.checkpoint.names import MANIFEST, check_name, is_plain, is_set_aside,
 from crius.errors import CheckpointError, ConfigError, EnvironmentError
 from crius.install import install_line
 
+PACKAGES = {
+    **dict.fromkeys(("s3", "s3a"), ("s3fs",)),
+    **dict.fromkeys(("gs", "gcs"), ("gcsfs",)),
+    **dict.fromkeys(("az", "abfs", "abfss"), ("adlfs",)),
+    **dict.fromkeys(("http", "https"), ("aiohttp", "requests")),
+    **dict.fromkeys(("sftp", "ssh"), ("paramiko",)),
+    **dict.fromkeys(("hdfs", "arrow_hdfs"), ("pyarrow",)),
+    **{"smb": ("smbprotocol",), "webhdfs": ("requests",), "webdav": ("webdav4",), "hf": ("huggingface_hub",)},
+    **{"oss": ("ossfs",), "oci": ("ocifs",)},
+}
+"""What to install for a kind of URL. The name of a kind is no package of fsspec's: on PyPI it is somebody else's."""
+
 PAUSES = (0.2, 1.0, 5.0)
 """Seconds between the tries of an operation that failed as one does when a network or a server has a bad moment."""
 
@@ -305,11 +317,11 @@ def _file_system(url: str) -> tuple[Any, str]:
     try:
         fs, root = fsspec.core.url_to_fs(url)
     except ImportError as error:
-        package = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}.get(kind, kind)
+        packages = PACKAGES.get(kind.lower(), ())
         raise EnvironmentError(
             f"{kind}:// needs a package that is not installed: {error}.",
             where=_redacted(url),
-            fix=install_line(package),
+            fix=install_line(*packages) if packages else "",
         ) from error
     except ValueError as error:
         raise ConfigError(
