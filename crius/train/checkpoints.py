@@ -34,7 +34,7 @@ from crius.parallel.mesh import Mesh
 from crius.parallel.runtime import World
 from crius.shards import laid_out, local_tensor, named_parameters
 from crius.train.guard import UpdateGuard
-from crius.train.inputs import checkpoint_folder
+from crius.train.inputs import check_steps_left, checkpoint_folder
 from crius.train.planted import DiskFaults
 from crius.train.rng import restore_streams, seed_streams, streams
 from crius.train.state import TrainState
@@ -141,12 +141,15 @@ class Checkpoints:
                     where="--checkpoint.load_path",
                     fix="name a folder that has step-N folders, such as runs/NAME/checkpoints",
                 )
+            check_steps_left(found.manifest.step, self._config)
         if found is None:
             self._run_id = self._ranks.gather_json(uuid.uuid4().hex)[0]
             return Resumed(0)
         begin = time.monotonic()
         self._load(found)
         self._set_aside_later(found)
+        if self._ranks.rank == 0 and found.folder is self.folder:
+            self.saver.prune()  # a kill between a commit and what follows it leaves more than are to be kept
         step = self._parts.state.step
         if self._ranks.rank == 0:
             log.info(
