@@ -305,6 +305,14 @@ CASES = [
         "leave out --parallelism.expert_parallel_degree",
     ),
     (
+        rules_checkpoint.checkpoints_have_a_folder,
+        ["--checkpoint.enable", "--checkpoint.folder="],
+        {},
+        "checkpoint.folder '' names no folder",
+        "--checkpoint.folder",
+        "--checkpoint.folder checkpoints",
+    ),
+    (
         rules_checkpoint.checkpoints_outlive_the_process,
         ["--checkpoint.enable", "--checkpoint.folder", "memory://x"],
         {},

@@ -11,7 +11,7 @@ from crius.cli import bench, checkpoint, plan, settings, train, verify  # noqa: 
 from crius.cli.app import SOURCES, app
 from crius.config.load import explain, normalized_argv
 from crius.errors import CriusError
-from crius.redact import redact
+from crius.redact import printable, redact
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,10 +22,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         command, bound, _ = app.parse_args(arguments, exit_on_error=False, print_error=False)
         return command(*bound.args, **bound.kwargs) or 0
     except CycloptsError as error:
-        print(redact(str(explain(error))), file=sys.stderr)
+        print(printable(redact(str(explain(error)))), file=sys.stderr)
         return 2
     except CriusError as error:
-        print(redact(str(error)), file=sys.stderr)
+        print(printable(redact(str(error))), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return 130
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception:  # a mistake of Crius, or of a library below it
-        print(redact(traceback.format_exc()), file=sys.stderr)
+        print(printable(redact(traceback.format_exc())), file=sys.stderr)
         return 1
 
 

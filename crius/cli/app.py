@@ -19,6 +19,7 @@ from crius.errors import ConfigError, EnvironmentError
 from crius.help import PlainHelp
 from crius.install import install_line
 from crius.models.registry import SPECS
+from crius.redact import printable
 
 Run = Annotated[RunConfig, Parameter(name="*")]
 Recipe = Annotated[str, Parameter(help="A run that comes with Crius; llama3_debug where no --config is given.")]
@@ -62,7 +63,7 @@ app.command(verify_app)
 
 def emit(text: str) -> None:
     """Print one line."""
-    sys.stdout.write(text + "\n")
+    sys.stdout.write(printable(text) + "\n")
 
 
 def facts_of(run: RunConfig, nproc: int, placement: Any, is_dry: bool = False) -> Facts:

@@ -23,6 +23,18 @@ def checkpoint_flags_have_effect(facts: Facts) -> Violations:
         )
 
 
+def checkpoints_have_a_folder(facts: Facts) -> Violations:
+    """An empty name would put the checkpoints among the files of the run folder."""
+    folder = facts.config.checkpoint.folder
+    if not folder.strip():
+        yield ConfigError(
+            f"checkpoint.folder {folder!r} names no folder.",
+            where=facts.flag("checkpoint.folder"),
+            why="checkpoints have a folder of their own inside the run folder, or elsewhere",
+            fix=f"--checkpoint.folder {CheckpointConfig.folder}, which is the default",
+        )
+
+
 def checkpoints_outlive_the_process(facts: Facts) -> Violations:
     """Checkpoints do not lie in the memory of a process, where fsspec would put them."""
     for name in ("folder", "load_path"):
@@ -35,4 +47,8 @@ def checkpoints_outlive_the_process(facts: Facts) -> Violations:
             )
 
 
-CHECKPOINT_RULES: tuple[Rule, ...] = (checkpoint_flags_have_effect, checkpoints_outlive_the_process)
+CHECKPOINT_RULES: tuple[Rule, ...] = (
+    checkpoint_flags_have_effect,
+    checkpoints_have_a_folder,
+    checkpoints_outlive_the_process,
+)

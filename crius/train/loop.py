@@ -220,6 +220,8 @@ class Loop:
         if self.checkpoints:
             with self.ledger.phase("save_blocked"):
                 self.checkpoints.finish()
+        else:
+            self.guard.check_weights()  # no save has looked at what the last update made of them
         return last_validation
 
     def _settle(self) -> None:

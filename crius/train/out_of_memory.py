@@ -18,6 +18,7 @@ from crius.planner.hardware import KNOWN
 from crius.planner.memory import memory
 from crius.planner.of_run import GIB, Machine, RunPlan, plan_run, summed
 from crius.planner.remedies import LEAST_SAVED, Remedy, remedies
+from crius.private_file import write_private
 from crius.redact import redact
 from crius.train.incident import to_json
 from crius.train.inputs import with_dtype
@@ -196,7 +197,7 @@ def _write(story: Story, plan: RunPlan, found: list[Remedy], where: str, said: s
     path = story.run_dir / "incidents" / f"out-of-memory-rank-{story.rank}.json"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(redact(to_json(report)), encoding="utf-8")
+        write_private(path, redact(to_json(report)))
     except OSError:
         return None
     return path

@@ -105,6 +105,35 @@ def test_step_line_is_one_aligned_fact_line_with_units(caplog):
     )
 
 
+def test_any_bit_of_metrics_jsonl_may_flip_and_a_resume_moves_the_damaged_line_aside(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("crius"), "propagate", True)
+    lines = [json.dumps({"step": step, "loss": 1.0 / step}) + "\n" for step in (1, 2, 3)]
+    path, lost = tmp_path / "metrics.jsonl", tmp_path / "metrics.lost.jsonl"
+    data = "".join(lines).encode()
+    for at in range(len(data)):
+        for bit in range(8):
+            path.write_bytes(flipped := data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :])
+            lost.unlink(missing_ok=True)
+            caplog.clear()
+            JsonlSink(tmp_path, resumed_step=3).close()
+            kept = path.read_bytes()
+            assert all(isinstance(json.loads(line)["step"], int) for line in kept.splitlines())
+            assert lines[2].encode() in kept or at >= len("".join(lines[:2])) - 1
+            gone = lost.read_bytes() if lost.exists() else b""
+            assert len(kept + gone) in (len(flipped), len(flipped) + 1)  # a last line gets its end
+            assert bool(gone) >= bool(caplog.text)
+            if gone and b'"step": ' not in gone:
+                assert "damaged lines were moved to metrics.lost.jsonl" in caplog.text
+
+
+@pytest.mark.parametrize("line", ["7", "[1]", "null", '"x"', "[" * 100_000, '{"step": true}', '{"step": "1"}', "{}"])
+def test_a_line_of_metrics_jsonl_that_is_no_record_is_moved_aside(line, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{line}\n{{"step": 2}}\n')
+    JsonlSink(tmp_path, resumed_step=2).close()
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
+    assert (tmp_path / "metrics.lost.jsonl").read_text() == f"{line}\n"
+
+
 def test_step_line_counts_lost_steps_once_there_are_any(caplog):
     (line,) = console_lines(caplog, dataclasses.replace(STEP, skipped_steps=2, rolled_back_steps=7))
     assert line.endswith("  data 0.4%  skipped 2  rolled_back 7")
