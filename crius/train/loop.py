@@ -19,7 +19,7 @@ from crius.errors import NonFiniteError
 from crius.host_memory import keep_freed_memory, keep_tensors_apart
 from crius.launch.status import status
 from crius.launch.stop import StopRequest
-from crius.metrics.device import peak_memory_gib
+from crius.metrics.device import peak_memory
 from crius.metrics.ledger import TimeLedger
 from crius.metrics.record import StepMetrics, ValidationMetrics
 from crius.metrics.sinks.base import Sink
@@ -34,7 +34,7 @@ from crius.train.late import Late
 from crius.train.pace import Pace
 from crius.train.sdc import SdcCheck
 from crius.train.state import TrainState
-from crius.train.step import Runner, train_step
+from crius.train.step import Runner, largest_loss, train_step
 
 PACE_INTERVAL = 20
 """Steps between looks at how long a step takes."""
@@ -77,8 +77,10 @@ class Meter:
         """Add time of the steps since the last report that ``count`` has not had."""
         self._seconds += seconds
 
-    def report(self, state: TrainState, loss: float, grad_norm: float, lr: float, goodput: float) -> StepMetrics:
-        """The record of the steps since the last one, of which ``state``, ``loss`` and all else are the last one's."""
+    def report(
+        self, state: TrainState, loss: float, grad_norm: float, lr: float, goodput: float, max_loss: float | None = None
+    ) -> StepMetrics:
+        """Metrics averaged over the steps since the last report; the arguments are those of the newest step."""
         rate = self._tokens / self._seconds
         per_rank = rate / self._world.size
         tflops = per_rank * self._flops / 1e12
@@ -94,10 +96,11 @@ class Meter:
             tflops=tflops,
             step_seconds=self._seconds / self._steps,
             data_seconds=self._data_seconds / self._steps,
-            memory_gib=peak_memory_gib(self._world.device),
             skipped_steps=state.skipped_steps,
             rolled_back_steps=state.rolled_back_steps,
             goodput=goodput,
+            max_loss=max_loss,
+            **vars(peak_memory(self._world.device)),
         )
         self._tokens = self._steps = 0
         self._seconds = self._data_seconds = 0.0
@@ -220,10 +223,7 @@ class Loop:
         if checkpoints is None and self.stop is None:
             return
         number = self.stop.number if self.stop else None
-        is_due = has_failed = False
-        if checkpoints:
-            checkpoints.saver.poll()
-            is_due, has_failed = checkpoints.is_due(), checkpoints.saver.failures >= self.config.checkpoint.max_failures
+        is_due, has_failed = checkpoints.poll() if checkpoints else (False, False)
         with self.ledger.phase("compute"):  # waits for the slowest rank
             decision = agreement.ask(number, is_due, has_failed)
         is_last = state.step == self.config.training.steps
@@ -276,7 +276,10 @@ class Loop:
         if step % PACE_INTERVAL == 0 or not status.limit_seconds:
             status.limit_seconds = self.pace.limit_seconds()
         if is_reported:
-            self.unwritten.append(_Report(copy.copy(state), lr, Late(torch.stack((result.loss, result.grad_norm)))))
+            numbers = [result.loss, result.grad_norm]
+            if config.metrics.enable_tensorboard:
+                numbers.append(largest_loss(result, placed, self.world, self.dims))
+            self.unwritten.append(_Report(copy.copy(state), lr, Late(torch.stack(numbers))))
         if step == config.training.steps:
             self.finish_reports()
         self._write_reports()
@@ -316,8 +319,9 @@ class Loop:
     def _write_next(self) -> None:
         with self.ledger.phase("report"):
             report = self.unwritten.pop(0)
-            loss, grad_norm = report.totals.read()
-            record = self.meter.report(report.state, loss, grad_norm, report.lr, self.ledger.goodput())
+            loss, grad_norm, *largest = report.totals.read()
+            goodput, max_loss = self.ledger.goodput(), largest[0] if largest else None
+            record = self.meter.report(report.state, loss, grad_norm, report.lr, goodput, max_loss)
             for sink in self.sinks:
                 sink.write(record)
 
