@@ -39,7 +39,9 @@ def say_next(facts: Facts, run: RunConfig, folder: Path, placement: Placement | 
         return
     emit(f"run folder: {folder} (metrics.jsonl, summary.json, run.toml, logs/)")
     step = newest_step(run, folder)
-    if step is not None:
+    if step is None:
+        emit("saved: nothing")
+    else:
         emit(f"saved: step {step} in {redact(checkpoint_folder(run, folder))}/{step_name(step)}")
     if code:
         if step is not None:
