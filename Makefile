@@ -31,7 +31,7 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml
 	$(MAKE_VENV)
 	$(INSTALL) $(CRIUS_TORCH)
-	$(INSTALL) -e .
+	$(INSTALL) -e '.[standard]'
 	rm -f $(VENV)/.setup-*
 	touch $@
 

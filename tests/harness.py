@@ -34,7 +34,9 @@ SMALL = [
 
 
 def parse(flags: list[str]) -> RunConfig:
-    """The config that ``crius train FLAGS`` would run."""
+    """The config that ``crius train FLAGS`` would run, but it saves nothing unless a flag or a file asks for that."""
+    if not any(flag.startswith(("--checkpoint.", "--config")) for flag in flags):
+        flags = [*flags, "--checkpoint.no_enable"]
     _, bound, _ = cli.app.parse_args(
         ["config", "show", *normalized_argv(flags)], exit_on_error=False, print_error=False
     )

@@ -322,10 +322,10 @@ CASES = [
     ),
     (
         rules_checkpoint.checkpoint_flags_have_effect,
-        ["--checkpoint.keep_last", "5"],
+        ["--checkpoint.no_enable", "--checkpoint.interval", "5"],
         {},
-        "checkpoint.keep_last has no effect",
-        "--checkpoint.keep_last",
+        "checkpoint.interval has no effect",
+        "--checkpoint.interval",
         "--checkpoint.enable",
     ),
 ]

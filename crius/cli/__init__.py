@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from cyclopts import CycloptsError
 
 from crius.cli import bench, checkpoint, plan, settings, train, verify  # noqa: F401  # each adds its verbs to the app
-from crius.cli.app import SOURCES, app
+from crius.cli.app import COMMAND, SOURCES, app
 from crius.config.load import explain, normalized_argv
 from crius.errors import CriusError
 from crius.redact import printable, redact
@@ -18,6 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code: 0 done, 1 failed, 2 usage or config, 130 Ctrl-C."""
     arguments = normalized_argv(sys.argv[1:] if argv is None else argv)
     SOURCES.origins.clear()
+    COMMAND[:] = arguments
     try:
         command, bound, _ = app.parse_args(arguments, exit_on_error=False, print_error=False)
         return command(*bound.args, **bound.kwargs) or 0

@@ -166,10 +166,13 @@ class Checkpoints:
         is_ours = self._command and ledger.get("command") == self._command
         return Resumed(step, ledger["seconds"] if is_ours else {})
 
-    def is_due(self) -> bool:
-        """Whether a checkpoint is to be saved for the time that has passed; rank 0's clock decides."""
-        minutes = self._config.checkpoint.interval_minutes
-        return minutes > 0 and self._ranks.rank == 0 and time.monotonic() - self._last_time >= 60 * minutes
+    def poll(self) -> tuple[bool, bool]:
+        """Whether time asks for a checkpoint, by rank 0's clock, and whether too many saves failed; costs nothing."""
+        self.saver.poll()
+        config = self._config.checkpoint
+        minutes, passed = config.interval_minutes, time.monotonic() - self._last_time
+        is_due = minutes > 0 and self._ranks.rank == 0 and passed >= 60 * minutes
+        return is_due, self.saver.failures >= config.max_failures
 
     def save(self, *, wait: bool = False) -> None:
         """Save what is there now, unless that is saved already."""

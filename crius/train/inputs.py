@@ -111,7 +111,7 @@ def own_checkpoint_folder(config: RunConfig, run_dir: Path) -> Path | None:
         raise EnvironmentError(
             f"checkpoints cannot be written to {folder}: {error.strerror}.",
             where="--checkpoint.folder",
-            fix="name a folder that you may write: --checkpoint.folder DIR",
+            fix="name a folder that you may write: --checkpoint.folder DIR, or --checkpoint.no_enable to save nothing",
         ) from None
     return folder
 

@@ -87,8 +87,12 @@ def test_documented_command_runs(command, workplace):
         assert len(losses) == 12 and losses[-1] < losses[0] - 1.0
         assert re.search(r"final validation: loss [\d.]+, [\d.]+ bits per byte", done.stdout)
         assert "run folder: runs/llama3_debug-" in done.stdout
-        next_commands = re.findall(r"^  \S.*?(crius (?:train|config) .*)$", done.stdout, re.MULTILINE)
+        saved = re.search(r"^saved: step 12 in (\S+/step-00000012)$", done.stdout, re.MULTILINE)
+        assert saved and (folder / saved[1] / "manifest.json").is_file()
+        next_commands = re.findall(r"^  \S.*?   (\S.*crius .*)$", done.stdout, re.MULTILINE)
         assert len(next_commands) == 3
+        verified = subprocess.run(next_commands[2], shell=True, cwd=folder, env=environ, capture_output=True, text=True)
+        assert verified.returncode == 0 and "every byte is" in verified.stdout, verified.stdout + verified.stderr
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
