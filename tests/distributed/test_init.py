@@ -39,7 +39,11 @@ def one_device(checksums):
     return checksums("1")
 
 
-@pytest.mark.parametrize("layout", matrix.INIT[1:])
+MANY_RANKS = ("fsdp8", "hsdp2x4", "tp8", "hsdp2x2_tp2")  # pp2_fsdp2_tp2 has as many
+ROWS = [pytest.param(row, marks=pytest.mark.slow if row in MANY_RANKS else ()) for row in matrix.INIT[1:]]
+
+
+@pytest.mark.parametrize("layout", ROWS)
 def test_every_layout_starts_from_the_bits_of_one_device(layout, one_device, checksums):
     assert all(one_device.values())  # empty where ranks differ that hold the same part
     assert checksums(layout) == one_device
