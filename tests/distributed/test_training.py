@@ -226,6 +226,7 @@ def test_profiler_traces_the_steps_it_was_asked_for(tmp_path):
         assert any("_allgather_base_" in str(event.get("name")) for event in events)
 
 
+@pytest.mark.slow
 def test_eight_processes_train_with_nothing_but_the_degree(tmp_path):
     """The first thing people type: the debug recipe as it is, on 8 CPU workers."""
     flags = ["--parallelism.data_parallel_shard_degree", "8", "--training.steps", "2", "--training.device", "cpu"]
