@@ -192,7 +192,10 @@ def _pipeline(given, path, placement):
     "schedule",
     [
         *("1f1b", "zbv_zero_bubble"),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpipe", "interleave_1f1b", "interleave_zero_bubble")),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("gpipe", "interleave_1f1b", "interleave_zero_bubble")
+        ),
     ],
 )
 def test_the_walk_over_a_schedule_finds_the_peak_of_the_real_pipeline(schedule, tmp_path):
