@@ -1,8 +1,11 @@
 """What is in a checkpoint: any byte that changes is found, and nothing that a manifest says is believed unchecked."""
 
+import gc
 import itertools
 import json
 import random
+import time
+import timeit
 
 import numpy as np
 import pytest
@@ -14,6 +17,7 @@ from crius.checkpoint.digest import BLOCK_BYTES, digest_of
 from crius.checkpoint.disk import open_disk
 from crius.checkpoint.manifest import ITEM_BYTES, Chunk, FileEntry, Manifest, TensorEntry
 from crius.checkpoint.shard_file import Part, write_shard
+from crius.checkpoint.tiles import cover
 from crius.checkpoint.verify import damages, extra_files, read_manifest
 from crius.errors import CheckpointError
 
@@ -317,3 +321,36 @@ def test_a_wrong_file_names_only_the_tensors_in_it(tmp_path):
     assert found.startswith("rank-00001.safetensors: is missing; it has model.")
     assert not {"mask", "optimizer.step"} & set(found.replace(",", "").split())
     assert len(TENSORS) == 6
+
+
+def test_parts_cover_a_tensor_exactly_where_counting_its_elements_says_so():
+    choice = random.Random(0)
+    agreed = {True: 0, False: 0}
+    for _ in range(3000):
+        shape = tuple(choice.randint(0, 4) for _ in range(choice.randint(1, 2)))
+        counts, boxes = np.zeros(shape, dtype=int), []
+        for _ in range(choice.randint(1, 3)):
+            offset = tuple(choice.choice((0, 0, choice.randint(0, dim))) for dim in shape)
+            size = tuple(
+                choice.choice((dim - at, choice.randint(0, dim - at))) for dim, at in zip(shape, offset, strict=True)
+            )
+            boxes.append((offset, size))
+            counts[tuple(slice(at, at + length) for at, length in zip(offset, size, strict=True))] += 1
+        assert cover(shape, boxes) == bool((counts == 1).all()), (shape, boxes)
+        agreed[cover(shape, boxes)] += 1
+    assert min(agreed.values()) > 300
+
+
+def test_a_manifest_of_many_tensors_is_checked_in_a_few_times_the_time_to_parse_it():
+    digest, count = "0" * 32, 20_000
+    chunks = [Chunk("a.safetensors", 64 * i, 64 * i + 64, (0, 0), (4, 4), digest) for i in range(count)]
+    tensors = {f"model.layers.{i}.w": TensorEntry("F32", (4, 4), (chunk,)) for i, chunk in enumerate(chunks)}
+    files = {"a.safetensors": FileEntry(64 * count, digest)}
+    data = Manifest(1, "", {}, {}, "1", 1, "", files, tensors).encode()
+
+    def seconds(work):
+        return min(timeit.repeat(work, timer=time.process_time, number=1, repeat=3))
+
+    # 2.4 times, and 7.7 times with the garbage collector on and every tensor's corners counted
+    assert seconds(lambda: Manifest.decode(data, "m")) < 5 * seconds(lambda: json.loads(data))
+    assert gc.isenabled()
