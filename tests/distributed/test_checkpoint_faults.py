@@ -64,6 +64,17 @@ def test_a_disk_that_goes_on_failing_ends_the_run_with_the_last_good_checkpoint_
     assert len(steps_of(train(flags("1", "--checkpoint.interval", "1", steps=4), tmp_path))) == 4
 
 
+@pytest.mark.slow  # the save of a rank has about 60 writes
+@pytest.mark.parametrize(("seconds", "code", "hangs"), [("0.15", 0, []), ("60", 1, ["rank 1"])], ids=["slow", "stuck"])
+def test_a_slow_save_of_one_rank_is_no_hang_and_a_stuck_one_is_named(
+    seconds, code, hangs, tmp_path, monkeypatch, capfd
+):
+    monkeypatch.setenv("CRIUS_FAULT", f"disk:save=1,error=slow,seconds={seconds},rank=1")
+    watchdog = ("--watchdog.startup_seconds", "6", "--checkpoint.interval", "2")
+    assert run(flags("fsdp2", *watchdog, steps=4), tmp_path, is_supervised=True) == code
+    assert re.findall("HangError: (.*) does not go on", capfd.readouterr().err) == hangs
+
+
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_taken(tmp_path):
     save = ("--checkpoint.interval", "2")
     whole = train(flags("fsdp2", *save, steps=6), tmp_path)

@@ -22,7 +22,7 @@ from crius.launch.environment import Placement
 from crius.launch.local import run_single, run_workers
 from crius.launch.status import Heartbeat, status
 from crius.launch.supervision import Supervision
-from crius.launch.watchdog import Hang, Watch, Witness, choose_culprit, limit_seconds
+from crius.launch.watchdog import Hang, Watch, Witness, choose_culprit, hang_error, limit_seconds
 from crius.launch.witness import Collective
 from crius.launch.worker import leave
 
@@ -184,9 +184,10 @@ def witness(rank, step=7, phase="backward", seconds=5.0, **more):
         [witness(1, step=8)],
         [witness(1, phase="optimizer")],
         [witness(1, pending=WAITS)],
+        [witness(0, seconds=5.1, waits_for=2), witness(1, seconds=5.2, waits_for=0)],
         [witness(0, seconds=4.9), witness(1, seconds=4.8)],
     ],
-    ids=["step", "phase", "collective", "time"],
+    ids=["step", "phase", "collective", "save", "time"],
 )
 def test_who_is_behind_is_named(others):
     assert choose_culprit([*others, witness(2), witness(3, step=9)]).rank == 2
@@ -195,6 +196,11 @@ def test_who_is_behind_is_named(others):
 def test_who_waits_in_an_earlier_collective_is_named():
     ranks = [witness(0, pending=WAITS), witness(1, pending=replace(WAITS, seq=8)), witness(2, pending=WAITS)]
     assert choose_culprit(ranks).rank == 1
+
+
+def test_a_rank_of_another_host_is_named_where_all_of_this_one_wait_for_it():
+    error = hang_error([witness(0, phase="save", waits_for=5), witness(1, phase="save", waits_for=5)])
+    assert error.what == ("rank 5, on another host, does not go on: rank 0 waits for it in save of step 7 for 5.0 s.")
 
 
 def test_a_stopped_rank_is_named_though_others_are_behind():
