@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from crius.checkpoint.folder import CheckpointFolder
 from crius.checkpoint.manifest import Manifest
 from crius.checkpoint.planner import Gather, StagedPlanner
+from crius.checkpoint.progress import Progress
 from crius.checkpoint.writer import ShardWriter, Written
 from crius.config.checkpoint import CheckpointConfig
 from crius.errors import CriusError
@@ -61,6 +62,7 @@ class _Pending:
     num_bytes: int
     began: float
     is_awaited: bool = False
+    is_reported: bool = False  # this rank's part has ended
     blocked: float = 0.0
     thread: threading.Thread | None = None
 
@@ -72,7 +74,8 @@ class Saver:
         folder: where to.
         config: how, and what to keep.
         place: this process.
-        beat: called while a save makes progress, for the watchdog; also where a planted fault of the disk comes up.
+        beat: called when this rank writes, for the watchdog; also where a planted fault of the disk comes up.
+        wait: called while this rank waits for others, likewise; see ``crius.checkpoint.progress.Progress``.
 
     Attributes:
         failures: saves in a row that failed; known on rank 0.
@@ -81,9 +84,15 @@ class Saver:
     """
 
     def __init__(
-        self, folder: CheckpointFolder, config: CheckpointConfig, place: Place, beat: Callable[[], None]
+        self,
+        folder: CheckpointFolder,
+        config: CheckpointConfig,
+        place: Place,
+        beat: Callable[[], None],
+        wait: Callable[[int, bool], None] = lambda rank, has_moved: None,
     ) -> None:
-        self._folder, self._config, self._place, self._beat = folder, config, place, beat
+        self._folder, self._config, self._place = folder, config, place
+        self._progress = Progress(place.rank, place.store, f"save/{place.attempt}", beat, wait)
         self._planner = StagedPlanner()
         self._pending: _Pending | None = None
         self._count = 0
@@ -146,6 +155,8 @@ class Saver:
         while self._pending:
             self.poll()
             if self._pending:
+                if self._place.rank and self._pending.is_reported:
+                    self._progress.wait()
                 time.sleep(POLL_SECONDS)
                 thread = self._pending.thread
                 if self._place.rank == 0 and thread and not thread.is_alive():
@@ -173,27 +184,28 @@ class Saver:
             head=head,
             state=state,
             verify=self._config.verify_on_save,
-            beat=self._beat,
+            beat=self._progress.wrote,
         )
 
     def _write(self, pending: _Pending, writer: ShardWriter, plan: SavePlan, metadata: Metadata) -> None:
         """This rank's part of a save, in a thread or not; rank 0 also waits for the others and commits."""
         place = self._place
         try:
-            self._beat()
+            self._progress.wrote()
             writer.set_up_storage_writer(place.rank == 0)
             results = writer.write_data(plan, self._planner).value()
             report: dict[str, Any] = {"written": [dataclasses.astuple(result.storage_data) for result in results]}
         except BaseException as error:  # also MemoryError and what a library below raises: no rank may wait for ever
             report = {"error": _words(error)}
         place.store.set(f"{pending.key}/{place.rank}", json.dumps(report))
+        pending.is_reported = True
         if place.rank == 0:
             self._tell_outcome(pending, self._commit(pending, writer, metadata))
 
     def _commit(self, pending: _Pending, writer: ShardWriter, metadata: Metadata) -> str:
         """Finish a save when all ranks have written; returns why not, or nothing."""
         try:
-            reports = [self._report(f"{pending.key}/{rank}") for rank in range(self._place.size)]
+            reports = [self._report(pending, rank) for rank in range(self._place.size)]
             errors = [f"rank {rank}: {report['error']}" for rank, report in enumerate(reports) if "error" in report]
             if errors:
                 self._remove_quietly(writer.folder)
@@ -215,11 +227,17 @@ class Saver:
         self.prune()
         return ""
 
-    def _report(self, key: str) -> dict[str, Any]:
-        while not self._place.store.check([key]):
-            time.sleep(POLL_SECONDS)
-        found: dict[str, Any] = json.loads(self._place.store.get(key))
-        self._place.store.delete_key(key)
+    def _report(self, pending: _Pending, rank: int) -> dict[str, Any]:
+        """How the writes of ``rank`` went, as soon as it says so."""
+        key, store = f"{pending.key}/{rank}", self._place.store
+        if not store.check([key]):
+            self._progress.is_missing(rank)
+            while not store.check([key]):
+                self._progress.wait()
+                time.sleep(POLL_SECONDS)
+            self._progress.is_missing(0)
+        found: dict[str, Any] = json.loads(store.get(key))
+        store.delete_key(key)
         return found
 
     def _remove_quietly(self, folder: str) -> None:

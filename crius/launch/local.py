@@ -10,7 +10,6 @@ import math
 import os
 import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -33,9 +32,10 @@ from crius.launch.report import (
     root_cause,
     say,
 )
+from crius.launch.scratch import scratch_folder
 from crius.launch.sentry import sentry
 from crius.launch.status import Heartbeat, mirror_path, read_mirror
-from crius.launch.stop import PREEMPTED, STOP_SIGNALS
+from crius.launch.stop import PREEMPTED, STOP_SIGNALS, messenger, tell_stop_signal
 from crius.launch.supervision import Attempt, History, Supervision, reason_to_stop
 from crius.launch.tested import warn_where_untested
 from crius.launch.watchdog import Hang, Watch
@@ -83,6 +83,8 @@ class _Run:
         """Start the workers and wait until all have ended."""
         for stale in self.log_dir.glob("rank-*.error.json"):
             stale.unlink()
+        with contextlib.suppress(OSError):
+            self.log_dir.mkdir(parents=True, exist_ok=True)  # somebody may have removed it since the last attempt
         self.folder.mkdir()
         self.crew, self.started = Crew(), time.monotonic()
         target, num_ranks, watch = self.target, self.num_ranks, None
@@ -100,6 +102,7 @@ class _Run:
                 self.threads,
                 number=self.number,
                 is_watched=watch is not None,
+                takes_signals=self.supervision is not None,
             )
         )
         self._supervise(watch)
@@ -113,7 +116,8 @@ class _Run:
             if self.supervision and self.supervision.on_poll:
                 self.supervision.on_poll(self.number, crew.pids())
             if self.stops and crew.signalled_at == math.inf:
-                crew.send(signal.SIGTERM)
+                tell_stop_signal(self.scratch, self.stops[0].signal)
+                crew.send(messenger())
                 kill_at = min(kill_at, now + self.stop_seconds)
             if crew.failed() and term_at == math.inf:
                 term_at = now + self.grace_seconds
@@ -218,8 +222,9 @@ def run_workers(
     ``torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))``. Elsewhere ``target`` must be picklable.
 
     The first rank that fails ends the attempt. Under ``supervision`` all ranks may then start again, and go on from
-    their newest checkpoint; the last thing on stderr is one block about the root cause. SIGINT, SIGTERM and SIGUSR1
-    reach the workers as SIGTERM; a second one kills them. No worker outlives this process.
+    their newest checkpoint; the last thing on stderr is one block about the root cause. SIGHUP, SIGINT,
+    SIGTERM and SIGUSR1 reach the workers as SIGTERM, with a word which it was; a second one kills them. No worker
+    outlives this process.
 
     Args:
         target: the job of one rank. It returns, raises, or leaves with ``SystemExit(75)`` for "preempted and saved".
@@ -228,13 +233,14 @@ def run_workers(
         grace_seconds: after a failure, time for the other ranks to report, and without ``supervision`` again to end
             after SIGTERM.
         stop_seconds: after a signal to this process, time for the workers to save and end; under ``supervision`` it is
-            ``launch.grace_seconds``.
+            ``launch.grace_seconds``. Under ``supervision`` ``target`` calls ``catch_stop_signals``: signals wait
+            until then.
         threads: ``OMP_NUM_THREADS`` of a worker; None keeps the user's, else the cores are shared out.
         supervision: restarts and the watchdog; None: one attempt, and a rank may hang for ever.
 
     Returns:
-        0, 75 when all ranks left with it, 1 or the CriusError's code after a failure, 1 after a hang, 130 or 143 after
-        a signal.
+        0, 75 when all ranks left with it, 1 or the CriusError's code after a failure, 1 after a hang, 128 + number
+        after a signal.
 
     Raises:
         EnvironmentError: ``run_dir`` cannot be written.
@@ -244,8 +250,7 @@ def run_workers(
     _prepare_logs(run_dir, 0)
     if supervision:
         stop_seconds = supervision.launch.grace_seconds
-    scratch = Path(tempfile.mkdtemp(prefix="crius-"))
-    with caught_signals() as stops:
+    with caught_signals() as stops, scratch_folder() as scratch:
         run = _Run(target, num_ranks, run_dir, scratch, grace_seconds, stop_seconds, threads, supervision, stops)
         try:
             run.attempt()
@@ -254,7 +259,6 @@ def run_workers(
             return run.conclude()
         finally:
             run.crew.end()
-            shutil.rmtree(scratch, ignore_errors=True)
 
 
 def run_single(

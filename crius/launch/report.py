@@ -14,8 +14,8 @@ from pathlib import Path
 
 from crius.errors import CriusError
 from crius.launch.status import status
-from crius.private_file import write_private
 from crius.redact import printable, redact
+from crius.run_file import write_whole
 
 _NUM_FRAMES = 10
 _NUM_LINES = 10
@@ -92,7 +92,7 @@ def log_path(folder: Path, rank: int) -> Path:
 def write_json(path: Path, record: object) -> None:
     """Write ``record`` so that a reader sees all of it or nothing. A full disk is no second error: it is ignored."""
     with contextlib.suppress(OSError):
-        write_private(path, json.dumps(record, indent=1))
+        write_whole(path, json.dumps(record, indent=1), is_private=True)
 
 
 def write_report(report: ErrorReport, folder: Path) -> None:

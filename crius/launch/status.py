@@ -26,12 +26,14 @@ class Heartbeat:
         phase: one of ``PHASES``.
         since: seconds of ``time.monotonic`` when it last said so.
         limit_seconds: how long it may stay there; 0 where that is not known yet.
+        waits_for: the rank without which it cannot go on; None where it works, or waits in a collective.
     """
 
     step: int | None = None
     phase: str = "start"
     since: float = 0.0
     limit_seconds: float = 0.0
+    waits_for: int | None = None
 
 
 class Status:
@@ -46,16 +48,20 @@ class Status:
         self.phase = "start"
         self.since = time.monotonic()
         self.limit_seconds = 0.0
+        self.waits_for: int | None = None
         self._mirror: int | None = None
         self._listeners: list[Callable[[int | None, str], None]] = []
 
-    def update(self, *, step: int | None = None, phase: str | None = None) -> None:
-        """Note a new ``step`` (the one being computed, 1 is the first) or ``phase``, or that a long one goes on."""
+    def update(self, *, step: int | None = None, phase: str | None = None, waits_for: int | None = None) -> None:
+        """Note a new ``step`` (the one being computed, 1 is the first) or ``phase``, or that a long one goes on.
+
+        ``waits_for`` is the rank without which this process cannot go on; None says that it works.
+        """
         self.step = self.step if step is None else step
         self.phase = self.phase if phase is None else phase
-        self.since = time.monotonic()
+        self.since, self.waits_for = time.monotonic(), waits_for
         if self._mirror is not None:
-            beat = Heartbeat(self.step, self.phase, self.since, self.limit_seconds)
+            beat = Heartbeat(self.step, self.phase, self.since, self.limit_seconds, waits_for)
             record = json.dumps(list(asdict(beat).values())).encode()
             with contextlib.suppress(OSError):  # a full disk must not end a run that works
                 os.pwrite(self._mirror, record.ljust(_RECORD_BYTES), 0)

@@ -25,14 +25,14 @@ from crius.launch.witness import (
     threads_path,
     wait_for_answers,
 )
-from crius.private_file import write_private
+from crius.run_file import write_whole
 from crius.table import aligned
 
 _ANSWER_SECONDS = 1.0
 _PAUSE_SECONDS = 3.0
 """A launcher that did not run for so long was stopped with its workers, as by Ctrl-Z; nobody hung meanwhile."""
 _NUM_NEWEST, _NUM_FRAMES = 3, 12  # of a stack, on the screen; the report has all
-HEADINGS = ("rank", "host", "process", "phase", "step", "seconds", "pending collective")
+HEADINGS = ("rank", "host", "process", "phase", "step", "seconds", "waits for")
 _STATES = {"T": "stopped (SIGSTOP)", "t": "stopped by a debugger"}
 
 
@@ -52,6 +52,7 @@ class Witness:
     Attributes:
         seconds: in the phase.
         limit_seconds: that it may stay there.
+        waits_for: the rank without which it cannot go on, as it said itself.
         state: stopped (SIGSTOP) or the like; empty for a process that runs or waits.
         pending: the collective it waits in, if it told; a stopped process cannot.
         stack: lines of the main thread's stack, most recent call first; empty if it did not answer.
@@ -65,6 +66,7 @@ class Witness:
     phase: str
     seconds: float
     limit_seconds: float
+    waits_for: int | None = None
     state: str = ""
     pending: Collective | None = None
     stack: tuple[str, ...] = ()
@@ -78,7 +80,8 @@ class Witness:
     def row(self) -> tuple[str, ...]:
         """A row of the table that ``HEADINGS`` is over."""
         step = "-" if self.step is None else str(self.step)
-        waits = self.pending or self.state or ("none" if self.threads else "no answer")
+        other = "" if self.waits_for is None else f"rank {self.waits_for}"
+        waits = self.pending or self.state or other or ("none" if self.threads else "no answer")
         return str(self.rank), self.host, str(self.pid), self.phase, step, f"{self.seconds:.1f}", str(waits)
 
     def frames(self) -> tuple[str, ...]:
@@ -96,7 +99,8 @@ def choose_culprit(witnesses: list[Witness]) -> Witness:
     """The rank that the others most likely wait for.
 
     A stopped process first; else one that got least far: step, then phase, then its collective, where one that has
-    entered none, or an earlier one of the same group, is behind the others; else the one that is there longest.
+    entered none, or an earlier one of the same group, is behind the others, and so is one that does not say that it
+    waits for another rank; else the one that is there longest.
     """
 
     def progress(witness: Witness) -> tuple[bool, int, int]:
@@ -109,7 +113,7 @@ def choose_culprit(witnesses: list[Witness]) -> Witness:
     def waits(witness: Witness) -> tuple[bool, int]:
         first = witness.pending
         groups = {other.pending.group for other in behind if other.pending}
-        return first is not None, first.seq if first and len(groups) == 1 else 0
+        return first is not None or witness.waits_for is not None, first.seq if first and len(groups) == 1 else 0
 
     return min(behind, key=lambda witness: (waits(witness), -witness.seconds, witness.rank))
 
@@ -138,7 +142,7 @@ class Hang:
             incidents.mkdir(parents=True, exist_ok=True)
             write_json(incidents / f"hang-{number}.json", [asdict(witness) for witness in self.witnesses])
             threads = [f"\nall threads of rank {witness.rank}\n{witness.threads}" for witness in self.witnesses]
-            write_private(text, "\n".join([*lines, *threads]) + "\n")
+            write_whole(text, "\n".join([*lines, *threads]) + "\n", is_private=True)
             for witness in self.witnesses:
                 dump = flight_path(self.folder, witness.rank)
                 if dump.exists():
@@ -206,6 +210,7 @@ class Watch:
                 phase=beats[rank].phase,
                 seconds=self._seconds(beats[rank], now),
                 limit_seconds=limit_seconds(beats[rank], self._config),
+                waits_for=beats[rank].waits_for,
                 state=states[rank],
                 pending=None if states[rank] else pending_collective(flight_path(folder, rank)),
                 stack=tuple(line for line in read(stack_path(folder, rank)).splitlines() if line.startswith(" ")),
@@ -213,14 +218,21 @@ class Watch:
             )
             for rank, pid in sorted(pids.items())
         ]
-        return Hang(_error(witnesses), witnesses, folder)
+        return Hang(hang_error(witnesses), witnesses, folder)
 
 
-def _error(witnesses: list[Witness]) -> HangError:
+def hang_error(witnesses: list[Witness]) -> HangError:
+    """What is reported of a run that hangs: the rank to look at, and whose limit has passed."""
     culprit = choose_culprit(witnesses)
     state = f"{culprit.state} in" if culprit.state else "in"
+    what = f"rank {culprit.rank} does not go on: {state} {culprit.place} for {culprit.seconds:.1f} s."
+    if culprit.waits_for is not None and all(witness.rank != culprit.waits_for for witness in witnesses):
+        what = (
+            f"rank {culprit.waits_for}, on another host, does not go on: rank {culprit.rank} waits for it in "
+            f"{culprit.place} for {culprit.seconds:.1f} s."
+        )
     return HangError(
-        f"rank {culprit.rank} does not go on: {state} {culprit.place} for {culprit.seconds:.1f} s.",
+        what,
         where=f"host {culprit.host}, process {culprit.pid}",
         why=_why(witnesses),
         fix="look at the stacks below; if that was work and no hang, raise --watchdog.limit_seconds or "

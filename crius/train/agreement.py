@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from crius.errors import LayoutError
+from crius.launch.stop import StopRequest
 from crius.parallel.dims import ParallelDims
 from crius.parallel.runtime import World
 
@@ -66,9 +67,7 @@ class Agreement:
             return NOTHING
         elapsed = max(time.monotonic() - self._since, 1e-6)
         wait = max(1, min(MOST_STEPS, int(self._steps / elapsed * SECONDS)))
-        words = torch.tensor([stop or 0, save, give_up, -wait], dtype=torch.int64)
-        dist.all_reduce(words, op=dist.ReduceOp.MAX)
-        found, has_to_save, gives_up, least = words.tolist()
+        found, has_to_save, gives_up, least = _greatest([stop or 0, save, give_up, -wait], self._num_ranks)
         self._steps, self._wait, self._since = 0, -least, time.monotonic()
         return Decision(found, bool(has_to_save), bool(gives_up))
 
@@ -84,6 +83,20 @@ class Preempted(Exception):
     def __init__(self, signal: int, step: int) -> None:
         super().__init__(signal, step)
         self.signal, self.step = signal, step
+
+
+def is_asked_to_stop(request: StopRequest | None, num_ranks: int) -> bool:
+    """Whether one of the ranks is asked to stop, the same on all of them; False where no signal is caught."""
+    return request is not None and _greatest([request.number or 0], num_ranks) > [0]
+
+
+def _greatest(words: list[int], num_ranks: int) -> list[int]:
+    """Elementwise maximum over the ranks. One small collective on the host."""
+    if num_ranks == 1:
+        return words
+    tensor = torch.tensor(words, dtype=torch.int64)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return tensor.tolist()
 
 
 def one_layout(dims: ParallelDims, ranks: World) -> ParallelDims:

@@ -114,7 +114,7 @@ class Checkpoints:
         place = Place(ranks.rank, ranks.size, here, ranks.store, ranks.gather_json, attempt)
         self._attempt = attempt
         self._command = placement.scratch.name if placement.scratch else ""
-        self.saver = Saver(self.folder, config.checkpoint, place, self._beat)
+        self.saver = Saver(self.folder, config.checkpoint, place, self._beat, self._wait)
         self._run_id = ""
         self._last_saved = -1
         self._last_time = time.monotonic()
@@ -218,6 +218,10 @@ class Checkpoints:
         self._faults.before_write()
         if status.phase in ("save", "load"):  # a save in a thread is no sign of life of the training
             status.update()
+
+    def _wait(self, rank: int, has_moved: bool) -> None:
+        if status.phase == "save" and (has_moved or status.waits_for != rank):
+            status.update(waits_for=rank)
 
     def _own_step(self) -> int:
         """``checkpoint.load_step`` where it is one of this run's own, that the run has not gone back to before.

@@ -39,6 +39,7 @@ from crius.parallel.context import ContextShard
 from crius.parallel.dims import ParallelDims
 from crius.parallel.mesh import Mesh, build_mesh
 from crius.parallel.runtime import World, pick_device, world
+from crius.run_file import write_run_file
 from crius.shards import named_parameters
 from crius.train.agreement import Preempted, one_layout
 from crius.train.build import Built, build_gradients, build_model, build_runner, run_optimizer
@@ -90,7 +91,7 @@ def run(
     start_logging(placement.rank, run_dir, is_own_file=placement.launcher == "local" and placement.rank > 0)
     faults = read_faults(os.environ, config.training.steps, placement.world_size, placement.attempt)
     # before anything slow, so that a signal during the start is not lost
-    stop = catch_stop_signals(has_launcher=placement.launcher == "local")
+    stop = catch_stop_signals(has_launcher=placement.launcher == "local", scratch=placement.scratch)
     ledger = TimeLedger(started)
     recovery = Recovery(placement, ledger)
     with explained(run_dir, placement.rank) as story, contextlib.ExitStack() as stack:
@@ -201,6 +202,8 @@ def assemble(
     stack.callback(loader.close)
     state = TrainState(built.parts, optimizer, WarmupStableDecay(config.lr_scheduler, training.steps))
     gradients = build_gradients(config, parameters, mesh, ranks)
+    if mesh.pp is None:  # a bad gradient of a later stage would be seen on the rank of the first one
+        gradients.watch(built.parts[0])
     peak = config.metrics.peak_tflops or peak_tflops(ranks.device)
     return Loop(
         config=config,
@@ -305,7 +308,7 @@ def _sinks(
 ) -> list[Sink]:
     if ranks.rank != 0:
         return []
-    (run_dir / "run.toml").write_text(to_toml(config), encoding="utf-8")
+    write_run_file(run_dir / "run.toml", to_toml(config), log.warning)
     sinks = build_sinks(config.metrics, run_dir, config.training.steps, total_memory_gib(ranks.device), resumed_step)
     for sink in sinks:
         stack.callback(sink.close)

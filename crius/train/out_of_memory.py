@@ -18,8 +18,8 @@ from crius.planner.hardware import KNOWN
 from crius.planner.memory import memory
 from crius.planner.of_run import GIB, Machine, RunPlan, plan_run, summed
 from crius.planner.remedies import LEAST_SAVED, Remedy, remedies
-from crius.private_file import write_private
 from crius.redact import redact
+from crius.run_file import write_whole
 from crius.train.incident import to_json
 from crius.train.inputs import with_dtype
 from crius.train.plan import hardware_of
@@ -197,7 +197,7 @@ def _write(story: Story, plan: RunPlan, found: list[Remedy], where: str, said: s
     path = story.run_dir / "incidents" / f"out-of-memory-rank-{story.rank}.json"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_private(path, redact(to_json(report)))
+        write_whole(path, redact(to_json(report)), is_private=True)
     except OSError:
         return None
     return path

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from crius.metrics.ledger import TimeLedger
 from crius.metrics.record import ValidationMetrics
+from crius.run_file import write_run_file
 from crius.train.agreement import Preempted
 from crius.train.plan import PlanWatch
 from crius.train.state import TrainState
@@ -57,6 +58,6 @@ def write_summary(
         "goodput": ledger.goodput(),
         "plan": compared.as_dict() if compared.plan.hardware else None,
     }
-    (run_dir / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    write_run_file(run_dir / SUMMARY, json.dumps(summary, indent=2) + "\n", log.warning)
     if validation:
         log.info("final validation: loss %.4f, %.4f bits per byte", validation.val_loss, validation.val_bits_per_byte)

@@ -66,6 +66,17 @@ def test_a_disk_that_goes_on_failing_ends_the_run_with_the_last_good_checkpoint_
     assert len(steps_of(train(flags("1", "--checkpoint.interval", "1", steps=4), tmp_path))) == 4
 
 
+@pytest.mark.slow  # the save of a rank has about 60 writes
+@pytest.mark.parametrize(("seconds", "code", "hangs"), [("0.15", 0, []), ("60", 1, ["rank 1"])], ids=["slow", "stuck"])
+def test_a_slow_save_of_one_rank_is_no_hang_and_a_stuck_one_is_named(
+    seconds, code, hangs, tmp_path, monkeypatch, capfd
+):
+    monkeypatch.setenv("CRIUS_FAULT", f"disk:save=1,error=slow,seconds={seconds},rank=1")
+    watchdog = ("--watchdog.startup_seconds", "6", "--checkpoint.interval", "2")
+    assert run(flags("fsdp2", *watchdog, steps=4), tmp_path, is_supervised=True) == code
+    assert re.findall("HangError: (.*) does not go on", capfd.readouterr().err) == hangs
+
+
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_taken(tmp_path):
     save = ("--checkpoint.interval", "2")
     whole = train(flags("fsdp2", *save, steps=6), tmp_path)
@@ -152,7 +163,7 @@ def test_other_data_is_refused(tmp_path, capfd):
     assert run(flags("1", *mine, "--checkpoint.allow_changes", "data", steps=2), tmp_path / "run") == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_saves_on_all_ranks_and_ends_with_75(number, tmp_path):
     def send():
         while not (tmp_path / "metrics.jsonl").exists() or len(read_metrics(tmp_path)) < 3:
@@ -192,6 +203,18 @@ def test_a_folder_that_cannot_be_written_is_found_before_anything_starts(tmp_pat
         "train", *flags("1", "--checkpoint.enable", "--checkpoint.folder", str(tmp_path / "file")), cwd=tmp_path
     )
     assert done.returncode == 1 and "--checkpoint.folder" in done.stderr and "model:" not in done.stdout
+
+
+def test_a_signal_that_is_handed_on_is_named_as_it_was_sent(tmp_path):
+    def send():
+        while not (tmp_path / "metrics.jsonl").exists():
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=send, daemon=True).start()
+    assert run(flags("1", "--checkpoint.enable", steps=500), tmp_path, is_supervised=True) == 130
+    assert "stopped by SIGINT at step" in log_of(tmp_path)
+    assert "SIGTERM" not in log_of(tmp_path)
 
 
 def test_asked_to_stop_before_there_is_anything_to_save_it_leaves_with_75(tmp_path):

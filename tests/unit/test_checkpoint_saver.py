@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from kills import every_kill
 
+from crius.checkpoint import progress
 from crius.checkpoint import save as save_module
 from crius.checkpoint.disk import open_disk
 from crius.checkpoint.folder import CheckpointFolder
@@ -177,6 +178,55 @@ def test_ranks_that_write_to_places_of_their_own_have_not_saved(tmp_path):
     assert saver.failures == 1
     assert "has no rank-00001.safetensors, which another rank has written" in saver.last_error
     assert found_in(tmp_path / "0") is None
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_rank_that_waits_for_a_slow_one_beats_while_that_one_writes(slow, mode, tmp_path, monkeypatch):
+    monkeypatch.setattr(progress, "SECONDS", 0.0)
+    store, heard, writes, is_stuck = dist.HashStore(), [], threading.Semaphore(0), threading.Event()
+
+    def beat():
+        writes.acquire(timeout=20)
+
+    def wait(rank, has_moved):
+        heard.append((rank, has_moved))
+        if not is_stuck.is_set():
+            writes.release()  # one block more for each beat of the one that waits
+        if heard.count((slow, True)) == 2:
+            is_stuck.set()
+        if heard[-3:] == [(slow, False)] * 3:
+            writes.release(100)
+
+    def rank(number):
+        place = Place(number, 2, 2, store, lambda value: [value, value], "attempt")
+        hooks = (beat, lambda *word: None) if number == slow else (lambda: None, wait)
+        folder = CheckpointFolder(open_disk(str(tmp_path)))
+        saver = Saver(folder, CheckpointConfig(mode=mode), place, *hooks)
+        save(saver, 1, wait=True)
+        return saver
+
+    other = threading.Thread(target=rank, args=(1,))
+    other.start()
+    saver = rank(0)
+    other.join()
+    assert is_stuck.is_set() and saver.failures == 0
+    assert set(heard) == {(slow, True), (slow, False)}
+
+
+def test_progress_is_told_and_asked_for_twice_a_second_at_most():
+    now, told, heard = 0.0, [], []
+    store = dist.HashStore()
+    slow = progress.Progress(0, store, "p", lambda: told.append(now), None, lambda: now)
+    other = progress.Progress(1, store, "p", None, lambda *word: heard.append((now, *word)), lambda: now)
+    slow.is_missing(7)
+    for tenths in range(20):
+        now = tenths / 10
+        if now < 1.2:
+            slow.wrote()
+        other.wait()
+    assert len(told) == 12  # each write is a beat of the rank itself
+    assert heard == [(0.0, 7, True), (0.5, 7, True), (1.0, 7, True), (1.5, 7, False)]
 
 
 def test_retention_keeps_the_newest_and_every_nth(tmp_path):

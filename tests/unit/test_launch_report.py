@@ -142,6 +142,10 @@ def test_a_status_is_mirrored(tmp_path):
     mine.update(phase="x" * 200)
     mine.update(step=7, phase="data")
     assert read_mirror(tmp_path / "s") == Heartbeat(7, "data", mine.since)
+    mine.update(phase="save", waits_for=3)
+    assert read_mirror(tmp_path / "s") == Heartbeat(7, "save", mine.since, waits_for=3)
+    mine.update()
+    assert read_mirror(tmp_path / "s").waits_for is None
 
 
 def value_error(place):

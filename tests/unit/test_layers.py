@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 LAYER = {
     **{"config": 0, "models": 1, "kernels": 1, "__main__": 5, "cli": 4, "help": 0},
-    **dict.fromkeys(("host_cpu", "host_memory", "install", "private_file", "redact", "shards", "silence", "table"), -1),
+    **dict.fromkeys(("host_cpu", "host_memory", "install", "redact", "run_file", "shards", "silence", "table"), -1),
     **dict.fromkeys(("parallel", "quantize", "data", "optim", "checkpoint", "metrics"), 2),
     **dict.fromkeys(("train", "planner", "dry_run", "verify", "report", "launch", "bench"), 3),
 }
@@ -36,6 +36,7 @@ CLOSED = [
 LAZY_ROOMS = (
     *(f"cli/{name}.py" for name in ("app", "bench", "checkpoint", "plan", "settings", "train", "verify")),
     "models/registry.py",
+    "__main__.py",
 )
 # pyproject.toml's extras, and what comes with torch but is only for some
 OPTIONAL = {"datasets", "fsspec", "matplotlib", "tokenizers", "tensorboard", "torchao"}
@@ -51,7 +52,7 @@ TORCH_FREE = (
     *(f"checkpoint/{name}.py" for name in ("convert", "dcp", "foreign", "foreign_names", "safetensors_file")),
     *(f"checkpoint/{name}.py" for name in ("strict_json", "tiles", "torch_file", "unpickle")),
     *(f"bench/{name}.py" for name in ("contestant", "receipt", "samples", "train", "turns")),
-    "private_file.py",
+    "run_file.py",
     "redact.py",
     "table.py",
     *("models/registry.py", "models/spec.py", "models/*/__init__.py", "launch/*.py", "data/*.py", "train/inputs.py"),
@@ -86,7 +87,7 @@ def may_import(importer: str, target: str) -> bool:
         return True
     if any(importer == a and is_below(target, b) for a, b in CLOSED):
         return False
-    if importer == "launch" and package not in ("config", "install", "private_file", "redact", "table"):
+    if importer == "launch" and package not in ("config", "install", "redact", "run_file", "table"):
         return False
     return importer in LAYER and package in LAYER and LAYER[package] < LAYER[importer]
 
