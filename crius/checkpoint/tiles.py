@@ -34,7 +34,7 @@ def cover(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
     tile the whole exactly where their signed corners sum to those of the whole. That takes linear time.
     """
     split = split_dims(shape, boxes)
-    if len(split) == 1 and math.prod(shape):
+    if len(split) == 1 and math.prod(shape) > 0:
         [dim] = split
         edges = sorted((offset[dim], offset[dim] + size[dim]) for offset, size in boxes if size[dim])
         ends = [0, *(end for _, end in edges)]
