@@ -56,6 +56,7 @@ TORCH_FREE = (
     "redact.py",
     "table.py",
     *("models/registry.py", "models/spec.py", "models/*/__init__.py", "launch/*.py", "data/*.py", "train/inputs.py"),
+    "train/saving.py",
     "planner/*.py",
 )
 NEEDS_TORCH = ("launch/doctor.py", "data/batch.py", "data/loader.py")
