@@ -37,7 +37,9 @@ DryRunRank = Annotated[int, Parameter(help="Rank that --dry_run shows.")]
 Json = Annotated[bool, Parameter(name="--json", negative=(), help="Print JSON.")]
 
 STARTED = time.monotonic()
-SOURCES = RunSources()
+SOURCES = RunSources(
+    {"model.name": SPECS, "model.flavor": {flavor for spec in SPECS.values() for flavor in spec.flavors}}
+)
 _SHARED: dict[str, Any] = {
     "default_parameter": Parameter(name_transform=lambda name: name, negative_bool="no_", negative_iterable=()),
     "config": [SOURCES],

@@ -22,6 +22,7 @@ from crius.cli.app import (
     emit,
     facts_of,
 )
+from crius.config import rules
 from crius.config.data import DataConfig
 from crius.config.export import differences, flatten
 from crius.config.load import recipe_names
@@ -43,6 +44,8 @@ def show(
     """Print every setting of a run, its value and where it came from. Takes the flags of train."""
     if run.parallelism.auto:
         run = facts_of(run, nproc, None, is_dry=True).config
+    for problem in rules.not_built(run):
+        raise problem
     values = _shown(flatten(run))
     if as_json:
         emit(

@@ -36,7 +36,7 @@ def keep_whole(folder: Path) -> None:
     codecache._HEADER_DIR = str(folder / "precompiled_headers")
     codecache._HEADER_LOCK_DIR = str(folder / "precompiled_headers" / "locks")
     if not hasattr(CppBuilder.build, "__wrapped__"):
-        CppBuilder.build = _renamed_when_done(CppBuilder.build)
+        setattr(CppBuilder, "build", _renamed_when_done(CppBuilder.build))  # noqa: B010  mypy takes no assignment
 
 
 def _renamed_when_done(build: Callable[[Any], None]) -> Callable[[Any], None]:
