@@ -22,6 +22,10 @@ from crius.models.registry import SPECS
 
 Run = Annotated[RunConfig, Parameter(name="*")]
 Recipe = Annotated[str, Parameter(help="A run that comes with Crius; llama3_debug where no --config is given.")]
+Layout = Annotated[
+    str,
+    Parameter(help="Degrees and options in one word, as fsdp4_tp2 or pp2_fsdp2+full: docs/verify.md."),
+]
 ConfigFiles = Annotated[tuple[Path, ...], Parameter(help="TOML file with settings; repeat it, the last one wins.")]
 NumProcesses = Annotated[int, Parameter(help="Processes to start here. 0: what the degrees multiply to.")]
 Strict = Annotated[

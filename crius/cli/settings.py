@@ -13,6 +13,7 @@ from crius.cli.app import (
     SOURCES,
     ConfigFiles,
     Json,
+    Layout,
     NumProcesses,
     Recipe,
     Run,
@@ -38,6 +39,7 @@ def show(
     *,
     recipe: Recipe = "",
     config: ConfigFiles = (),
+    layout: Layout = "",
     nproc: NumProcesses = 0,
     as_json: Json = False,
 ) -> int:

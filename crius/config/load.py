@@ -20,6 +20,7 @@ from cyclopts.argument import Argument, Token
 from cyclopts.exceptions import UnknownOptionError, UnusedCliTokensError
 
 from crius.config.export import COMMAND_LINE_ONLY, flatten
+from crius.config.layout_flag import spread_layout, spread_microbatches
 from crius.config.names import ALIASES, PLAN_SHORT, SHORT, did_you_mean, meant, nearest_typo
 from crius.config.run import RunConfig
 from crius.config.toml_file import takes, toml_table, wrong_kind
@@ -104,6 +105,9 @@ class RunSources:
         elif not recipes and not files and "plan" not in commands:  # a plan is of a model, not of the debug run
             recipes = [DEFAULT_RECIPE]
         self.recipe = recipes[0] if recipes else ""
+        takes_layout = "verify" not in commands  # there it is another option
+        if takes_layout:
+            yield from spread_layout(named)
         sources = [*(functools.partial(_config_file, file) for file in reversed(files))]
         for read in [*sources, *(functools.partial(_recipe, recipe) for recipe in recipes)]:
             try:
@@ -113,6 +117,8 @@ class RunSources:
                 yield error
                 continue
             yield from _fill(named, settings, source)
+        if takes_layout:
+            yield from spread_microbatches(named)
         for argument in arguments:
             if argument.tokens:
                 yield from self._settle(argument)
@@ -268,7 +274,7 @@ def normalized_argv(argv: Sequence[str]) -> list[str]:
     torchtitan's flag names are replaced, ``--flag true`` is joined to ``--flag=true``, and of a flag that is given
     more than once the last one stays, so that a script can append to common flags. Flags that take lists collect.
     """
-    options = {"recipe": "", "nproc": 0, "strict": False, "dry_run": False, "dry_run_rank": 0}
+    options = {"recipe": "", "nproc": 0, "layout": "", "strict": False, "dry_run": False, "dry_run_rank": 0}
     defaults: dict[str, Any] = flatten(RunConfig()) | options
     aliases = ALIASES | _short_forms(argv[0] if argv else "")
     out: list[str] = []

@@ -39,8 +39,6 @@ START_SHARE = 0.35
 """Of the moments, those that lie before the steps of an attempt."""
 COLD_SHARE = 6
 """Where kernels are compiled, one kill in so many comes while the first ones are."""
-CACHE = "compile"
-"""Folder of the kernels of both runs, beside theirs."""
 _STEP_PHASES = ("data", "forward", "backward", "optimizer")
 
 
@@ -277,7 +275,7 @@ def chaos(
     for name, value in (("--kills", kills), ("--steps", steps)):
         if value < 1:
             raise ConfigError(f"{name} {value} is not positive.", where="command line", fix="--kills 25 --steps 40")
-    starts = [_with_own_cache(start, folder / CACHE) for start in _starts(facts, steps, world_sizes)]
+    starts = [_with_own_cache(start, folder / "compile") for start in _starts(facts, steps, world_sizes)]
     with own_folder(folder, "verify chaos"):
         try:
             first = Course(

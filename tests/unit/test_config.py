@@ -285,6 +285,39 @@ def test_short_forms_of_the_most_used_settings(shown, flags, name, value):
     assert shown(*flags)[name] == {"value": value, "origin": "command line"}
 
 
+def test_a_layout_in_one_word_is_its_degrees_and_options(shown, toml):
+    settings = shown("--layout", "hsdp2x4_tp2+full")
+    for name, value in (
+        ("parallelism.data_parallel_replicate_degree", 2),
+        ("parallelism.data_parallel_shard_degree", 4),
+        ("parallelism.tensor_parallel_degree", 2),
+        ("parallelism.pipeline_parallel_degree", 1),
+        ("activation_checkpoint.mode", "full"),
+    ):
+        assert settings[name] == {"value": value, "origin": "command line"}
+    assert settings["training.local_batch_size"]["value"] == -1
+    file = toml("[training]\nglobal_batch_size = 32\n[parallelism]\ntensor_parallel_degree = 8\n")
+    settings = shown("--config", file, "--layout", "fsdp2_accum4")
+    assert settings["training.global_batch_size"]["value"] == 32
+    assert settings["training.local_batch_size"]["value"] == 4
+    assert settings["parallelism.tensor_parallel_degree"]["value"] == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--layout", "fdsp4"], "fdsp4 is no term of a layout, did you mean fsdp?"),
+        (
+            ["--layout", "tp2", "--parallelism.tensor_parallel_degree", "4"],
+            "both set parallelism.tensor",
+        ),
+        (["--layout", "fsdp4_accum3", "--batch", "8"], "8 is no multiple of 4 data-parallel ranks x 3 microbatches"),
+    ],
+)
+def test_a_wrong_layout_is_one_message(refused, flags, said):
+    assert said in refused(*flags)
+
+
 @pytest.mark.parametrize("written", ["[data]\npath = ['b', 'c']", "[data]\npath = []", "[data]\npath = 'b'"])
 def test_a_list_replaces_the_list_of_a_weaker_source(shown, toml, written):
     weak, strong = toml("[data]\npath = ['a']\n", "weak.toml"), toml(written, "strong.toml")
