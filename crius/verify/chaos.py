@@ -248,14 +248,12 @@ def chaos(
 ) -> int:
     """Run the real job undisturbed, and once more with one rank killed in each of ``kills`` attempts, and compare.
 
-    Half of the kills come where a rank comes to a phase of a step, start, load and save included; the other half from
-    outside at random moments. Where the run compiles, one attempt in six starts without compiled kernels and is killed
-    while it compiles them; the next one finds what was left. The cache is one of its own, in ``folder``. Everything is
-    drawn from ``seed``; where a moment meets the run depends on the machine.
+    Half of the kills come where a rank comes to a phase of a step, the other half from outside at random moments, and
+    some while it compiles. Everything is drawn from ``seed``; where a moment meets the run depends on the machine.
 
     Args:
         facts: of the run, on this machine.
-        folder: of both runs.
+        folder: of both runs, and of the kernels that they compile.
         kills: how many.
         seed: of all draws.
         steps: of training.
@@ -265,8 +263,7 @@ def chaos(
         as_json: print JSON instead of lines.
 
     Returns:
-        0; 1 where something differs, a kill did not come, a process is left, or a run did not come to its end; 130 or
-        143 after a signal.
+        0; 1 where runs differ, a kill did not come, a process is left, or a run did not end; 130 or 143 after a signal.
 
     Raises:
         CriusError: the run is refused, an option is wrong, or the data is bad.
