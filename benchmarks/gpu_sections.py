@@ -195,7 +195,7 @@ def train(place: Place, report: Report, name: str, flags: list[str]) -> Run | No
     """``crius train``; a run that fails is added to the failures, and the section goes on with None."""
     run_dir = place.work / f"{report.name}-{name}"
     arguments = ["-m", "crius", "train", "--nproc", "1", *flags]
-    arguments += ["--training.device", place.device, "--job.run_dir", str(run_dir)]
+    arguments += ["--training.device", place.device, "--job.run_dir", str(run_dir), "--checkpoint.no_enable"]
     code, output = call(place, report, name, arguments)
     if code:
         report.fail(arguments, f"exit code {code}", output)

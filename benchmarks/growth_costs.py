@@ -32,6 +32,7 @@ TEXT = Path("tests") / "golden" / "tempest.txt"  # run from the repository, so t
 BASE = [
     *("--model.flavor", "debug", "--validation.interval", "0", "--validation.fraction", "0"),
     *("--metrics.log_interval", "1000000", "--data.source", "text", "--data.path", str(TEXT)),
+    "--checkpoint.no_enable",
     *("--activation_checkpoint.mode", "none", "--training.device", "cpu", "--training.dtype", "float32"),
 ]
 STEPS, WARM = 8, 2
@@ -223,7 +224,7 @@ def step_count(counts: Sequence[int]) -> Series:
     flags = shape(layers=1, seq_len=16, batch=2, steps=counts[-1])
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        often = ["--metrics.log_interval", "1", "--checkpoint.interval", str(10 * counts[-1])]
+        often = ["--metrics.log_interval", "1", "--checkpoint.enable", "--checkpoint.interval", str(10 * counts[-1])]
         [steps] = train([*flags, *often], folder)
         lines = {
             "samples": (folder / "data" / "samples-rank-0.jsonl").read_bytes().splitlines(keepends=True),
@@ -239,7 +240,12 @@ def checkpoint_size(layers: Sequence[int]) -> tuple[list[float], Series]:
     """Parameters of the debug model with so many layers, and bytes of its checkpoint."""
     parameters, sizes = [], []
     for count in layers:
-        flags = [*shape(layers=count, seq_len=16, batch=1, steps=1), "--checkpoint.interval", "1"]
+        flags = [
+            *shape(layers=count, seq_len=16, batch=1, steps=1),
+            "--checkpoint.enable",
+            "--checkpoint.interval",
+            "1",
+        ]
         with tempfile.TemporaryDirectory() as name:
             train(flags, Path(name))
             files = (Path(name) / "checkpoints").rglob("*")

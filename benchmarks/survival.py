@@ -33,6 +33,7 @@ STEPS, WARM = 8, 2
 RUN = [
     *("--training.steps", str(STEPS), "--training.seq_len", "128", "--training.global_batch_size", "8"),
     *("--validation.interval", "0", "--metrics.log_interval", "100", "--data.source", "text", "--data.path", str(TEXT)),
+    "--checkpoint.no_enable",
 ]
 SHARD = "--parallelism.data_parallel_shard_degree"
 LAYOUTS = {"1": [], "fsdp2": [SHARD, "2"], "fsdp4": [SHARD, "4"]}

@@ -104,6 +104,13 @@ def redact(text: str, environ: Mapping[str, str] = os.environ) -> str:
     return _FLAG.sub(_hide_named, text)
 
 
+def printable(text: str) -> str:
+    """``text`` with escapes such as ``\\x1b`` in place of characters that act on a terminal; lines and tabs stay."""
+    if text.replace("\n", "").replace("\t", "").isprintable():
+        return text
+    return "".join(char if char.isprintable() or char in "\n\t" else ascii(char)[1:-1] for char in text)
+
+
 def _after(text: str) -> str:
     """``text`` without the word that follows each match of ``_AFTER``."""
     kept, at = [], 0

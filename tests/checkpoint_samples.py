@@ -51,7 +51,7 @@ def write(disk, step, attempt, seed=0, beat=lambda: None):
         files[file], places = write_shard(disk, f"{folder}/{file}", parts, beat)
         for (_, name, _, offset, shape, _), (begin, end, digest) in zip(mine, places, strict=True):
             chunks[name].append(Chunk(file, begin, end, offset, shape, digest))
-    state = json.dumps({"train": {"tokens": step * 512}, "seed": seed}).encode()
+    state = json.dumps({"train": {"step": step, "tokens": step * 512}, "seed": seed}).encode()
     file = f"{disk.file_name('state', attempt)}.json"
     with disk.create(f"{folder}/{file}") as sink:
         sink.write(state)
@@ -86,9 +86,9 @@ def seed_of(disk, step):
     return int(read_manifest(disk, step_name(step)).run_id.split()[-1])
 
 
-def local(folder, *steps):
+def local(folder, *steps, scheme=""):
     """A disk with checkpoints of ``steps``."""
-    disk = open_disk(str(folder))
+    disk = open_disk(f"{scheme}{folder}")
     for step in steps:
         save(disk, step)
     return disk

@@ -7,15 +7,26 @@ os.environ["OMP_NUM_THREADS"] = "1"  # results depend on the thread count in the
 for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
     os.environ.pop(name, None)
 
+import fork_server
 import pytest
 import torch
 
 torch.set_num_threads(1)  # no thread pool in this process: workers are forked from it
 
+pytest_plugins = ["cpu_time", "workers"]
+BY_FILE = ("distributed", "parity", "journeys")  # standing workers and earlier rows are of a file
+
+
+def suite_folder(tmp_path_factory):
+    """A folder that all processes of this test session share."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base
+
 
 @pytest.fixture(autouse=True, scope="session")
 def _cache(tmp_path_factory):
-    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+    """One cache for all: a corpus is tokenised once, a graph is compiled once."""
+    os.environ["XDG_CACHE_HOME"] = str(suite_folder(tmp_path_factory) / "cache")
 
 
 @pytest.fixture
@@ -23,6 +34,12 @@ def user_cache(tmp_path, monkeypatch):
     """An empty folder for what a user's machine knows, such as its calibrated hardware."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _end_fork_server():
+    yield
+    fork_server.stop()
 
 
 @pytest.fixture(scope="session")
@@ -36,7 +53,8 @@ def imported_torchao():
 
 def pytest_collection_modifyitems(items):
     skip = pytest.mark.skip(reason="needs a CUDA device")
-    if not torch.cuda.is_available():
-        for item in items:
-            if "gpu" in item.keywords:
-                item.add_marker(skip)
+    for item in items:
+        if "gpu" in item.keywords and not torch.cuda.is_available():
+            item.add_marker(skip)
+        if item.path.parent.name in BY_FILE:
+            item.add_marker(pytest.mark.xdist_group(str(item.path)))

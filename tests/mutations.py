@@ -1,10 +1,11 @@
 """Ways in which trainers get a sum wrong, planted for a test: each is a function of pytest's ``monkeypatch``.
 
-Workers are forked, so that they have what was patched in the test's process.
+Workers that are forked later have what was patched in the test's process; ``planted`` patches in standing workers.
 """
 
 from dataclasses import replace
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
@@ -12,7 +13,7 @@ from torch.distributed.tensor.parallel import SequenceParallel
 from torch.nn import functional as F
 
 from crius.data.batch import Batch
-from crius.models.llama3.config import FLAVORS
+from crius.data.loader import BatchLoader
 from crius.parallel import context, gradients, init, pipeline, tensor
 from crius.parallel.fsdp import GradientSync
 from crius.parallel.gradients import Gradients
@@ -132,13 +133,7 @@ def leave_norms_unsummed(patch):
     patch.setitem(tensor.STYLES, "sequence", lambda heads, ranks: UnsummedNorm())
 
 
-def one_key_value_head(patch):
-    patch.setitem(FLAVORS, "debug", replace(FLAVORS["debug"], num_kv_heads=1))
-
-
 def leave_replicated_heads_unsummed(patch):
-    one_key_value_head(patch)
-
     def one_head(linear, x_BTD):
         head, num_heads = linear._head
         x = x_BTD.to_local(grad_placements=[tensor.Partial()])
@@ -180,6 +175,26 @@ def shift_positions(batch):
 
 def shift_labels(batch):
     return Batch(batch.tokens_BT, batch.labels_BT.roll(1, dims=1), batch.positions_BT, batch.sample_ids)
+
+
+def count_positions_on_each_rank(patch):
+    original = job._place
+
+    def place(*args):
+        batch = original(*args)
+        return replace(batch, positions_BT=torch.arange(batch.tokens_BT.shape[1]).expand_as(batch.tokens_BT))
+
+    patch.setattr(job, "_place", place)
+
+
+def start_one_sample_late(patch):
+    original = BatchLoader._start
+
+    def start(self):
+        self._next_sample += 1
+        return original(self)
+
+    patch.setattr(BatchLoader, "_start", start)
 
 
 def unmask_one_rank(patch):
@@ -236,6 +251,15 @@ def clip_nowhere_but_on_rank_0(patch):
     patch.setattr(Gradients, "clip", clip)
 
 
+def clip_by_the_norm_of_one_stage(patch):
+    original = Gradients.clip
+
+    def clip(self, norm, max_norm):
+        original(self, self.squared_norms().sum().sqrt(), max_norm)
+
+    patch.setattr(Gradients, "clip", clip)
+
+
 def draw_other_bits_on_one_rank(patch):
     original = init.draw_rows
 
@@ -248,6 +272,9 @@ def draw_other_bits_on_one_rank(patch):
     patch.setattr(init, "draw_rows", draw_rows)
 
 
+BFLOAT16 = ("--training.mixed_precision_param", "bfloat16")
+ONE_KEY_VALUE_HEAD = ("--model.num_kv_heads", "1")
+
 # what is broken, a layout where it matters, further flags
 MUTATIONS = [
     (scale_gradients_by_microbatches, "accum2", ()),
@@ -258,11 +285,14 @@ MUTATIONS = [
     (skip_all_reduce_of_gradients, "ddp2", ()),
     (count_replicas_twice, "ddp2", ()),
     (unmask_one_rank, "fsdp2", ()),
+    (start_one_sample_late, "fsdp2", ()),
     (on_last_rank(shift_labels), "fsdp2", ()),
     (skip_the_update_of_one_rank, "fsdp2", ()),
-    (clip_nowhere_but_on_rank_0, "fsdp2", ("--training.max_norm", "0.01")),
+    (clip_nowhere_but_on_rank_0, "fsdp2", ()),
     (leave_norms_unsummed, "tp2", ()),
-    (leave_replicated_heads_unsummed, "tp2", ()),
+    (leave_replicated_heads_unsummed, "tp2", ONE_KEY_VALUE_HEAD),
+    (count_positions_on_each_rank, "cp2", ()),
+    (count_positions_on_each_rank, "cp2", BFLOAT16),
     (on_last_rank(shift_positions), "cp2", ()),
     (on_last_rank(shift_labels), "cp2", ()),
     (keep_key_gradients_to_oneself, "cp2", ()),
@@ -270,5 +300,13 @@ MUTATIONS = [
     (drop_a_layer, "pp2", ("--model.num_layers", "4")),
     (bypass_a_stage, "pp2+interleave_1f1b", ("--model.num_layers", "4")),
     (forget_a_stage_in_the_norm, "pp2", ()),
+    (clip_by_the_norm_of_one_stage, "pp2", ()),
 ]
-NAMES = [f"{mutate.__qualname__.split('.')[0]}-{layout}" for mutate, layout, _ in MUTATIONS]
+NAMES = ["-".join((mutate.__qualname__.split(".")[0], layout, *flags[1:])) for mutate, layout, flags in MUTATIONS]
+
+
+def planted(number, work, placement):
+    """``work`` as one rank, with a mutation planted while it runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        MUTATIONS[number][0](patch)
+        work(placement)

@@ -327,6 +327,14 @@ CASES = [
         "leave out --parallelism.expert_parallel_degree",
     ),
     (
+        rules_checkpoint.checkpoints_have_a_folder,
+        ["--checkpoint.enable", "--checkpoint.folder="],
+        {},
+        "checkpoint.folder '' names no folder",
+        "--checkpoint.folder",
+        "--checkpoint.folder checkpoints",
+    ),
+    (
         rules_checkpoint.checkpoints_outlive_the_process,
         ["--checkpoint.enable", "--checkpoint.folder", "memory://x"],
         {},
@@ -336,10 +344,10 @@ CASES = [
     ),
     (
         rules_checkpoint.checkpoint_flags_have_effect,
-        ["--checkpoint.keep_last", "5"],
+        ["--checkpoint.no_enable", "--checkpoint.interval", "5"],
         {},
-        "checkpoint.keep_last has no effect",
-        "--checkpoint.keep_last",
+        "checkpoint.interval has no effect",
+        "--checkpoint.interval",
         "--checkpoint.enable",
     ),
 ]

@@ -247,6 +247,7 @@ def _probe(settings: dict[str, object], kind: str, folder: str, until: float, *,
     run_dir = Path(folder) / f"run-{settings['model.flavor']}-{settings['training.seq_len']}"
     flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
     command = [sys.executable, "-m", "crius", "train", "--nproc", "1", *flags, "--job.run_dir", str(run_dir)]
+    command.append("--checkpoint.no_enable")
     path = os.pathsep.join([str(Path(crius.__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
     environ = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "CRIUS_FAULT")}
     try:

@@ -16,6 +16,7 @@ import torch
 
 from crius.bench.machine import Machine
 from crius.bench.samples import Samples
+from crius.config.checkpoint import CheckpointConfig
 from crius.config.export import command_line_flags, to_toml
 from crius.config.run import RunConfig
 from crius.errors import ConfigError, EnvironmentError
@@ -145,6 +146,7 @@ def _train_rows(config: RunConfig, folder: Path) -> list[Row]:
             config,
             training=dataclasses.replace(config.training, steps=1),
             validation=dataclasses.replace(config.validation, interval=0),
+            checkpoint=CheckpointConfig(enable=False),
             compile=dataclasses.replace(config.compile, cache_dir=str(cache)) if cache else config.compile,
         )
         file.write_text(to_toml(changed), encoding="utf-8")

@@ -12,6 +12,7 @@ import torch
 
 from crius.bench.contestant import Channel, Turns
 from crius.bench.machine import Machine
+from crius.config.checkpoint import CheckpointConfig
 from crius.config.run import RunConfig
 from crius.launch.environment import single_placement
 from crius.launch.local import run_single, run_workers
@@ -24,7 +25,7 @@ from crius.train.loop import Loop
 
 
 def train_job(config: RunConfig, run_dir: Path, num_ranks: int, warmup: int) -> int:
-    """Train ``config`` in turns, as ``crius train`` does: one rank in this process, more in workers of it.
+    """Train ``config`` in turns, as ``crius train`` does, but save nothing: one rank in this process, more in workers.
 
     Args:
         config: the run; its rules have been checked.
@@ -35,6 +36,7 @@ def train_job(config: RunConfig, run_dir: Path, num_ranks: int, warmup: int) -> 
     Returns:
         The exit code.
     """
+    config = dataclasses.replace(config, checkpoint=CheckpointConfig(enable=False))
     prepare = functools.partial(_held, Channel(), warmup)
     target = functools.partial(job.run, config, run_dir, time.monotonic(), prepare=prepare)
     if num_ranks > 1:

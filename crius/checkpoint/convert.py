@@ -1,6 +1,5 @@
 """Import of a checkpoint that torch's DCP or a safetensors library wrote. No torch, and nothing of it is executed."""
 
-import json
 import re
 import uuid
 from collections.abc import Callable, Sequence
@@ -12,14 +11,15 @@ import numpy as np
 
 from crius import __version__
 from crius.checkpoint.dcp import METADATA, read_dcp
-from crius.checkpoint.digest import digest_of
 from crius.checkpoint.disk import Disk, open_disk
 from crius.checkpoint.foreign import Foreign, ForeignTensor, as_array
 from crius.checkpoint.foreign_names import SKIPPED, Rename, Row, assign, folded, is_rotated, step_of
-from crius.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry
+from crius.checkpoint.manifest import Chunk, Manifest, TensorEntry
 from crius.checkpoint.names import MANIFEST, parse_step, step_name
 from crius.checkpoint.safetensors_file import SUFFIX, read_safetensors
 from crius.checkpoint.shard_file import Part, write_shard
+from crius.checkpoint.small_file import write_small
+from crius.checkpoint.state import encode_state
 from crius.checkpoint.verify import damages
 from crius.errors import CheckpointError, ConfigError
 
@@ -208,7 +208,7 @@ def _write(
     kind: str,
 ) -> str:
     """Write, verify and commit a checkpoint; returns where."""
-    if step_name(step) in disk.folders():
+    if step in disk.committed() or step_name(step) in disk.folders():
         raise CheckpointError(
             f"{disk.where} has a checkpoint of step {step} already.",
             fix="give another folder, or another step: --step N",
@@ -217,13 +217,9 @@ def _write(
     folder = disk.stage(step, attempt)
     try:
         disk.prepare(folder)
-        state = json.dumps(
-            {"imported": True, "source": f"{kind}: {source}", "train": {"step": step}}, indent=1
-        ).encode()
+        state = encode_state({"imported": True, "source": f"{kind}: {source}", "train": {"step": step}}, step)
         name = f"{disk.file_name('state', attempt)}.json"
-        with disk.create(f"{folder}/{name}") as sink:
-            sink.write(state)
-        files = {name: FileEntry(len(state), digest_of(state))}
+        files = {name: write_small(disk, folder, name, state, verify=False)}  # damages reads it again, below
         entries: dict[str, TensorEntry] = {}
         for number, names in enumerate(_shares(tensors)):
             name = f"{disk.file_name(f'rank-{number:05d}', attempt)}{SUFFIX}"
@@ -245,8 +241,7 @@ def _write(
         )
         if found := [one for one in damages(disk, folder, manifest) if one.file != MANIFEST]:
             raise CheckpointError(f"{disk.where}/{folder} was not read back as it was written: {found[0]}.")
-        with disk.create(f"{folder}/{MANIFEST}") as sink:
-            sink.write(manifest.encode())
+        write_small(disk, folder, MANIFEST, manifest.encode(), verify=True)
         disk.commit(folder, step)
     except BaseException:
         if folder in disk.folders():

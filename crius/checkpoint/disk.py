@@ -62,11 +62,18 @@ class Disk(Protocol):
     def folders(self) -> list[str]:
         """Names of the folders in the folder of checkpoints, sorted; none where there is no such folder."""
 
+    def committed(self) -> list[int]:
+        """Steps of the checkpoints that are committed, ascending, whether they are whole or not.
+
+        On a local disk the name is the commit: whatever has the name of a checkpoint counts, also a link, a file or a
+        folder that lost its manifest. Elsewhere a folder without a manifest is a save that never ended.
+        """
+
     def commit(self, folder: str, step: int) -> None:
         """Make what a save wrote the checkpoint of ``step``, in place of one that there is."""
 
-    def set_aside(self, step: int) -> str:
-        """Keep the checkpoint of ``step`` under a name that is none of a checkpoint; returns that name."""
+    def set_aside(self, folder: str) -> str:
+        """Keep a checkpoint, or what a save replaced, under a name that is none of a checkpoint; returns that name."""
 
     def put_back(self, name: str) -> None:
         """Make what ``set_aside`` named, or what a save was to replace when it was killed, the checkpoint again."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from crius.checkpoint.disk import Disk
-from crius.checkpoint.names import MANIFEST, is_set_aside, parse_folder, parse_step, step_name
+from crius.checkpoint.names import is_set_aside, parse_folder, parse_step, step_name
 from crius.checkpoint.verify import lacks, read_manifest
 from crius.errors import CheckpointError
 
@@ -42,15 +42,19 @@ class CheckpointFolder:
 
     def steps(self) -> list[int]:
         """Steps of the checkpoints that are committed, ascending; whether they can be loaded is not looked at."""
-        return sorted(step for name in self.disk.folders() if (step := self._committed(name)) is not None)
+        return self.disk.committed()
+
+    def good(self) -> list[int]:
+        """Steps of the checkpoints that can be loaded, ascending; see ``problem``."""
+        return [step for step in self.steps() if not self.problem(step)]
 
     def leftovers(self) -> list[str]:
-        """Folders of saves that were not finished or were replaced, and what has no manifest."""
-        found = []
+        """Folders of saves that were not finished or were replaced."""
+        committed, found = self.steps(), []
         for name in self.disk.folders():
             parsed = parse_folder(name)
-            if parsed and parsed.kind != "aside" and self._committed(name) is None and not self._asides(name):
-                found.append(name)
+            if parsed and parsed.kind != "aside" and not (parsed.step in committed and not parsed.kind):
+                found += [] if self._asides(name) else [name]
         return found
 
     def asides(self) -> list[str]:
@@ -60,36 +64,51 @@ class CheckpointFolder:
 
     def problem(self, step: int) -> str:
         """Why a checkpoint cannot be loaded; empty where its manifest is whole and all files have their sizes."""
+        return self._problem(step_name(step))
+
+    def _problem(self, name: str) -> str:
         try:
-            return lacks(self.disk, step_name(step), read_manifest(self.disk, step_name(step)))
+            return lacks(self.disk, name, read_manifest(self.disk, name))
         except CheckpointError as error:
             return error.what
 
     def collect(self, attempt: str) -> list[str]:
         """Clear up after saves that were killed; the caller holds the run's lock, so that they are dead.
 
-        A checkpoint that a save was about to replace is put back; half-written ones are removed.
+        A checkpoint that a save was about to replace is put back; half-written ones are removed. Of two checkpoints of
+        a step a whole one stays, and one that is not whole is set aside.
 
         Args:
             attempt: of the caller, whose own saves are left alone.
 
         Returns:
-            What was removed or put back.
+            What was done, a line each.
         """
         done = []
         for name in self.disk.folders():
             parsed = parse_folder(name)
             if parsed and parsed.kind == "replaced":
-                if step_name(parsed.step) not in self.disk.folders():
-                    self.disk.put_back(name)
-                elif not self.problem(parsed.step):
-                    self.disk.remove(name)
-                else:
-                    continue  # the newer one is damaged: someone should look at both
-                done.append(name)
+                done += self._settle(name, parsed.step)
             elif parsed:
-                done += self.disk.sweep(name, attempt)
+                done += [
+                    f"removed {gone}, which a save that never ended left" for gone in self.disk.sweep(name, attempt)
+                ]
         return done
+
+    def _settle(self, replaced: str, step: int) -> list[str]:
+        """Decide between the checkpoint of a step and one that was replaced by it; lines that say what was done."""
+        done = []
+        if step in self.steps():
+            is_whole = not self._problem(replaced)
+            if is_whole and not self.problem(step):
+                self.disk.remove(replaced)
+                return [f"removed {replaced}, which a save that never ended left"]
+            name = step_name(step) if is_whole else replaced
+            done = [f"{name} IS DAMAGED, it is kept as {self.disk.set_aside(name)}"]
+            if not is_whole:
+                return done
+        self.disk.put_back(replaced)
+        return [*done, f"put {replaced} back, which a save that never ended was to replace"]
 
     def prune(self, keep_last: int, keep_every: int, protect: Iterable[int] = ()) -> list[int]:
         """Remove checkpoints that are not to be kept; returns their steps.
@@ -99,14 +118,10 @@ class CheckpointFolder:
         Args:
             keep_last, keep_every, protect: see ``expendable``.
         """
-        gone = expendable([step for step in self.steps() if not self.problem(step)], keep_last, keep_every, protect)
+        gone = expendable(self.good(), keep_last, keep_every, protect)
         for step in gone:
             self.disk.remove(step_name(step))
         return gone
-
-    def _committed(self, name: str) -> int | None:
-        step = parse_step(name)
-        return step if step is not None and MANIFEST in self.disk.files(name) else None
 
     def _asides(self, name: str) -> list[str]:
         if parse_step(name) is None:

@@ -95,7 +95,7 @@ def find(
         f"no checkpoint in {folder.disk.where} is good; damaged: step {_listed(damaged)}.",
         where="--checkpoint.load_step" if load_step >= 0 else "--checkpoint.folder",
         why=problems[0],
-        fix="crius checkpoint verify says more; --checkpoint.folder NEW starts from the beginning",
+        fix=f"crius checkpoint verify {folder.disk.where} says more; --checkpoint.folder NEW starts from the beginning",
     )
 
 
@@ -121,7 +121,7 @@ def _look(
         if not problems:
             state = read_state(folder.disk, step_name(step), manifest)
     except CheckpointError as error:
-        problems = [str(error.what)]
+        problems = [error.what.rstrip(".") + (f": {error.why}" if error.why else "")]
     except OSError as error:
         problems = [f"{type(error).__name__}: {error}"]
     everyones = [line for of_rank in gather(problems) for line in of_rank]

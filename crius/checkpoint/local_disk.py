@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from crius.checkpoint.names import check_name, parse_folder, step_name
+from crius.checkpoint.names import check_name, parse_folder, parse_step, step_name
 from crius.errors import CheckpointError
 
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -126,12 +126,11 @@ class LocalDisk:
 
     def folders(self) -> list[str]:
         """Names of the folders; links are none."""
-        with self._said("cannot be listed", ""):
-            try:
-                with os.scandir(self._root) as entries:
-                    return sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
-            except FileNotFoundError:
-                return []
+        return sorted(name for name, is_folder in self._entries() if is_folder)
+
+    def committed(self) -> list[int]:
+        """Steps of all that has the name of a checkpoint."""
+        return sorted(step for name, _ in self._entries() if (step := parse_step(name)) is not None)
 
     def commit(self, folder: str, step: int) -> None:
         """Rename the folder to that of the step; one that is there gets another name first."""
@@ -146,17 +145,19 @@ class LocalDisk:
                 self._rename(root, folder, name)
                 _sync(root)
 
-    def set_aside(self, step: int) -> str:
-        """Rename the folder of the step."""
-        name = step_name(step)
-        kept = f"{name}.aside-{_tag()}"
-        self._move(name, kept)
+    def set_aside(self, folder: str) -> str:
+        """Rename the folder."""
+        found = parse_folder(folder)
+        if not found:
+            raise CheckpointError(f"{folder} is not a checkpoint and cannot be set aside.", where=self.where)
+        kept = f"{step_name(found.step)}.aside-{_tag()}"
+        self._move(folder, kept)
         return kept
 
     def put_back(self, name: str) -> None:
         """Rename a folder to that of its step."""
         found = parse_folder(name)
-        if not found or step_name(found.step) in self.folders():
+        if not found or found.step in self.committed():
             raise CheckpointError(f"{name} cannot be put back: its place is taken.", where=self.where)
         self._move(name, step_name(found.step))
 
@@ -189,6 +190,15 @@ class LocalDisk:
     def _parts(self, path: str) -> tuple[str, str]:
         folder, _, name = path.partition("/")
         return check_name(folder, self.where), check_name(name, f"{self.where}/{folder}")
+
+    def _entries(self) -> list[tuple[str, bool]]:
+        """Names of all that is in the folder of checkpoints, and whether it is a folder; a link is none."""
+        with self._said("cannot be listed", ""):
+            try:
+                with os.scandir(self._root) as entries:
+                    return [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+            except FileNotFoundError:
+                return []
 
     def _status(self, path: str) -> os.stat_result:
         with self.open(path) as file:

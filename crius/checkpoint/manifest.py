@@ -10,13 +10,15 @@ Its first line holds its own hash, computed with the digits as zeros, so that no
     "tensors": {"model.norm.weight": ["F32", [256], [["rank-00000.safetensors", begin, end, [0], [256], digest]]], ...}}
 """
 
+import contextlib
+import gc
 import itertools
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from crius.checkpoint.digest import ALGORITHM, digest_of, is_digest
 from crius.checkpoint.names import MANIFEST, MAX_STEP, check_name, is_state
@@ -38,6 +40,7 @@ MAX_BYTES = 1 << 60
 MAX_DIMS = 16
 MAX_TEXT = 1024
 
+_ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 _HEAD = f'{{"digest": "{ALGORITHM}:'.encode()
 _ZEROS = b"0" * 32
 _DIGITS = slice(len(_HEAD), len(_HEAD) + len(_ZEROS))
@@ -52,8 +55,7 @@ class FileEntry:
     digest: str
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):  # large checkpoints have millions, and a dataclass takes three times as long to make
     """A part of a tensor.
 
     Attributes:
@@ -72,8 +74,7 @@ class Chunk:
     digest: str
 
 
-@dataclass(frozen=True)
-class TensorEntry:
+class TensorEntry(NamedTuple):
     """A tensor: dtype as safetensors names it, shape, and the parts that together are it."""
 
     dtype: str
@@ -149,6 +150,11 @@ class Manifest:
         said = data[_DIGITS]
         if digest_of(data[: _DIGITS.start] + _ZEROS + data[_DIGITS.stop :]).encode() != said:
             _refuse(where, "is damaged", "its hash is another one than it says")
+        with _uncollected():
+            return cls._decoded(data, said.decode(), where)
+
+    @classmethod
+    def _decoded(cls, data: bytes, digest: str, where: str) -> "Manifest":
         try:
             record = load_object(data)
         except ValueError as error:
@@ -162,7 +168,19 @@ class Manifest:
                 why=f"this Crius reads version {VERSION} of {FORMAT}",
                 fix="load it with the newer Crius that wrote it" if is_newer else "",
             )
-        return _checked(record, said.decode(), where)
+        return _checked(record, digest, where)
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Keep the garbage collector from looking again and again through millions of new parts, none of them garbage."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _plain(value: Any) -> Any:
@@ -175,7 +193,7 @@ def _plain(value: Any) -> Any:
 
 
 def _dump(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return _ENCODER.encode(value)
 
 
 def _section(name: str, entries: dict[str, Any]) -> str:
@@ -278,6 +296,8 @@ def _chunk(
 
 def _check_tiling(dims: tuple[int, ...], chunks: tuple[Chunk, ...], where: str, what: str) -> None:
     """Every element is in one part, and in one only."""
+    if len(chunks) == 1 and chunks[0].shape == dims:
+        return
     boxes = [(chunk.offset, chunk.shape) for chunk in chunks]
     if len(split := split_dims(dims, boxes)) > MAX_SPLIT_DIMS:
         _refuse(where, f"splits {what} along {len(split)} dims, the limit is {MAX_SPLIT_DIMS}")

@@ -14,9 +14,21 @@ from datetime import UTC
 from typing import Any, BinaryIO, TypeVar
 
 from crius.checkpoint.manifest import Manifest
-from crius.checkpoint.names import MANIFEST, check_name, is_plain, is_set_aside, step_name
+from crius.checkpoint.names import MANIFEST, check_name, is_plain, is_set_aside, parse_step, step_name
 from crius.errors import CheckpointError, ConfigError, EnvironmentError
 from crius.install import install_line
+
+PACKAGES = {
+    **dict.fromkeys(("s3", "s3a"), ("s3fs",)),
+    **dict.fromkeys(("gs", "gcs"), ("gcsfs",)),
+    **dict.fromkeys(("az", "abfs", "abfss"), ("adlfs",)),
+    **dict.fromkeys(("http", "https"), ("aiohttp", "requests")),
+    **dict.fromkeys(("sftp", "ssh"), ("paramiko",)),
+    **dict.fromkeys(("hdfs", "arrow_hdfs"), ("pyarrow",)),
+    **{"smb": ("smbprotocol",), "webhdfs": ("requests",), "webdav": ("webdav4",), "hf": ("huggingface_hub",)},
+    **{"oss": ("ossfs",), "oci": ("ocifs",)},
+}
+"""What to install for a kind of URL. The name of a kind is no package of fsspec's: on PyPI it is somebody else's."""
 
 PAUSES = (0.2, 1.0, 5.0)
 """Seconds between the tries of an operation that failed as one does when a network or a server has a bad moment."""
@@ -163,15 +175,19 @@ class FsspecDisk:
         """Names of the folders; links are none."""
         return sorted(name for name, info in self._list("") if info["type"] == "directory")
 
+    def committed(self) -> list[int]:
+        """Steps of the folders that have a manifest."""
+        steps = ((parse_step(name), name) for name in self.folders())
+        return sorted(step for step, name in steps if step is not None and MANIFEST in self.files(name))
+
     def commit(self, folder: str, step: int) -> None:
         """Remove what the manifest of the step, which is there, does not name."""
         if folder != step_name(step) or MANIFEST not in self.files(folder):
             raise CheckpointError(f"{self.where}/{folder} has no manifest of step {step}.")
         self.sweep(folder)
 
-    def set_aside(self, step: int) -> str:
+    def set_aside(self, folder: str) -> str:
         """Give the manifest another name."""
-        folder = step_name(step)
         kept = f"{folder}/manifest-aside-{uuid.uuid4().hex[:12]}.json"
         self._move(f"{folder}/{MANIFEST}", kept)
         return kept
@@ -301,11 +317,11 @@ def _file_system(url: str) -> tuple[Any, str]:
     try:
         fs, root = fsspec.core.url_to_fs(url)
     except ImportError as error:
-        package = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}.get(kind, kind)
+        packages = PACKAGES.get(kind.lower(), ())
         raise EnvironmentError(
             f"{kind}:// needs a package that is not installed: {error}.",
             where=_redacted(url),
-            fix=install_line(package),
+            fix=install_line(*packages) if packages else "",
         ) from error
     except ValueError as error:
         raise ConfigError(

@@ -154,6 +154,16 @@ class Saver:
                         self._tell_outcome(self._pending, "the thread that writes has died")
         self.blocked_seconds += time.monotonic() - begin
 
+    def prune(self) -> None:
+        """Remove the checkpoints that are not to be kept; where that fails they stay until the next save."""
+        try:
+            removed = self._folder.prune(self._config.keep_last, self._config.keep_every)
+        except Exception as error:  # the checkpoint is there
+            log.warning("checkpoint: old ones could not be removed (%s)", error)
+        else:
+            if removed:
+                log.info("checkpoint: removed step %s", ", ".join(map(str, removed)))
+
     def _writer(self, step: int, head: Manifest, state: dict[str, Any]) -> ShardWriter:
         return ShardWriter(
             self._folder.disk,
@@ -202,13 +212,7 @@ class Saver:
         except BaseException as error:
             self._remove_quietly(writer.folder)
             return _words(error)
-        try:
-            removed = self._folder.prune(self._config.keep_last, self._config.keep_every)
-        except Exception as error:  # the checkpoint is there; what is too much stays until the next one
-            log.warning("checkpoint: old ones could not be removed (%s)", error)
-        else:
-            if removed:
-                log.info("checkpoint: removed step %s", ", ".join(map(str, removed)))
+        self.prune()
         return ""
 
     def _report(self, key: str) -> dict[str, Any]:

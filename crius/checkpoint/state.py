@@ -1,28 +1,141 @@
-"""What a checkpoint holds beside tensors: ``state.json``. No torch."""
+"""What a checkpoint holds beside tensors: ``state.json``, which is checked as input from a stranger. No torch."""
 
 import json
 from typing import Any
 
 from crius.checkpoint.digest import digest_of
 from crius.checkpoint.disk import Disk
-from crius.checkpoint.manifest import Manifest
+from crius.checkpoint.manifest import MAX_TEXT, Manifest
+from crius.checkpoint.strict_json import load_object
 from crius.errors import CheckpointError
+
+MAX_STATE_BYTES = 1 << 25
+"""A stream of 100,000 shards has 4 MB of cursors."""
+
+MAX_COUNT = 10**18
+"""Of tokens and samples; sums and products of batches with it stay below 2**63."""
+
+MAX_NUMBER = 1e100
+"""Of losses, norms and seconds; its square is finite."""
+
+
+def encode_state(state: dict[str, Any], step: int) -> bytes:
+    """The bytes of ``state.json``.
+
+    Args:
+        state: what is no tensor.
+        step: of the checkpoint.
+
+    Raises:
+        ValueError: ``read_state`` would refuse it.
+    """
+    data = json.dumps(state, indent=1, allow_nan=False).encode()
+    _check(load_object(data), step)
+    return data
 
 
 def read_state(disk: Disk, folder: str, manifest: Manifest) -> dict[str, Any]:
-    """The state of a checkpoint.
+    """The state of a checkpoint, with everything checked that a run takes from it; what it does not know it leaves.
 
     Raises:
-        CheckpointError: it is missing, or is not what was written.
+        CheckpointError: it is missing, is not what was written, or is not one that Crius writes.
     """
     name = manifest.state_file
+    where = f"{disk.where}/{folder}"
+    if name and manifest.files[name].size > MAX_STATE_BYTES:
+        raise _refusal(f"{name} of {where} has {manifest.files[name].size:,} bytes, the limit is {MAX_STATE_BYTES:,}")
     data = disk.read(f"{folder}/{name}") if name else b""
     if not name or digest_of(data) != manifest.files[name].digest:
-        raise CheckpointError(
-            f"the state of {disk.where}/{folder} is {'not what was written' if name else 'missing'}.",
-            fix="resume from another step: --checkpoint.load_step N",
-        )
-    found = json.loads(data)
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{name} of {disk.where}/{folder} is no JSON object.")
+        raise _refusal(f"the state of {where} is {'not what was written' if name else 'missing'}")
+    try:
+        state = load_object(data)
+        _check(state, manifest.step)
+    except ValueError as error:
+        raise _refusal(f"{name} of {where} is not a state that Crius writes: {str(error)[:200]}") from None
+    return state
+
+
+def _refusal(what: str) -> CheckpointError:
+    return CheckpointError(f"{what}.", fix="resume from another step: --checkpoint.load_step N")
+
+
+def _check(state: dict[str, Any], step: int) -> None:
+    """Raise ValueError where a run could not go on from ``state``, which belongs to ``step``."""
+    if type(state.get("imported", False)) is not bool:
+        raise ValueError(f"imported is {_shown(state['imported'])}")
+    train = _table(state, "train")
+    counts = {name: _count(value, f"train.{name}") for name, value in train.items()}
+    if counts.get("step") != step:
+        raise ValueError(f"train.step is {_shown(train.get('step'))}, the manifest is of step {step}")
+    for name in ("updates", "skipped_steps"):
+        if counts.get(name, 0) > step:
+            raise ValueError(f"train.{name} is {counts[name]}, which is more than the {step} steps")
+    if "data" in state:
+        _check_data(_table(state, "data"))
+    if "stability" in state:
+        _check_stability(_table(state, "stability"))
+    if "run" in state:
+        run = _table(state, "run")
+        _text(run.get("id", ""), "run.id")
+        _count(run.get("threads", 1), "run.threads")
+    if "ledger" in state:
+        ledger = _table(state, "ledger")
+        _text(ledger.get("command"), "ledger.command")
+        for name, seconds in _table(ledger, "seconds").items():
+            _number(seconds, f"ledger.seconds.{_text(name, 'a name of ledger.seconds')}")
+
+
+def _check_data(data: dict[str, Any]) -> None:
+    for name in ("step", "next_sample"):
+        _count(data.get(name), f"data.{name}")
+    _text(data.get("source"), "data.source")
+    for shard, cursor in _table(data, "cursors").items():
+        if not (shard.isascii() and shard.isdecimal() and len(shard) <= 9):
+            raise ValueError(f"data.cursors has a shard {_shown(shard)}")
+        if type(cursor) is not list or len(cursor) != 3:
+            raise ValueError(f"data.cursors has {_shown(cursor)} for shard {shard}")
+        for place in cursor:
+            _count(place, f"data.cursors of shard {shard}")
+
+
+def _check_stability(stability: dict[str, Any]) -> None:
+    for name in ("skips_in_a_row", "rollbacks_in_a_row", "spikes_in_a_row"):
+        _count(stability.get(name), f"stability.{name}")
+    window = _table(stability, "window")
+    for name, values in window.items():
+        if type(values) is not list:
+            raise ValueError(f"stability.window has {_shown(values)} for {_shown(name)}")
+        for value in values:
+            _number(value, "a value of stability.window")
+    if len({len(values) for values in window.values()}) > 1:
+        raise ValueError("the lists of stability.window are not equally long")
+
+
+def _table(state: dict[str, Any], name: str) -> dict[str, Any]:
+    found = state.get(name)
+    if type(found) is not dict:
+        raise ValueError(f"{name} is {_shown(found)}" if name in state else f"it has no {name}")
     return found
+
+
+def _count(value: Any, what: str) -> int:
+    if type(value) is not int or not 0 <= value <= MAX_COUNT:  # True is an int too, and is none here
+        raise ValueError(f"{ascii(what)[1:-1][:60]} is {_shown(value)}")
+    return value
+
+
+def _number(value: Any, what: str) -> None:
+    if type(value) not in (int, float) or not -MAX_NUMBER <= value <= MAX_NUMBER:
+        raise ValueError(f"{what} is {_shown(value)}")
+
+
+def _text(value: Any, what: str) -> str:
+    """Text that can be printed: no control characters, which would act on a terminal."""
+    if not isinstance(value, str) or len(value) > MAX_TEXT or not value.isprintable():
+        raise ValueError(f"{what} is {_shown(value)}")
+    return value
+
+
+def _shown(value: object) -> str:
+    text = ascii(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."

@@ -1,6 +1,7 @@
-"""JSON from outside: one object, no key twice, no number that JSON does not have. No torch."""
+"""JSON from outside: one object, no key twice, no number that is not finite. No torch."""
 
 import json
+import math
 from collections import Counter
 from typing import Any, NoReturn
 
@@ -9,10 +10,13 @@ def load_object(data: bytes) -> dict[str, Any]:
     """The object that ``data`` is, in UTF-8.
 
     Raises:
-        ValueError: it is none, has a key twice, has NaN or an infinity, or is nested too deeply.
+        ValueError: it is none, has a key twice, has NaN, an infinity or a number too large to be finite, or is nested
+            too deeply.
     """
     try:
-        found = json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
+        found = json.loads(
+            data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite
+        )
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     if not isinstance(found, dict):
@@ -26,6 +30,13 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
         raise ValueError(f"the key {ascii(twice)[:100]} is there twice")
     return found
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:100]} is too large")
+    return number
 
 
 def _no_constant(text: str) -> NoReturn:

@@ -24,7 +24,7 @@ def fits(shape: Sequence[int], box: Box) -> bool:
 def split_dims(shape: Sequence[int], boxes: Iterable[Box]) -> list[int]:
     """The dims along which parts are smaller than the whole."""
     sizes = [size for _, size in boxes]
-    return [dim for dim in range(len(shape)) if any(size[dim] != shape[dim] for size in sizes)]
+    return [dim for dim, length in enumerate(shape) if any([size[dim] != length for size in sizes])]
 
 
 def cover(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
@@ -34,6 +34,11 @@ def cover(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
     tile the whole exactly where their signed corners sum to those of the whole. That takes linear time.
     """
     split = split_dims(shape, boxes)
+    if len(split) == 1 and math.prod(shape):
+        [dim] = split
+        edges = sorted((offset[dim], offset[dim] + size[dim]) for offset, size in boxes if size[dim])
+        ends = [0, *(end for _, end in edges)]
+        return [begin for begin, _ in edges] == ends[:-1] and ends[-1] == shape[dim]
     corners: Counter[tuple[int, ...]] = Counter()
     signed = [(offset, size, 1) for offset, size in boxes if math.prod(size)]
     whole = [((0,) * len(shape), shape, -1)] if math.prod(shape) else []

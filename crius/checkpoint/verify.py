@@ -56,7 +56,9 @@ def read_manifest(disk: Disk, folder: str) -> Manifest:
     if path.rpartition("/")[2] not in disk.files(name):
         raise CheckpointError(
             f"there is no {where}.",
-            why="a checkpoint without a manifest was never finished, or was removed in part",
+            why="the manifest was lost, for a save gives this name only to a checkpoint with a manifest"
+            if disk.is_local
+            else "a checkpoint without a manifest was never finished, or was removed in part",
             fix="resume from another step: --checkpoint.load_step N",
         )
     if (size := disk.size(path)) > MAX_MANIFEST_BYTES:

@@ -1,7 +1,6 @@
 """DCP's ``StorageWriter`` over Crius's format: one safetensors file a rank, the manifest and one rename at the end."""
 
 import dataclasses
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -11,13 +10,13 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from crius.checkpoint.digest import digest_of
 from crius.checkpoint.disk import Disk
 from crius.checkpoint.dtypes import NAMES, host_bytes
 from crius.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry
 from crius.checkpoint.names import MANIFEST
 from crius.checkpoint.shard_file import Part, write_shard
-from crius.checkpoint.verify import damages_of_file
+from crius.checkpoint.small_file import check_written, write_small
+from crius.checkpoint.state import encode_state
 from crius.errors import CheckpointError
 
 
@@ -55,7 +54,7 @@ class ShardWriter(StorageWriter):
         rank: of this process.
         head: the manifest, but for files and tensors; needed on the rank that finishes.
         state: what is no tensor, as JSON; likewise.
-        verify: read the file again and compare hashes.
+        verify: read each file again and compare hashes.
         beat: called while bytes move.
     """
 
@@ -106,12 +105,8 @@ class ShardWriter(StorageWriter):
         name = path.rpartition("/")[2]
         parts = [_part(item, planner) for item in plan.items]
         entry, places = write_shard(self._disk, path, parts, self._beat)
-        if self._verify and (damage := damages_of_file(self._disk, self.folder, name, entry, self._beat)):
-            raise CheckpointError(
-                f"{self._disk.where}/{path} was not read back as it was written: {damage.what}.",
-                why="memory, disk or the way to it changes bits",
-                fix="check the machine: its log, its memory, its disk",
-            )
+        if self._verify:
+            check_written(self._disk, self.folder, name, entry, self._beat)
         return [
             WriteResult(item.index, end - begin, Written(name, entry.size, entry.digest, begin, end, digest))
             for item, (begin, end, digest) in zip(plan.items, places, strict=True)
@@ -122,13 +117,12 @@ class ShardWriter(StorageWriter):
 
         Raises:
             OSError: the disk does not take it.
-            CheckpointError: a rank wrote to another place than this one.
+            CheckpointError: a rank wrote to another place than this one, or a file was not read back as it was written.
         """
         assert self._head is not None
-        state = json.dumps(self._state, indent=1).encode()
+        state = encode_state(self._state or {}, self._step)
         name = f"{self._disk.file_name('state', self._attempt)}.json"
-        self._put(name, state)
-        files = {name: FileEntry(size=len(state), digest=digest_of(state))}
+        files = {name: write_small(self._disk, self.folder, name, state, verify=self._verify)}
         places: dict[MetadataIndex, Written] = {}
         for result in (result for of_rank in results for result in of_rank):
             places[result.index] = result.storage_data
@@ -146,12 +140,8 @@ class ShardWriter(StorageWriter):
             if isinstance(tensor, TensorStorageMetadata)
         }
         manifest = dataclasses.replace(self._head, files=files, tensors=tensors)
-        self._put(MANIFEST, manifest.encode())
+        write_small(self._disk, self.folder, MANIFEST, manifest.encode(), verify=self._verify)
         self._disk.commit(self.folder, self._step)
-
-    def _put(self, name: str, data: bytes) -> None:
-        with self._disk.create(f"{self.folder}/{name}") as sink:
-            sink.write(data)
 
     def storage_meta(self) -> StorageMeta | None:
         """None: the manifest says it all."""

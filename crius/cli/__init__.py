@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from cyclopts import CycloptsError
 
 from crius.cli import bench, checkpoint, plan, settings, train, verify  # noqa: F401  # each adds its verbs to the app
-from crius.cli.app import SOURCES, app
+from crius.cli.app import COMMAND, SOURCES, app
 from crius.config.load import WrongSettings, explain, normalized_argv
 from crius.data.globs import is_utf8
 from crius.errors import ConfigError, CriusError
-from crius.redact import redact
+from crius.redact import printable, redact
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,16 +23,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return error.exit_code
     SOURCES.origins.clear()
+    COMMAND[:] = arguments
     is_parsed = False
     try:
         command, bound, _ = app.parse_args(arguments, exit_on_error=False, print_error=False)
         is_parsed = True
         return command(*bound.args, **bound.kwargs) or 0
     except (CycloptsError, WrongSettings) as error:
-        print(redact(str(explain(error, () if is_parsed else arguments))), file=sys.stderr)
+        print(printable(redact(str(explain(error, () if is_parsed else arguments)))), file=sys.stderr)
         return 2
     except CriusError as error:
-        print(redact(str(error)), file=sys.stderr)
+        print(printable(redact(str(error))), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return 130
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception:  # a mistake of Crius, or of a library below it
-        print(redact(traceback.format_exc()), file=sys.stderr)
+        print(printable(redact(traceback.format_exc())), file=sys.stderr)
         return 1
 
 

@@ -1,5 +1,6 @@
 """The command, the types of flags that verbs share, and what several verbs need. No torch here."""
 
+import dataclasses
 import importlib.util
 import itertools
 import os
@@ -14,11 +15,13 @@ from cyclopts import App, Parameter
 from crius import __version__
 from crius.config.facts import Facts
 from crius.config.load import RunSources
+from crius.config.model import ModelConfig
 from crius.config.run import RunConfig
 from crius.errors import ConfigError, EnvironmentError
 from crius.help import PlainHelp
 from crius.install import install_line
 from crius.models.registry import SPECS
+from crius.redact import printable
 
 Run = Annotated[RunConfig, Parameter(name="*")]
 Recipe = Annotated[str, Parameter(help="A run that comes with Crius; llama3_debug where no --config is given.")]
@@ -44,6 +47,9 @@ STARTED = time.monotonic()
 SOURCES = RunSources(
     {"model.name": SPECS, "model.flavor": {flavor for spec in SPECS.values() for flavor in spec.flavors}}
 )
+COMMAND: list[str] = []
+"""Verb and flags of this command, as ``normalized_argv`` gives them."""
+
 _SHARED: dict[str, Any] = {
     "default_parameter": Parameter(name_transform=lambda name: name, negative_bool="no_", negative_iterable=()),
     "config": [SOURCES],
@@ -68,7 +74,7 @@ app.command(verify_app)
 
 def emit(text: str) -> None:
     """Print one line."""
-    sys.stdout.write(text + "\n")
+    sys.stdout.write(printable(text) + "\n")
 
 
 def facts_of(run: RunConfig, nproc: int, placement: Any, is_dry: bool = False) -> Facts:
@@ -124,19 +130,32 @@ def _with_layout(
     return filled.config
 
 
-def _run_name(placement: Any) -> str:
+def _base_name(run: RunConfig) -> str:
+    """The recipe, where its model is what is trained, else the model with the sizes that differ from its flavor's."""
+    names = [f"model.{field.name}" for field in dataclasses.fields(ModelConfig)]
+    if SOURCES.recipe and all(SOURCES.origin(name) in ("default", f"recipe {SOURCES.recipe}") for name in names):
+        return SOURCES.recipe
+    defaults = ModelConfig()
+    sizes = [field.name for field in dataclasses.fields(ModelConfig) if field.name not in ("name", "flavor")]
+    changed = [
+        f"{name}_{getattr(run.model, name)}" for name in sizes if getattr(run.model, name) != getattr(defaults, name)
+    ]
+    return "_".join([run.model.name, run.model.flavor, *changed])
+
+
+def _run_name(run: RunConfig, placement: Any) -> str:
     """A name for a run that has none; all ranks of a launcher find the same one."""
-    recipe = SOURCES.recipe or "run"
+    base = _base_name(run)
     if placement is None:
-        name = f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
+        name = f"{base}-{time.strftime('%Y%m%d-%H%M%S')}"
         candidates = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
         return next(candidate for candidate in candidates if not (Path("runs") / candidate).exists())
     if placement.launcher == "slurm":
-        return f"{recipe}-slurm-{os.environ.get('SLURM_JOB_ID', '0')}.{os.environ.get('SLURM_STEP_ID', '0')}"
+        return f"{base}-slurm-{os.environ.get('SLURM_JOB_ID', '0')}.{os.environ.get('SLURM_STEP_ID', '0')}"
     if os.environ.get("TORCHELASTIC_RUN_ID", "none") != "none":
-        return f"{recipe}-{os.environ['TORCHELASTIC_RUN_ID']}"
+        return f"{base}-{os.environ['TORCHELASTIC_RUN_ID']}"
     if placement.world_size == placement.local_world_size:
-        return f"{recipe}-torchrun-{os.getppid()}"  # the agent is the parent of all ranks
+        return f"{base}-torchrun-{os.getppid()}"  # the agent is the parent of all ranks
     raise ConfigError(
         "a run on several hosts needs a name.",
         where="torchrun without --rdzv_id",
@@ -147,7 +166,7 @@ def _run_name(placement: Any) -> str:
 
 def run_dir(run: RunConfig, placement: Any) -> Path:
     """The folder of a run, made and found writable."""
-    folder = Path(run.job.run_dir or Path("runs") / (run.job.name or _run_name(placement)))
+    folder = Path(run.job.run_dir or Path("runs") / (run.job.name or _run_name(run, placement)))
     probe = folder / "logs" / f".writable-{os.uname().nodename}-{os.getpid()}"
     try:
         probe.parent.mkdir(parents=True, exist_ok=True)

@@ -15,6 +15,7 @@ from cyclopts import Parameter
 from crius.checkpoint.digest import ALGORITHM
 from crius.checkpoint.disk import open_disk
 from crius.checkpoint.folder import FEWEST, CheckpointFolder, expendable
+from crius.checkpoint.manifest import Manifest
 from crius.checkpoint.names import MANIFEST, parse_folder, parse_step, step_name
 from crius.checkpoint.state import read_state
 from crius.checkpoint.verify import Damage, damages, lacks, read_manifest
@@ -255,10 +256,11 @@ def _row(folder: CheckpointFolder, name: str) -> _Row:
     kind = "aside" if "/" in name else parsed.kind
     row = _Row(name, parsed.step, {"tmp": "leftover", "replaced": "leftover", "aside": "aside"}.get(kind, "ok"))
     path = name if "/" in name else f"{name}/{MANIFEST}"
-    if path.rpartition("/")[2] not in folder.disk.files(base):
-        row.state = "no manifest" if not kind else row.state
-        return row
     try:
+        if path.rpartition("/")[2] not in folder.disk.files(base):
+            lost = "damaged (the manifest was lost)" if folder.disk.is_local else "no manifest"
+            row.state = row.state if kind else lost
+            return row
         row.age_seconds = folder.disk.age_seconds(path)
         manifest = read_manifest(folder.disk, name)
     except CheckpointError as error:
@@ -294,7 +296,7 @@ def _verified(folder: CheckpointFolder, name: str, expected: str) -> dict[str, A
         has = sha256 if expected.startswith("sha256") else own
         found = [Damage(MANIFEST, "", f"is not the expected one: it has {has}, {expected} was expected")]
     else:
-        found = damages(disk, name, manifest)
+        found = damages(disk, name, manifest) or _refused_state(folder, name, manifest)
     return {
         **report,
         "manifest": own,
@@ -305,6 +307,15 @@ def _verified(folder: CheckpointFolder, name: str, expected: str) -> dict[str, A
         "seconds": time.monotonic() - began,
         "damages": [dataclasses.asdict(damage) for damage in found],
     }
+
+
+def _refused_state(folder: CheckpointFolder, name: str, manifest: Manifest) -> list[Damage]:
+    """Why a resume would not take the state of a checkpoint in which every byte is right."""
+    try:
+        read_state(folder.disk, name.partition("/")[0], manifest)
+    except CheckpointError as error:
+        return [Damage(manifest.state_file, "", error.what.rstrip("."))]
+    return []
 
 
 def _print_report(report: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -27,12 +28,13 @@ from crius.cli.settings import config_of
 from crius.config import rules
 from crius.config.export import flatten
 from crius.config.layout import replace_fields
-from crius.config.load import DEFAULT_RECIPE, recipe_settings
+from crius.config.load import DEFAULT_RECIPE, PLAN_SHORT, recipe_settings
 from crius.config.run import RunConfig
-from crius.errors import ConfigError
+from crius.errors import ConfigError, CriusError
 from crius.models.registry import SPECS
 
 if TYPE_CHECKING:
+    from crius.planner.alternatives import Alternative
     from crius.planner.check import CheckReport
     from crius.planner.hardware import Hardware
     from crius.planner.legal import Case
@@ -71,7 +73,9 @@ def plan(
     gpus: Annotated[int | None, Parameter(help="How many. Without: those of --nodes, or 8.")] = None,
     gpu: Annotated[
         str,
-        Parameter(help="A known GPU, or a TOML file: docs/planner.md lists them. Empty: h100; of --compare: its own."),
+        Parameter(
+            help="A known GPU, or a TOML file: docs/planner.md lists them. Empty: h100-80g; of --compare: its own."
+        ),
     ] = "",
     nodes: Annotated[int | None, Parameter(help="Whole nodes, in place of --gpus.")] = None,
     precision: Annotated[
@@ -81,7 +85,7 @@ def plan(
     recipe: Recipe = "",
     config: ConfigFiles = (),
     layout: Layout = "",
-    explain: Annotated[bool, Parameter(negative=(), help="Say how each choice was made, with its numbers.")] = False,
+    explain: Annotated[bool, Parameter(negative=(), help="Say how each choice was made, with all numbers.")] = False,
     check: Annotated[
         bool, Parameter(negative=(), help="Compare the plan with the dry run of the real code. Needs torch.")
     ] = False,
@@ -112,7 +116,11 @@ def plan(
         return _calibrate(out, as_json)
     if compare is not None:
         return _compare(compare, gpu, as_json)
-    return _plan(_case(run, gpu, gpus, nodes, precision), config, explain=explain, check=check, as_json=as_json)
+    case = _case(run, gpu, gpus, nodes, precision)
+    plan = _planned(case, check=check)
+    if plan.winner is None:
+        return _impossible(plan, gpu, precision, config, explain=explain, as_json=as_json)
+    return _recommend(plan, gpu, config, explain=explain, check=check, as_json=as_json)
 
 
 def _case(run: RunConfig, gpu: str, gpus: int | None, nodes: int | None, precision: str) -> "Case":
@@ -133,8 +141,9 @@ def _case(run: RunConfig, gpu: str, gpus: int | None, nodes: int | None, precisi
     if "training.seq_len" not in pinned:
         changes["training.seq_len"] = DEFAULT_SEQ_LEN
     run = with_dtype(replace_fields(run, changes), on_gpu=on_gpu)
-    if on_gpu:
-        _check_precision(run, found, precision)
+    problems = [*_open_flavor(run, pinned), *(_missing_precision(run, found, precision) if on_gpu else ())]
+    if problems:
+        raise ConfigError.together(problems)
     facts = known_model_facts(run)
     if facts:
         shape = shape_of(facts, f"{run.model.name}/{run.model.flavor}")
@@ -152,18 +161,26 @@ def _case(run: RunConfig, gpu: str, gpus: int | None, nodes: int | None, precisi
     )
 
 
-def _check_precision(run: RunConfig, found: "Hardware", precision: str) -> None:
-    """The GPU has the matmuls that are asked for: crius train emulates others, which no plan knows the speed of.
+def _open_flavor(run: RunConfig, pinned: set[str]) -> Iterator[CriusError]:
+    """Nobody said which size of the model: the default is one for tests, which no GPU is bought for."""
+    if run.model.name in SPECS and "model.flavor" not in pinned:
+        flavors = list(SPECS[run.model.name].flavors)
+        yield ConfigError(
+            f"which size of {run.model.name} is not given.",
+            where="--flavor",
+            why="memory and speed depend on it, and the default of crius train, debug, is for tests",
+            fix=f"--flavor with one of {', '.join(flavors)}, e.g. --flavor {flavors[len(flavors) // 2]}",
+        )
 
-    Raises:
-        ConfigError: it has none.
-    """
+
+def _missing_precision(run: RunConfig, found: "Hardware", precision: str) -> Iterator[CriusError]:
+    """The GPU lacks the matmuls that are asked for: crius train emulates them, and no plan knows that speed."""
     missing = {"float8": not found.float8_flops, "mxfp8": not found.has_mxfp8}
     for kind, is_missing in missing.items():
         name = f"quantize.dense.{kind}.enable"
         if is_missing and getattr(run.quantize.dense, kind).enable:
             is_short = precision == kind
-            raise ConfigError(
+            yield ConfigError(
                 f"{found.name} has no {kind} matmuls.",
                 where=f"--precision {kind}" if is_short else f"--{name} ({SOURCES.origin(name)})",
                 why="" if is_short else "crius train emulates them there, which gains nothing and is not planned",
@@ -189,10 +206,9 @@ def _count(gpus: int | None, nodes: int | None, found: "Hardware") -> int:
     return gpus or (nodes or 0) * found.gpus_per_node or 8
 
 
-def _plan(case: "Case", files: tuple[Path, ...], *, explain: bool, check: bool, as_json: bool) -> int:
-    """Search, and print what was found; returns the exit code."""
-    from crius.planner import render
-    from crius.planner.plan import check_case, make_plan, remedies_of
+def _planned(case: "Case", *, check: bool) -> "Plan":
+    """The plan of ``case``, which is checked first."""
+    from crius.planner.plan import check_case, make_plan
 
     if check and case.facts is None:
         raise ConfigError(
@@ -204,21 +220,68 @@ def _plan(case: "Case", files: tuple[Path, ...], *, explain: bool, check: bool, 
     plan = make_plan(case)
     # those of a recipe or a file; on the command line they are refused
     left_out = [f"--{name} ({SOURCES.origin(name)}) is not planned: {SPLIT}" for name in UNPLANNED if case.given(name)]
-    plan = dataclasses.replace(plan, outside=[*plan.outside, *left_out])
-    if plan.winner is None:
-        found = remedies_of(plan)
-        data = render.impossible_data(plan, found)
-        emit(json.dumps(data, indent=2) if as_json else "\n".join(render.impossible_lines(plan, found)))
-        return 1
-    settings = _settings(case, plan.settings, files)
-    sources = [f"--recipe {SOURCES.recipe}"] * bool(SOURCES.recipe) + [f"--config {shlex.quote(str(f))}" for f in files]
-    lines = render.plan_lines(plan, " ".join(["crius train", *sources]), settings, is_explained=explain)
-    data, code = render.plan_data(plan, settings), 0
+    return dataclasses.replace(plan, outside=[*plan.outside, *left_out])
+
+
+def _recommend(plan: "Plan", gpu: str, files: tuple[Path, ...], *, explain: bool, check: bool, as_json: bool) -> int:
+    """Print the winner of ``plan``; returns the exit code."""
+    from crius.planner.hardware import card_taken
+    from crius.planner.plan_json import plan_data
+    from crius.planner.render import plan_lines
+
+    settings = _settings(plan.case, plan.settings, files)
+    start = " ".join(["crius train", *_sources(files)])
+    lines = plan_lines(plan, card_taken(gpu or DEFAULT_GPU), start, settings, is_explained=explain)
+    data, code = plan_data(plan, settings), 0
     if check:
-        report = _checked(case, plan)
+        report = _checked(plan.case, plan)
         lines, data, code = [*lines, "", *report.lines()], data | {"check": report.as_dict()}, int(not report.agrees)
     emit(json.dumps(data, indent=2) if as_json else "\n".join(lines))
     return code
+
+
+def _impossible(
+    plan: "Plan", gpu: str, precision: str, files: tuple[Path, ...], *, explain: bool, as_json: bool
+) -> int:
+    """Say that nothing fits, and which commands plan what does; returns the exit code."""
+    from crius.planner.alternatives import alternatives
+    from crius.planner.hardware import card_taken
+    from crius.planner.plan import remedies_of
+    from crius.planner.plan_json import impossible_data
+    from crius.planner.render import impossible_lines
+
+    remedies = remedies_of(plan)
+    fitting = [(one.what, _plan_command(one, gpu, precision, files)) for one in alternatives(plan, remedies)]
+    if as_json:
+        emit(
+            json.dumps(
+                {**impossible_data(plan, remedies), "commands_that_fit": [text for _, text in fitting]}, indent=2
+            )
+        )
+    else:
+        card = card_taken(gpu or DEFAULT_GPU)
+        emit("\n".join(impossible_lines(plan, card, remedies, fitting, is_explained=explain)))
+    return 1
+
+
+def _plan_command(one: "Alternative", gpu: str, precision: str, files: tuple[Path, ...]) -> str:
+    """The command that was given, changed to what ``one`` asks for."""
+    from crius.planner.render import flags
+
+    given = {name for name, origin in SOURCES.origins.items() if origin == "command line"} - one.left_out
+    values = flatten(one.case.config)
+    short = {name: short for short, name in PLAN_SHORT.items()}
+    typed = {short.get(name, name): values[name] for name in values if name in given | set(one.changes)}
+    machine = {"gpus": one.case.num_gpus, "gpu": one.gpu or gpu or DEFAULT_GPU}
+    also = {"precision": precision} if precision else {}
+    return " ".join(["crius plan", *_sources(files), *flags({**typed, **machine, **also})])
+
+
+def _sources(files: tuple[Path, ...]) -> list[str]:
+    """The recipe and the files of the command line, as they are typed."""
+    return [f"--recipe {SOURCES.recipe}"] * bool(SOURCES.recipe) + [
+        f"--config {shlex.quote(str(file))}" for file in files
+    ]
 
 
 def _settings(case: "Case", settings: dict[str, Any], files: tuple[Path, ...]) -> dict[str, Any]:
@@ -229,7 +292,8 @@ def _settings(case: "Case", settings: dict[str, Any], files: tuple[Path, ...]) -
     rests_on = {name: value for name, value in planned.items() if name.startswith(PLANNED) and value != base[name]}
     elsewhere = {name for name, origin in SOURCES.origins.items() if origin != "command line"}
     ordered = sorted(settings | rests_on, key=list(planned).index)
-    return {name: planned[name] for name in ordered if name not in elsewhere}
+    untold = elsewhere if case.facts else elsewhere | {"model.name", "model.flavor"}  # no model that a run knows
+    return {name: planned[name] for name in ordered if name not in untold}
 
 
 def _checked(case: "Case", plan: "Plan") -> "CheckReport":

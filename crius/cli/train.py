@@ -5,8 +5,6 @@ import dataclasses
 import functools
 import json
 import os
-import shutil
-import sys
 from pathlib import Path
 
 from crius.cli.app import (
@@ -28,6 +26,7 @@ from crius.cli.app import (
     run_dir,
 )
 from crius.config import rules
+from crius.config.facts import Facts
 from crius.config.run import RunConfig
 from crius.errors import ConfigError
 from crius.launch.environment import Placement
@@ -89,45 +88,53 @@ def train(
 
             open_run_corpus(run, facts.data_parallel_ranks)
         code = _start(run, folder, placement, facts.num_ranks, strict)
-    if code == 0 and (placement is None or placement.rank == 0):
-        _say_next(run, folder, facts.num_ranks)
-    return code
+    return _end(facts, run, folder, placement, code)
 
 
 def _own(run: RunConfig, folder: Path, stack: contextlib.ExitStack) -> None:
     """Make the folders of a run its own while ``stack`` is open, and see whether it can go on from what is in them."""
     from crius.launch.lock import run_lock
     from crius.train.inputs import check_resume, own_checkpoint_folder
+    from crius.train.saving import check_space
 
     stack.enter_context(run_lock(folder, "train"))  # before anything of a run that is there is touched
     checkpoints = own_checkpoint_folder(run, folder)
     if checkpoints and not checkpoints.resolve().is_relative_to(folder.resolve()):
         stack.enter_context(run_lock(checkpoints, "train"))  # another run may have the same one
     check_resume(run, folder)
+    check_space(run, folder)
 
 
 def _start(run: RunConfig, folder: Path, placement: Placement | None, num_ranks: int, strict: bool) -> int:
     """Train in workers of this host, or in this process; returns the exit code.
 
-    Workers, also where one is enough, are what can be started again: a run with checkpoints has them.
+    Workers, also where one is enough, are what can be started again: a supervised run has them.
     """
     from crius.launch.environment import single_placement
     from crius.launch.local import run_single, run_workers
-    from crius.launch.stop import STOPPED, ignore_stop_signals
+    from crius.launch.stop import ignore_stop_signals
     from crius.launch.supervision import Supervision
-    from crius.launch.worker import leave
     from crius.train import job
 
     target = functools.partial(job.run, run, folder, STARTED, strict=strict)
-    if placement is None and (num_ranks > 1 or run.checkpoint.is_enabled):
-        # without checkpoints a restart would begin again at step 1: that is for a person to decide
-        launch = run.launch if run.checkpoint.is_enabled else dataclasses.replace(run.launch, max_restarts=0)
+    if placement is None and (num_ranks > 1 or run.checkpoint.is_supervised):
+        # without checkpoints on the way a restart would begin again at step 1: that is for a person to decide
+        launch = run.launch if run.checkpoint.is_supervised else dataclasses.replace(run.launch, max_restarts=0)
         supervision = Supervision(launch=launch, watchdog=run.watchdog)
         code = run_workers(target, num_ranks, folder, supervision=supervision)
-        if code in STOPPED:
-            ignore_stop_signals()
-        return code
-    code = run_single(target, placement or single_placement(), folder, run.watchdog)
+    else:
+        code = run_single(target, placement or single_placement(), folder, run.watchdog)
+    ignore_stop_signals()  # the code is known
+    return code
+
+
+def _end(facts: Facts, run: RunConfig, folder: Path, placement: Placement | None, code: int) -> int:
+    """Say what the run left and what to do next; returns the exit code."""
+    from crius.cli.next_steps import say_next
+    from crius.launch.worker import leave
+
+    if placement is None or placement.rank == 0:
+        say_next(facts, run, folder, placement, code)
     if code and placement:
         leave(code)  # a normal exit would wait for peers that may be gone
     return code
@@ -154,15 +161,3 @@ def _dry_run(run: RunConfig, nproc: int, rank: int, as_json: bool) -> int:
     report = dry_run(run, facts.num_ranks, rank, STARTED)
     emit(json.dumps(report.as_dict(), indent=2) if as_json else "\n".join(report.lines()))
     return 0
-
-
-def _say_next(run: RunConfig, folder: Path, num_ranks: int) -> None:
-    emit(f"run folder: {folder} (metrics.jsonl, summary.json, run.toml, logs/)")
-    if run.model.flavor == "debug":
-        crius = "crius" if shutil.which("crius") else f"{sys.executable} -m crius"
-        again = f"--config {folder / 'run.toml'} --training.steps {2 * run.training.steps}"
-        emit("try next:")
-        if num_ranks == 1:
-            emit(f"  the same curve on four workers   {crius} train --parallelism.data_parallel_shard_degree 4")
-        emit(f"  this run again, twice as long    {crius} train {again}")
-        emit(f"  every setting and its origin     {crius} config show")

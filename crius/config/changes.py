@@ -55,7 +55,7 @@ class Change:
     kind: Kind
 
     def __str__(self) -> str:
-        return f"{self.name}: {_shown(self.old)} -> {_shown(self.new)} ({self.kind})"
+        return f"{_plain(self.name)}: {_shown(self.old)} -> {_shown(self.new)} ({self.kind})"
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
@@ -95,7 +95,7 @@ def check_changes(found: Iterable[Change], allowed: Iterable[str], where: str) -
     back = " ".join(f"--{change.name} {_typed(change.old)}" for change in refused if change.old is not None)
     raise ConfigError(
         f"the run cannot go on from its checkpoint with {'another setting' if len(refused) == 1 else 'other settings'}:"
-        + "".join(f"\n  {change.name}: {_shown(change.old)} -> {_shown(change.new)}" for change in refused),
+        + "".join(f"\n  {_plain(change.name)}: {_shown(change.old)} -> {_shown(change.new)}" for change in refused),
         where=where,
         why="it would not be the same run any more",
         fix=f"{back}, or --job.run_dir NEW for a new run, or --checkpoint.allow_changes {names}",
@@ -105,7 +105,12 @@ def check_changes(found: Iterable[Change], allowed: Iterable[str], where: str) -
 def _shown(value: Any) -> str:
     if value is None:
         return "(unknown)"
-    return " ".join(map(str, value)) or "(empty)" if isinstance(value, list) else str(value) or "(empty)"
+    return _plain(" ".join(map(str, value)) if isinstance(value, list) else str(value)) or "(empty)"
+
+
+def _plain(text: str) -> str:
+    """``text``, which may be a stranger's, without line breaks and what else acts on a terminal."""
+    return text if text.isprintable() else ascii(text)
 
 
 def _typed(value: Any) -> str:

@@ -8,8 +8,9 @@ from typing import Literal
 class CheckpointConfig:
     """Saving and resuming a run. A run whose folder has checkpoints goes on from the newest good one."""
 
-    enable: bool = False
-    """Save a checkpoint at the end and when the run is asked to stop, and resume. An interval alone enables that."""
+    enable: bool | None = None
+    """Unset: save the last step, and the step at which the run is asked to stop, and resume. on: also start again after
+    failures, as an interval does. no_enable: save nothing and do not resume."""
 
     interval: int = 0
     """Steps between checkpoints. 0: none."""
@@ -50,4 +51,9 @@ class CheckpointConfig:
     @property
     def is_enabled(self) -> bool:
         """Whether the run saves and resumes."""
-        return self.enable or self.interval > 0 or self.interval_minutes > 0
+        return self.enable is not False
+
+    @property
+    def is_supervised(self) -> bool:
+        """Whether the run starts again after failures: where that was asked for, or where it saves on the way."""
+        return self.is_enabled and (bool(self.enable) or self.interval > 0 or self.interval_minutes > 0)

@@ -35,6 +35,7 @@ SHORT = {
 PLAN_SHORT = {
     "model": "model.name",
     "flavor": "model.flavor",
+    "seq_len": "training.seq_len",
     "global_batch_size": "training.global_batch_size",
     "local_batch_size": "training.local_batch_size",
 }

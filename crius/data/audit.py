@@ -220,7 +220,7 @@ def _take(log: _RankLog, line: bytes) -> bool:
                 return False
             flat.extend((record["step"], first, end, stride))
         log.ranges.setdefault(record["attempt"], array("q")).extend(flat)
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return False
     return True
 

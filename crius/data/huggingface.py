@@ -159,7 +159,6 @@ def open_huggingface(
     held = train
     if validation.path:
         held = Split(data, validation.path[0], num_shards=1, hold_out=0, **shared)
-        next(held.validation_readers()).check()
         lines.append(f"validation: first {validation.num_samples:,} sequences of {held.label}")
     else:
         lines.append(
@@ -168,6 +167,7 @@ def open_huggingface(
     sample = StreamSample(
         held.validation_readers, num_samples=validation.num_samples, seq_len=seq_len, label=held.label
     )
+    sample.check()
     return source, sample, tuple(lines)
 
 

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 _log = logging.getLogger("crius.data")
+_MOST_ATTEMPTS = 1 << 32
 _TAIL_BYTES = 1 << 16  # holds the last line: one of a step has about 60 bytes, that of an attempt a few hundred
 
 
@@ -46,12 +47,15 @@ def samples_path(run_dir: Path, rank: int) -> Path:
 
 def next_attempt(run_dir: Path) -> int:
     """The number of the attempt that begins now, as rank 0's file has it. One rank asks and tells the others."""
+    found = [-1]
     with contextlib.suppress(OSError), samples_path(run_dir, 0).open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-        for line in reversed(file.read().splitlines()):
-            with contextlib.suppress(ValueError, KeyError, TypeError):  # the last one may be torn
-                return int(json.loads(line)["attempt"]) + 1
-    return 0
+        for line in file.read().splitlines():
+            # the last line may be torn, and any may be damaged: the highest number is the one that is free above
+            with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+                number = json.loads(line)["attempt"]
+                found += [number] if type(number) is int and number < _MOST_ATTEMPTS else []
+    return max(found) + 1
 
 
 class SampleLog:

@@ -263,14 +263,26 @@ class StreamSample:
         rows = [self._load()[sample_id] for sample_id in sample_ids]
         return np.stack([tokens for tokens, _ in rows]), np.stack([positions for _, positions in rows])
 
+    def check(self) -> None:
+        """Read the first sequence, so that too little text is found before anything is trained.
+
+        Raises:
+            DataError: there is not one, or it cannot be read.
+        """
+        self._first(1)
+
     def _load(self) -> list[tuple[Int64Array, Int64Array]]:
-        if self._windows:
-            return self._windows
+        if not self._windows:
+            self._windows = self._first(self._wanted)
+        return self._windows
+
+    def _first(self, count: int) -> list[tuple[Int64Array, Int64Array]]:
+        """Tokens and positions of the first ``count`` sequences, or of all where there are fewer; at least 1."""
         windows: list[tuple[Int64Array, Int64Array]] = []
         for reader in self._readers():
-            while len(windows) < self._wanted and (window := reader.next_window()) is not None:
+            while len(windows) < count and (window := reader.next_window()) is not None:
                 windows.append(window)
-            if len(windows) == self._wanted:
+            if len(windows) == count:
                 break
         if not windows:
             raise DataError(
@@ -278,5 +290,4 @@ class StreamSample:
                 where="--validation.fraction",
                 fix="--validation.fraction 0.1, --validation.path SPLIT, or --validation.interval 0 for no validation",
             )
-        self._windows = windows
         return windows

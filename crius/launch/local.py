@@ -37,6 +37,7 @@ from crius.launch.sentry import sentry
 from crius.launch.status import Heartbeat, mirror_path, read_mirror
 from crius.launch.stop import PREEMPTED, STOP_SIGNALS
 from crius.launch.supervision import Attempt, History, Supervision, reason_to_stop
+from crius.launch.tested import warn_where_untested
 from crius.launch.watchdog import Hang, Watch
 from crius.launch.worker import attempt
 
@@ -239,6 +240,7 @@ def run_workers(
         EnvironmentError: ``run_dir`` cannot be written.
     """
     assert num_ranks >= 1
+    warn_where_untested()
     _prepare_logs(run_dir, 0)
     if supervision:
         stop_seconds = supervision.launch.grace_seconds
@@ -276,6 +278,8 @@ def run_single(
     Raises:
         EnvironmentError: ``run_dir`` cannot be written.
     """
+    if placement.rank == 0:
+        warn_where_untested()
     log_dir = _prepare_logs(run_dir, placement.rank)
     report_path(log_dir, placement.rank).unlink(missing_ok=True)
     is_watched = watchdog is not None and watchdog.enable and placement.launcher != "single"

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import re
 import signal
 import sys
@@ -15,7 +14,8 @@ from pathlib import Path
 
 from crius.errors import CriusError
 from crius.launch.status import status
-from crius.redact import redact
+from crius.private_file import write_private
+from crius.redact import printable, redact
 
 _NUM_FRAMES = 10
 _NUM_LINES = 10
@@ -91,11 +91,8 @@ def log_path(folder: Path, rank: int) -> Path:
 
 def write_json(path: Path, record: object) -> None:
     """Write ``record`` so that a reader sees all of it or nothing. A full disk is no second error: it is ignored."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     with contextlib.suppress(OSError):
-        partial.touch(mode=0o600)
-        partial.write_text(json.dumps(record, indent=1), encoding="utf-8")
-        partial.replace(path)
+        write_private(path, json.dumps(record, indent=1))
 
 
 def write_report(report: ErrorReport, folder: Path) -> None:
@@ -244,5 +241,5 @@ def report_to_torchrun(report: ErrorReport, environ: Mapping[str, str]) -> None:
 def say(text: str) -> None:
     """Print a block to stderr."""
     with contextlib.suppress(OSError):  # nobody reads any more
-        sys.stderr.write(f"\n{redact(text)}\n")
+        sys.stderr.write(f"\n{printable(redact(text))}\n")
         sys.stderr.flush()

@@ -25,6 +25,7 @@ from crius.launch.witness import (
     threads_path,
     wait_for_answers,
 )
+from crius.private_file import write_private
 from crius.table import aligned
 
 _ANSWER_SECONDS = 1.0
@@ -137,7 +138,7 @@ class Hang:
             incidents.mkdir(parents=True, exist_ok=True)
             write_json(incidents / f"hang-{number}.json", [asdict(witness) for witness in self.witnesses])
             threads = [f"\nall threads of rank {witness.rank}\n{witness.threads}" for witness in self.witnesses]
-            text.write_text("\n".join([*lines, *threads]) + "\n", encoding="utf-8")
+            write_private(text, "\n".join([*lines, *threads]) + "\n")
             for witness in self.witnesses:
                 dump = flight_path(self.folder, witness.rank)
                 if dump.exists():

@@ -20,7 +20,7 @@ from crius.launch.report import ErrorReport, log_path, report_of, write_report
 from crius.launch.status import mirror_path, status
 from crius.launch.stop import STOP_SIGNALS
 from crius.launch.witness import testify
-from crius.redact import redact
+from crius.redact import printable, redact
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PARENT_POLL_SECONDS = 0.5
@@ -59,7 +59,7 @@ def worker_main(
         if report is not None:
             write_report(report, folder)
     except BaseException:  # an error in these lines themselves; the launcher then says that no report was left
-        sys.stderr.write(redact(traceback.format_exc()))
+        sys.stderr.write(printable(redact(traceback.format_exc())))
     finally:
         leave(code)
 
@@ -86,7 +86,7 @@ def attempt(target: Callable[[Placement], None], placement: Placement) -> tuple[
     report = report_of(error, placement.rank)
     write_report(report, placement.log_dir)
     with contextlib.suppress(OSError), log_path(placement.log_dir, placement.rank).open("a", encoding="utf-8") as log:
-        log.write(redact("".join(traceback.format_exception(error))))
+        log.write(printable(redact("".join(traceback.format_exception(error)))))
     return report.exit_code, report
 
 

@@ -27,5 +27,5 @@ def build_sinks(
     if config.enable_tensorboard:
         from crius.metrics.sinks.tensorboard import TensorBoardSink  # noqa: PLC0415  needs an optional package
 
-        sinks.append(TensorBoardSink(run_dir, resumed_step))
+        sinks.append(TensorBoardSink(run_dir, total_memory_gib, resumed_step))
     return sinks

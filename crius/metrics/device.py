@@ -2,6 +2,7 @@
 
 import resource
 import sys
+from dataclasses import dataclass
 
 import torch
 
@@ -32,14 +33,45 @@ def peak_tflops(device: torch.device) -> float | None:
     return next((peak for known, peak in PEAK_TFLOPS if known in name), None)
 
 
-def peak_memory_gib(device: torch.device) -> float:
-    """Peak memory in GiB since the last call: allocated on a GPU, the largest resident set so far on a CPU."""
+@dataclass(frozen=True, kw_only=True)
+class PeakMemory:
+    """Peaks in GiB, and counts since the process began. On a CPU the peaks are the resident set, and the counts are 0.
+
+    The names are those of ``StepMetrics``.
+
+    Attributes:
+        memory_gib: tensors.
+        max_active_gib: tensors, and blocks that wait for another stream.
+        max_reserved_gib: what the allocator took from the driver.
+        num_alloc_retries: times that the allocator gave all that it kept back to the driver and asked again.
+        num_ooms: times that there was no memory left even then.
+    """
+
+    memory_gib: float
+    max_active_gib: float
+    max_reserved_gib: float
+    num_alloc_retries: int = 0
+    num_ooms: int = 0
+
+
+def peak_memory(device: torch.device) -> PeakMemory:
+    """The peaks of a GPU since the last call; of a CPU the largest resident set so far."""
     if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(device)
+        stats = torch.cuda.memory_stats(device)
         torch.cuda.reset_peak_memory_stats(device)
-        return peak / GIB
+        allocated, active, reserved = (
+            stats.get(f"{kind}_bytes.all.peak", 0) / GIB for kind in ("allocated", "active", "reserved")
+        )
+        return PeakMemory(
+            memory_gib=allocated,
+            max_active_gib=active,
+            max_reserved_gib=reserved,
+            num_alloc_retries=stats.get("num_alloc_retries", 0),
+            num_ooms=stats.get("num_ooms", 0),
+        )
     unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss: bytes there, KiB on Linux
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
+    return PeakMemory(memory_gib=resident, max_active_gib=resident, max_reserved_gib=resident)
 
 
 def total_memory_gib(device: torch.device) -> float | None:

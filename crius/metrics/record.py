@@ -22,9 +22,14 @@ class StepMetrics:
         step_seconds: mean time of a step, waiting for data included.
         data_seconds: mean time of a step spent waiting for data.
         memory_gib: peak memory of rank 0 since the last report (GPU: allocated; CPU: resident set).
+        max_active_gib: likewise, with blocks that wait for another stream (CPU: resident set).
+        max_reserved_gib: likewise, all that the allocator took from the driver (CPU: resident set).
+        num_alloc_retries: times so far that the allocator of rank 0 had to free what it kept and ask again.
+        num_ooms: times so far that there was no memory left even then.
         skipped_steps: steps so far whose update was left out.
         rolled_back_steps: steps so far whose update was lost when the weights of a snapshot came back.
         goodput: share in [0, 1] of the time since the command began that went into steps which count.
+        max_loss: largest of the means over the valid tokens of one rank; None unless TensorBoard is on.
     """
 
     step: int
@@ -42,6 +47,11 @@ class StepMetrics:
     skipped_steps: int = 0
     rolled_back_steps: int = 0
     goodput: float = 0.0
+    max_loss: float | None = None
+    max_active_gib: float = 0.0
+    max_reserved_gib: float = 0.0
+    num_alloc_retries: int = 0
+    num_ooms: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -249,7 +249,16 @@ KNOWN: dict[str, Hardware] = {
         ),
     )
 }
-ALIASES = {"a100": "a100-80g", "h100": "h100-96g", "h100-sxm": "h100-80g", "4090": "rtx-4090"}
+ALIASES = {"a100": "a100-80g", "h100": "h100-80g", "h100-sxm": "h100-80g", "4090": "rtx-4090"}
+
+
+def card_taken(name: str) -> str:
+    """The card that a short name such as ``h100`` stands for, and its other forms; empty where there is one form."""
+    name = name.lower()
+    others = [known for known in KNOWN if known.startswith(name.partition("-")[0] + "-") and known != ALIASES.get(name)]
+    return (
+        f"{name} is planned as {ALIASES[name]}; other cards: {', '.join(others)}" if name in ALIASES and others else ""
+    )
 
 
 def hardware(name_or_path: str) -> Hardware:

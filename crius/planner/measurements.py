@@ -69,7 +69,8 @@ class Measurement:
         memory_bytes: highest of a rank; None: not published.
         memory_kind: whether the allocator's cache is in ``memory_bytes``.
         says_checkpointing: what is recomputed is stated, not assumed to be nothing.
-        too_large: sequences of a microbatch with which the same run is said to be out of memory; 0: nothing is said.
+        too_large: sequences of a microbatch with which the run is said to be out of memory; 0: nothing is said.
+        ran_out: the run itself ran out of memory, so that it has no speed and no peak.
         notes: what is assumed.
     """
 
@@ -84,6 +85,7 @@ class Measurement:
     memory_kind: MemoryKind
     says_checkpointing: bool
     too_large: int
+    ran_out: bool
     notes: str
 
     @property
@@ -163,21 +165,26 @@ def measurement(name: str, row: Mapping[str, str]) -> Measurement:
         RowError: it cannot be planned.
     """
     tokens, gibibytes = number(row, "tps_per_gpu", None), number(row, "peak_mem_gib", None)
-    if tokens is None and gibibytes is None:
-        raise RowError("neither tokens/s nor memory is published")
+    ran_out = row.get("oom", "").lower() in YES or "oom" in (row["tps_per_gpu"].lower(), row["peak_mem_gib"].lower())
+    if ran_out and tokens is not None:
+        raise RowError(f"it ran out of memory (oom), and had {tokens:g} tokens/s")
+    if tokens is None and gibibytes is None and not ran_out:
+        raise RowError("neither tokens/s nor memory is published, and oom does not say that it ran out of memory")
     kind = row.get("mem_kind", "")
+    workload = _workload(row)
     return Measurement(
         name=name,
         source=row.get("source", ""),
         family=row.get("family", "") or "other",
-        workload=_workload(row),
+        workload=workload,
         gpu=row["gpu"],
         hardware=hardware_of(row),
         tokens_per_second=tokens,
-        memory_bytes=None if gibibytes is None else gibibytes * GIB,
+        memory_bytes=None if gibibytes is None or ran_out else gibibytes * GIB,
         memory_kind=_memory_kind(kind, row.get("framework", "")),
         says_checkpointing=bool(row["ac_mode"]),
-        too_large=_too_large(row.get("notes", "")),
+        too_large=workload.microbatch if ran_out else _too_large(row.get("notes", "")),
+        ran_out=ran_out,
         notes=row.get("notes", ""),
     )
 

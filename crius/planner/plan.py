@@ -52,7 +52,7 @@ class Plan:
         nearby: what one change would cost.
         least_gpus: the smallest number of GPUs on which some layout fits; 0: none is enough.
         least_keeps_degrees: so many are enough with the degrees that were given.
-        outside: why measurements do not support the winner; empty where they do.
+        outside: why measurements do not support the winner, or else the smallest layout; empty where they do.
         seconds: that it took.
     """
 
@@ -71,7 +71,7 @@ class Plan:
     @property
     def smallest(self) -> Candidate | None:
         """Of those that do not fit the one that needs least; None where all fit, or nothing is legal."""
-        return min(self.found.too_large.values(), key=lambda one: one.memory.total, default=None)
+        return smallest_of(self.found)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +103,7 @@ def make_plan(case: Case, *, is_brief: bool = False) -> Plan:
     found = search(case)
     winner = legal_best(found)
     rows = best_rows(found, winner) if winner else []
+    shown = winner or smallest_of(found)
     least, keeps_degrees = (0, True) if is_brief else fewest_with(case, fits=winner is not None)
     return Plan(
         case=case,
@@ -114,9 +115,14 @@ def make_plan(case: Case, *, is_brief: bool = False) -> Plan:
         nearby=neighbours(case, winner) if winner and not is_brief else [],
         least_gpus=least,
         least_keeps_degrees=keeps_degrees,
-        outside=validated_range(winner.workload, case.hardware) if winner else [],
+        outside=validated_range(shown.workload, case.hardware) if shown else [],
         seconds=time.monotonic() - started,
     )
+
+
+def smallest_of(found: Found) -> Candidate | None:
+    """Of the candidates that do not fit the one that needs least; None where all fit, or nothing is legal."""
+    return min(found.too_large.values(), key=lambda one: one.memory.total, default=None)
 
 
 def check_case(case: Case, origin: Callable[[str], str]) -> None:
@@ -265,7 +271,7 @@ def remedies_of(plan: Plan) -> list[Remedy]:
 def nothing_fits(found: Found) -> LayoutError:
     """The error of a search that found nothing, with the smallest number of GPUs."""
     case = found.case
-    smallest = min(found.too_large.values(), key=lambda one: one.memory.total, default=None)
+    smallest = smallest_of(found)
     flags = ", ".join(f"--{name}" for name in sorted(case.pinned))
     if smallest is None:
         return LayoutError(

@@ -33,6 +33,9 @@ RANKS_PRICE = 0.5
 LEAST_GAIN = 0.005
 """Share of the memory, but for what a process has without a model, below which a change is no remedy."""
 
+LEAST_SAVED = GIB / 10
+"""Bytes below which a change is no remedy: a plan is not as exact, and no run ends for so little."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Remedy:
@@ -67,8 +70,7 @@ class Remedy:
     @property
     def effect(self) -> str:
         """``41.20 GiB planned (19.87 less), a step takes 12% longer``."""
-        digits = 2 if self.saved >= GIB / 10 else 4
-        saved = f"{self.nbytes / GIB:.{digits}f} GiB planned ({self.saved / GIB:.{digits}f} less)"
+        saved = f"{self.nbytes / GIB:.2f} GiB planned ({self.saved / GIB:.2f} less)"
         speed = f"a step takes {self.slower:.0%} longer" if self.slower >= 0.005 else "no slower"
         speed = f"a step takes {-self.slower:.0%} less" if self.slower <= -0.005 else speed
         return ", ".join(filter(None, [saved, speed, self.note]))
@@ -114,7 +116,7 @@ def remedies(
         rules: that a changed run has to keep.
 
     Returns:
-        At most ``most`` remedies, the cheapest that suffices first.
+        At most ``most`` remedies, the cheapest that suffices first; none that saves less than ``LEAST_SAVED``.
     """
     judge = _Judge(config, facts, num_ranks, hardware, target, "cuda" if on_gpu else "cpu", rules)
     changes = list(_changes(config, num_ranks, on_gpu))
@@ -159,7 +161,7 @@ def remedies_of_shape(workload: Workload, hardware: Hardware, target: float, *, 
             fields = {field: value for _, _, values, _ in some for field, value in values.items()}
             changed = replace(workload, **fields)
             nbytes = memory(changed, hardware).total
-            if nbytes < before and (count == 1 or nbytes <= target):
+            if before - nbytes >= LEAST_SAVED and (count == 1 or nbytes <= target):
                 one = Remedy(
                     changes=changes,
                     num_ranks=workload.layout.num_ranks,
@@ -191,7 +193,7 @@ class _Judge:
         before = from_config(config, facts, num_ranks, device=device)
         planned = memory(before, hardware)
         self._bytes, self._seconds = planned.total, step_time(before, hardware).total
-        self._least = LEAST_GAIN * (planned.total - planned.parts["overhead"])
+        self._least = max(LEAST_SAVED, LEAST_GAIN * (planned.total - planned.parts["overhead"]))
 
     def best(self, pool: Iterable[Sequence[_Change]]) -> list[Remedy]:
         """Those of ``pool`` that help, what suffices first and of that the cheapest."""

@@ -1,12 +1,13 @@
-"""A plan as lines to read and as data. Torch-free."""
+"""A plan as lines to read. Torch-free."""
 
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from crius.planner.estimate import Estimate
 from crius.planner.explain import explain, in_words, spelled_layout
+from crius.planner.hardware import Hardware
 from crius.planner.memory import model_parameters
 from crius.planner.plan import Plan
 from crius.planner.rank import spelled
@@ -16,6 +17,10 @@ from crius.planner.workload import Workload
 from crius.table import aligned
 
 GIB = 2**30
+MOST_LINES = 12
+"""Lines of a plan without ``--explain``; a command with many flags may take it beyond."""
+
+MOST_FITTING = 3
 _WIDTH = 116
 _SMALL = 0.0005  # a part of which less than this share is left out
 
@@ -33,36 +38,53 @@ def flags(settings: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def command(start: str, settings: Mapping[str, Any]) -> list[str]:
-    """Lines of a command that can be pasted."""
-    lines = [start]
+def command(start: str, settings: Mapping[str, Any], end: str = " \\") -> list[str]:
+    """Lines of a command that can be pasted; each but the last one ends with ``end``."""
+    lines = [start or "   "]
     for flag in flags(settings):
         if len(lines[-1]) + len(flag) > _WIDTH - 3:
             lines.append("   ")
         lines[-1] += f" {flag}"
-    return [line + " \\" * (number < len(lines) - 1) for number, line in enumerate(lines)]
+    return [line + end * (number < len(lines) - 1) for number, line in enumerate(lines)]
 
 
-def plan_lines(plan: Plan, start: str, settings: Mapping[str, Any], *, is_explained: bool) -> list[str]:
-    """Everything for people.
+def plan_lines(plan: Plan, card: str, start: str, settings: Mapping[str, Any], *, is_explained: bool) -> list[str]:
+    """What to take, how fast it is and what it needs; with ``is_explained`` why, and the rest that is known.
 
     Args:
         plan: that was made; it has a winner.
+        card: which card a short name stands for; may be empty.
         start: of the command: ``crius train`` with a recipe, if there is one.
         settings: that the command needs on top of ``start``.
-        is_explained: with the decisions as sentences.
+        is_explained: all that is known, in place of the ``MOST_LINES`` that matter most.
     """
     case, winner = plan.case, plan.winner
     assert winner is not None
-    hardware = case.hardware
-    lines = [heading(plan), ""]
-    lines += [f"recommended: {described(winner.workload)}", f"  {figures(winner)}", ""]
-    if case.facts is None:
-        lines += [f"{case.shape.name} is not trainable yet: its layout as flags", ""]
-    lines += [*command(start, settings), ""]
+    lines = first_lines(plan, card)
+    lines += [f"recommended: {described(winner.workload)}", f"  {figures(winner, case.hardware)}"]
+    if case.facts is not None:
+        lines += command(start, settings)
+    else:
+        typed = command("", settings, end="")
+        lines += [f"Crius does not train {case.shape.name} yet; its layout as flags:", *typed]
     if is_explained:
-        lines += ["how it was decided", *_numbered(explain(plan.found, winner)), ""]
-    lines += ["best layouts (a GPU's tokens/s and GiB)", *aligned(_rows(plan), left=range(6)), ""]
+        return [*lines, "", *_explained(plan, winner)]
+    room = MOST_LINES - len(lines) - 2  # the header of the table and the last line
+    table = _rows(plan, max(0, room)) if room > 1 and len(plan.rows) > 1 else []
+    lines += aligned(table, left=range(6)) if table else []
+    return [*lines, f"{_least(plan)}; --explain: why, and memory and time by part"]
+
+
+def first_lines(plan: Plan, card: str) -> list[str]:
+    """Model, batch and machine; which card is meant; why no measurement supports the plan."""
+    return [heading(plan), *filter(None, [card]), *outside_lines(plan.outside)]
+
+
+def _explained(plan: Plan, winner: Candidate) -> list[str]:
+    """How it was decided, other layouts, memory and time by part, what a change costs."""
+    hardware = plan.case.hardware
+    lines = ["how it was decided", *_numbered(explain(plan.found, winner)), ""]
+    lines += ["best layouts (a GPU's tokens/s and GiB)", *aligned(_rows(plan, len(plan.rows)), left=range(6)), ""]
     if plan.rejected:
         rows = [
             [
@@ -82,45 +104,62 @@ def plan_lines(plan: Plan, start: str, settings: Mapping[str, Any], *, is_explai
     if plan.nearby:
         rows = [[one.text, one.effect(winner)] for one in plan.nearby]
         lines += ["", "what one change would do", *(f"  {line}" for line in aligned(rows, left=None))]
-    lines += ["", _least(plan), *outside_lines(plan.outside)]
-    lines.append(
-        f"{plan.found.num_judged:,} candidates in {plan.seconds:.1f} s; {usable_bytes(hardware) / GIB:.1f} GiB of "
-        f"{hardware.memory_bytes / GIB:.0f} count as usable"
-    )
-    return lines
+    usable, whole = usable_bytes(hardware) / GIB, hardware.memory_bytes / GIB
+    counts = f"{plan.found.num_judged:,} candidates in {plan.seconds:.1f} s"
+    return [*lines, "", _least(plan), f"{counts}; {usable:.1f} GiB of {whole:.0f} count as usable"]
 
 
-def impossible_lines(plan: Plan, remedies: Iterable[Remedy]) -> list[str]:
-    """What to say where nothing fits: the smallest layout, how many GPUs would do, and what to change."""
+def impossible_lines(
+    plan: Plan, card: str, remedies: Sequence[Remedy], fitting: Iterable[tuple[str, str]], *, is_explained: bool
+) -> list[str]:
+    """What to say where nothing fits: the smallest layout, what to change, and commands of cases that fit.
+
+    Args:
+        plan: that was made; it has no winner.
+        card: which card a short name stands for; may be empty.
+        remedies: changes of the smallest layout.
+        fitting: of each case that fits what it is, and the command that plans it; the last one ends the lines.
+        is_explained: with the memory of the smallest layout and with the remedies that are not enough.
+    """
     case, smallest = plan.case, plan.smallest
-    lines = [heading(plan), ""]
+    lines = first_lines(plan, card)
     if smallest is None:
-        return [
-            *lines,
+        lines.append(
             f"no layout is legal: degrees must divide {case.num_gpus} GPUs, the model's heads and "
             f"{case.global_batch_size} sequences a step; an integer reshard_after_forward_mode divides the shards and "
-            "takes no TP and PP",
-            _least(plan),
-        ]
-    need, most = smallest.memory.total / GIB, usable_bytes(case.hardware) / GIB
-    lines += [
-        f"does not fit: the smallest layout, {described(smallest.workload)}, needs {need:,.1f} GiB of {most:,.1f}",
-        "",
-        f"memory of the fullest rank, GiB ({smallest.memory.note})",
-        *_parts(smallest.memory, GIB),
-        "",
-        _least(plan),
-        "",
-        "what to change, from this layout on",
-    ]
-    for one in remedies:
-        lines.append(f"  {'fits' if one.fits else 'not enough'}: {one.flags}: {one.effect}")
-    shorter = judge(replace(smallest.workload, seq_len=smallest.workload.seq_len // 2), case.hardware)
-    lines.append(
-        f"  {'fits' if shorter.fits else 'not enough'}: sequences half as long: {shorter.memory.total / GIB:.2f} GiB "
-        f"planned ({(smallest.memory.total - shorter.memory.total) / GIB:.2f} less)"
-    )
+            "takes no TP and PP"
+        )
+    else:
+        need, most = smallest.memory.total / GIB, usable_bytes(case.hardware) / GIB
+        lines.append(
+            f"does not fit: the smallest layout, {described(smallest.workload)}, needs {need:,.1f} GiB of {most:,.1f}"
+        )
+        memory = _parts(smallest.memory, GIB)
+        if is_explained:
+            lines += ["", f"memory of the fullest rank, GiB ({smallest.memory.note})", *memory, ""]
+        lines += _changes(smallest, case.hardware, remedies, is_explained=is_explained)
+    lines.append(_least(plan))
+    for what, text in fitting:
+        lines += [f"{what}:", *text.splitlines()]
     return lines
+
+
+def _changes(
+    smallest: Candidate, hardware: Hardware, remedies: Sequence[Remedy], *, is_explained: bool
+) -> Iterator[str]:
+    """What each change of the smallest layout saves: those after which it fits, or all."""
+    shown = remedies if is_explained else [one for one in remedies if one.fits][:MOST_FITTING]
+    if shown:
+        yield "what to change, from this layout on"
+    for one in shown:
+        yield f"  {'fits' if one.fits else 'not enough'}: {one.flags}: {one.effect}"
+    if is_explained:
+        shorter = judge(replace(smallest.workload, seq_len=smallest.workload.seq_len // 2), hardware)
+        yield (
+            f"  {'fits' if shorter.fits else 'not enough'}: sequences half as long: "
+            f"{shorter.memory.total / GIB:.2f} GiB planned "
+            f"({(smallest.memory.total - shorter.memory.total) / GIB:.2f} less)"
+        )
 
 
 def heading(plan: Plan) -> str:
@@ -130,7 +169,7 @@ def heading(plan: Plan) -> str:
     return (
         f"{case.shape.name} ({in_words(model_parameters(case.shape))} parameters{yet}), "
         f"{case.global_batch_size:,} sequences of {case.config.training.seq_len:,} tokens a step, on "
-        f"{case.num_gpus:,} x {case.hardware.name}"
+        f"{case.num_gpus:,} x {case.hardware.name} ({case.hardware.memory_bytes / GIB:.0f} GiB)"
     )
 
 
@@ -157,10 +196,18 @@ def options_of(workload: Workload) -> list[str]:
     return [name for name, is_on in named.items() if is_on]
 
 
-def figures(one: Candidate) -> str:
-    """Speed, step and memory."""
-    speed = f"{one.tokens_per_second:,.0f} tokens/s a GPU, {one.time.total:,.3g} s a step"
-    return f"{speed}, {one.memory.total / GIB:.1f} GiB a GPU"
+def figures(one: Candidate, hardware: Hardware) -> str:
+    """Speed, MFU, step and memory."""
+    speed = f"{one.tokens_per_second:,.0f} tokens/s per GPU, MFU {_share(one.mfu(hardware))}"
+    return f"{speed}, {_seconds(one.time.total)} s per step, {one.memory.total / GIB:.1f} GiB per GPU"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:#.3g}"
+
+
+def _share(mfu: float | None) -> str:
+    return "n/a" if mfu is None else f"{mfu:.1%}"
 
 
 def outside_lines(outside: Iterable[str]) -> list[str]:
@@ -169,73 +216,9 @@ def outside_lines(outside: Iterable[str]) -> list[str]:
     return ["outside the validated range: " + "; ".join(reasons)] if reasons else []
 
 
-def impossible_data(plan: Plan, remedies: Iterable[Remedy]) -> dict[str, Any]:
-    """``impossible_lines`` as data."""
-    smallest = candidate_data(plan.smallest) if plan.smallest else None
-    return {**plan_data(plan, {}), "smallest": smallest, "remedies": [one.as_dict() for one in remedies]}
-
-
-def plan_data(plan: Plan, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The same as data; bytes, seconds and tokens/s of a GPU."""
-    case, winner = plan.case, plan.winner
-    return {
-        "model": {
-            "name": case.shape.name,
-            "parameters": model_parameters(case.shape),
-            "trainable": case.facts is not None,
-        },
-        "gpu": case.hardware.name,
-        "num_gpus": case.num_gpus,
-        "seq_len": case.config.training.seq_len,
-        "global_batch_size": case.global_batch_size,
-        "memory_bytes": case.hardware.memory_bytes,
-        "usable_bytes": usable_bytes(case.hardware),
-        "fits": winner is not None,
-        "recommended": candidate_data(winner) if winner else None,
-        "flags": " ".join(flags(settings)),
-        "settings": dict(settings),
-        "best": [candidate_data(one) for one in plan.rows],
-        "rejected": [{**candidate_data(one.candidate), "reason": one.reason} for one in plan.rejected],
-        "sensitivity": [
-            {"change": one.text, "result": candidate_data(one.candidate) if one.candidate else None}
-            for one in plan.nearby
-        ],
-        "least_gpus": plan.least_gpus or None,
-        "outside_validated_range": plan.outside,
-        "explanation": explain(plan.found, winner),
-        "num_judged": plan.found.num_judged,
-        "seconds": plan.seconds,
-    }
-
-
-def candidate_data(one: Candidate) -> dict[str, Any]:
-    """A candidate as data."""
-    work = one.workload
-    return {
-        "layout": spelled_layout(work),
-        "degrees": work.layout.degrees,
-        "schedule": work.schedule if work.layout.pp > 1 else None,
-        "stages_per_rank": work.stages_per_rank,
-        "local_batch_size": work.microbatch,
-        "num_microbatches": work.num_microbatches,
-        "activation_checkpoint": work.activation_checkpoint,
-        "compile": work.compile,
-        "precision": work.precision,
-        "async_tp": work.async_tp,
-        "reshard": work.reshard,
-        "gradient_sync": work.gradient_sync,
-        "fits": one.fits,
-        "tokens_per_second": one.tokens_per_second,
-        "step_seconds": one.time.total,
-        "memory_bytes": one.memory.total,
-        "memory": dict(one.memory.parts),
-        "time": dict(one.time.parts),
-    }
-
-
-def _rows(plan: Plan) -> list[list[str]]:
-    rows = [["", "layout", "schedule", "microbatches", "recompute", "options", "tokens/s", "step s", "GiB"]]
-    for number, one in enumerate(plan.rows, start=1):
+def _rows(plan: Plan, most: int) -> list[list[str]]:
+    rows = [["", "layout", "schedule", "microbatches", "recompute", "options", "tokens/s", "MFU", "step s", "GiB"]]
+    for number, one in enumerate(plan.rows[:most], start=1):
         work = one.workload
         schedule = work.schedule + f" x {work.stages_per_rank}" * (work.stages_per_rank > 1)
         rows.append(
@@ -247,7 +230,8 @@ def _rows(plan: Plan) -> list[list[str]]:
                 work.activation_checkpoint,
                 ", ".join(options_of(work)) or "-",
                 f"{one.tokens_per_second:,.0f}",
-                f"{one.time.total:,.3g}",
+                _share(one.mfu(plan.case.hardware)),
+                _seconds(one.time.total),
                 f"{one.memory.total / GIB:.1f}",
             ]
         )

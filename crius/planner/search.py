@@ -7,6 +7,7 @@ from crius.planner.estimate import Estimate
 from crius.planner.from_config import ITEMSIZE, MOMENT_BYTES
 from crius.planner.hardware import Hardware
 from crius.planner.legal import Case, layouts
+from crius.planner.matmuls import flops_per_token
 from crius.planner.memory import memory, model_parameters
 from crius.planner.time import step_time
 from crius.planner.variants import Variants
@@ -50,6 +51,14 @@ class Candidate:
     def tokens_per_second(self) -> float:
         """Of one GPU."""
         return self.workload.tokens_per_rank / self.time.total
+
+    def mfu(self, hardware: Hardware) -> float | None:
+        """Model FLOPs utilisation in [0, 1] as a run logs it: of the bfloat16 peak; None on a CPU."""
+        if hardware.generation == "cpu":
+            return None
+        # a token of a run sees (seq_len + 1) / 2 tokens in the mean, itself among them
+        flops = flops_per_token(self.workload.model, self.workload.seq_len + 1)
+        return self.tokens_per_second * flops / hardware.bfloat16_flops
 
     def headroom(self, hardware: Hardware) -> float:
         """Share of a GPU's memory that stays free."""
@@ -154,7 +163,7 @@ def fewest_gpus(case: Case, *, fits: bool = False) -> int:
     if unit > most and not fits:
         return 0
     unit = min(unit, most)
-    lower = _power_below(unit)
+    lower = power_below(unit)
     for number in range(lower + 1, min(unit - 1, node) + 1):
         if fits_on(case.on(number)):
             return number
@@ -174,6 +183,6 @@ def fewest_with(case: Case, *, fits: bool = False) -> tuple[int, bool]:
     return (found, True) if found else (fewest_gpus(case.with_any_degrees), False)
 
 
-def _power_below(number: int) -> int:
+def power_below(number: int) -> int:
     """The largest power of two below ``number``; 0 below 1."""
     return 1 << (number - 1).bit_length() - 1 if number > 1 else 0

@@ -79,7 +79,7 @@ class Ordering:
 class Judged:
     """A row and what the plan says of it: tokens/s of a GPU by plan and by the baseline, and bytes.
 
-    ``too_large_memory``: with the microbatch that is known to be too large.
+    ``too_large_memory``: with the microbatch that is known to be too large; 0 where none is.
     """
 
     row: Measurement
@@ -136,17 +136,19 @@ class Report:
 
     def refused(self) -> tuple[int, int]:
         """Rows that ran although the plan says that they do not fit, and rows that ran and say what they recompute."""
-        ran = [one for one in self.judged if one.row.says_checkpointing]
+        ran = [one for one in self.judged if one.row.says_checkpointing and not one.row.ran_out]
         return sum(one.memory > one.row.hardware.memory_bytes for one in ran), len(ran)
 
-    def ran_out(self) -> tuple[int, int]:
-        """Runs that are known to be out of memory and are said to be, and all that are known."""
+    def ran_out(self) -> tuple[int, list[str]]:
+        """Number of runs that ran out of memory, and the names of those that the plan says to fit."""
         known = [one for one in self.judged if one.row.too_large]
-        return sum(one.too_large_memory > one.row.hardware.memory_bytes for one in known), len(known)
+        missed = [one.row.name for one in known if one.too_large_memory <= one.row.hardware.memory_bytes]
+        return len(known), missed
 
     def worst(self) -> list[Judged]:
         """Rows that are furthest off."""
-        return sorted(self.judged, key=lambda one: -abs(math.log1p(max(one.error, -0.999))))[:WORST]
+        measured = [one for one in self.judged if not one.row.ran_out]
+        return sorted(measured, key=lambda one: -abs(math.log1p(max(one.error, -0.999))))[:WORST]
 
     def as_json(self) -> dict[str, Any]:
         """Errors as fractions, by kind of model."""
@@ -160,12 +162,13 @@ class Report:
             for name, wanted in kinds.items()
         }
         orders = {name: self.ordering(wanted).as_json() for name, wanted in kinds.items()}
-        (refused, ran), (flagged, ran_out) = self.refused(), self.ran_out()
+        (refused, ran), (ran_out, missed) = self.refused(), self.ran_out()
+        calls = {"ran": ran, "refused": refused, "ran_out": ran_out, "flagged": ran_out - len(missed), "missed": missed}
         return {
             **by_kind,
             "ordering": {**self.ordering().as_json(), **orders},
             "families": {family: self._of_family(family) for family in sorted({one.row.family for one in self.judged})},
-            "memory_calls": {"ran": ran, "refused": refused, "ran_out": ran_out, "flagged": flagged},
+            "memory_calls": calls,
             "judged": len(self.judged),
             "not_judged": [{"id": one.name, "reason": one.reason} for one in self.unjudged],
         }
@@ -178,14 +181,15 @@ class Report:
 
     def table(self) -> list[str]:
         """Lines to print."""
-        order, (refused, ran), (flagged, ran_out) = self.ordering(), self.refused(), self.ran_out()
+        order, (refused, ran), (ran_out, missed) = self.ordering(), self.refused(), self.ran_out()
         lines = [
             *aligned([_HEADER, *self._rows()], left=(0, 1)),
             "",
             "error: share of what was measured; constant MFU: the median of the family's other rows on that GPU",
             f"ordering: {order.right} of {order.n} pairs of layouts right (same model, GPU and family, > 10 % apart)",
             f"memory: {refused} of {ran} runs that did run are said not to fit; "
-            f"{flagged} of {ran_out} that ran out of memory are",
+            f"{ran_out - len(missed)} of {ran_out} that ran out of memory are",
+            *([f"  said to fit although they ran out of memory: {', '.join(missed)}"] if missed else []),
             "",
             "furthest off:",
             *aligned([_worst_row(one) for one in self.worst()], left=(0, 1, 2)),

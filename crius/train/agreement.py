@@ -1,5 +1,6 @@
 """What all ranks have to decide alike although only some of them know the reason: to stop, to save now, to give up."""
 
+import time
 from dataclasses import dataclass
 
 import torch
@@ -8,6 +9,12 @@ import torch.distributed as dist
 from crius.errors import LayoutError
 from crius.parallel.dims import ParallelDims
 from crius.parallel.runtime import World
+
+SECONDS = 1.0
+"""About how long several ranks train until they agree again."""
+
+MOST_STEPS = 100
+"""Steps until they agree again, at most: they may become slower."""
 
 
 @dataclass(frozen=True)
@@ -25,15 +32,58 @@ class Decision:
     give_up: bool
 
 
-def agree(stop: int | None, save: bool, give_up: bool) -> Decision:
-    """The greatest of what the ranks say, the same on all of them. One small collective on the host.
+NOTHING = Decision(stop=0, save=False, give_up=False)
 
-    On a GPU the host is ahead of the device here, so that this costs it no time of its own.
+
+class Agreement:
+    """What the ranks agree on, before the first step and then: one alone after each, several about each ``SECONDS``.
+
+    Each time they also agree on the number of steps until they do so again, from the pace of the slowest.
+
+    Args:
+        num_ranks: of the run.
     """
-    words = torch.tensor([stop or 0, save, give_up], dtype=torch.int64)
-    dist.all_reduce(words, op=dist.ReduceOp.MAX)
-    found, has_to_save, gives_up = words.tolist()
-    return Decision(found, bool(has_to_save), bool(gives_up))
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._steps, self._wait = 0, 0
+        self._since = time.monotonic()
+
+    def ask(self, stop: int | None, save: bool, give_up: bool) -> Decision:
+        """The greatest of what the ranks say, the same on all; ``NOTHING`` after steps at which they do not ask.
+
+        One small collective on the host. On a GPU the host is ahead of the device here, so that this costs no time.
+
+        Args:
+            stop: number of the signal that asks to stop.
+            save: time for a checkpoint.
+            give_up: too many saves failed.
+        """
+        if self._num_ranks == 1:
+            return Decision(stop or 0, save, give_up)
+        self._steps = min(self._steps + 1, self._wait)  # none before the first time
+        if self._steps < self._wait:
+            return NOTHING
+        elapsed = max(time.monotonic() - self._since, 1e-6)
+        wait = max(1, min(MOST_STEPS, int(self._steps / elapsed * SECONDS)))
+        words = torch.tensor([stop or 0, save, give_up, -wait], dtype=torch.int64)
+        dist.all_reduce(words, op=dist.ReduceOp.MAX)
+        found, has_to_save, gives_up, least = words.tolist()
+        self._steps, self._wait, self._since = 0, -least, time.monotonic()
+        return Decision(found, bool(has_to_save), bool(gives_up))
+
+
+class Preempted(Exception):
+    """The run was asked to stop.
+
+    Args:
+        signal: number of the signal that asked.
+        step: the last one that was done; where the run saves, it is saved.
+    """
+
+    def __init__(self, signal: int, step: int) -> None:
+        super().__init__(signal, step)
+        self.signal, self.step = signal, step
 
 
 def one_layout(dims: ParallelDims, ranks: World) -> ParallelDims:

@@ -34,7 +34,7 @@ from crius.parallel.mesh import Mesh
 from crius.parallel.runtime import World
 from crius.shards import laid_out, local_tensor, named_parameters
 from crius.train.guard import UpdateGuard
-from crius.train.inputs import checkpoint_folder
+from crius.train.inputs import check_steps_left, checkpoint_folder
 from crius.train.planted import DiskFaults
 from crius.train.rng import restore_streams, seed_streams, streams
 from crius.train.state import TrainState
@@ -129,8 +129,8 @@ class Checkpoints:
         status.update(phase="load")
         config = self._config.checkpoint
         if self._ranks.rank == 0:
-            for name in self.folder.collect(self._attempt):
-                log.info("checkpoint: removed %s, which a save that never ended left", name)
+            for line in self.folder.collect(self._attempt):
+                log.info("checkpoint: %s", line)
         seed_streams(self._ranks.device, self._config.debug.seed, self._ranks.rank)
         found = self._find(self.folder, self._ranks.gather_json(self._own_step() if self._ranks.rank == 0 else None)[0])
         if found is None and config.load_path:
@@ -141,12 +141,15 @@ class Checkpoints:
                     where="--checkpoint.load_path",
                     fix="name a folder that has step-N folders, such as runs/NAME/checkpoints",
                 )
+            check_steps_left(found.manifest.step, self._config)
         if found is None:
             self._run_id = self._ranks.gather_json(uuid.uuid4().hex)[0]
             return Resumed(0)
         begin = time.monotonic()
         self._load(found)
         self._set_aside_later(found)
+        if self._ranks.rank == 0 and found.folder is self.folder:
+            self.saver.prune()  # a kill between a commit and what follows it leaves more than are to be kept
         step = self._parts.state.step
         if self._ranks.rank == 0:
             log.info(
@@ -163,10 +166,13 @@ class Checkpoints:
         is_ours = self._command and ledger.get("command") == self._command
         return Resumed(step, ledger["seconds"] if is_ours else {})
 
-    def is_due(self) -> bool:
-        """Whether a checkpoint is to be saved for the time that has passed; rank 0's clock decides."""
-        minutes = self._config.checkpoint.interval_minutes
-        return minutes > 0 and self._ranks.rank == 0 and time.monotonic() - self._last_time >= 60 * minutes
+    def poll(self) -> tuple[bool, bool]:
+        """Whether time asks for a checkpoint, by rank 0's clock, and whether too many saves failed; costs nothing."""
+        self.saver.poll()
+        config = self._config.checkpoint
+        minutes, passed = config.interval_minutes, time.monotonic() - self._last_time
+        is_due = minutes > 0 and self._ranks.rank == 0 and passed >= 60 * minutes
+        return is_due, self.saver.failures >= config.max_failures
 
     def save(self, *, wait: bool = False) -> None:
         """Save what is there now, unless that is saved already."""
@@ -199,7 +205,7 @@ class Checkpoints:
         Raises:
             CheckpointError: always.
         """
-        newest = self._ranks.gather_json(self.folder.steps()[-1:] if self._ranks.rank == 0 else None)[0]
+        newest = self._ranks.gather_json(self.folder.good()[-1:] if self._ranks.rank == 0 else None)[0]
         count, reason = self._ranks.gather_json([self.saver.failures, self.saver.last_error])[0]
         raise CheckpointError(
             f"the last {count} saves failed: {reason}." if count > 1 else f"the last save failed: {reason}.",
@@ -349,12 +355,12 @@ class Checkpoints:
 
     def _restore_state(self, found: Found, is_import: bool) -> None:
         state, parts = found.state, self._parts
-        parts.state.restore(state.get("train", {}))
+        parts.state.restore(state["train"])
         if "data" in state:
             parts.loader.load_state_dict(state["data"])
         elif parts.state.step:
             parts.loader.start_at(parts.state.step)
-        missing = [name for name in ("train", "data", "stability") if name not in state]
+        missing = [name for name in ("data", "stability") if name not in state]
         if missing and self._ranks.rank == 0:
             log.warning(
                 "resume: the checkpoint has no %s: step %d, data from sample %d on",
@@ -377,7 +383,7 @@ class Checkpoints:
         if self._ranks.rank or found.folder is not self.folder:
             return
         for step in (step for step in self.folder.steps() if step > found.manifest.step):
-            self.folder.disk.set_aside(step)
+            self.folder.disk.set_aside(step_name(step))
             log.warning("checkpoint: step %d, later than the one that the run goes on from, was set aside", step)
 
 

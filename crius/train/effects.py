@@ -192,7 +192,7 @@ def of_compile(num_blocks: int, report: CompileReport) -> Effect:
 
 
 def of_async_tensor_parallel(async_tp: AsyncTensorParallel) -> Effect:
-    """``async_tp: 8 of 8 fused``, or ``async_tp: 0 fused (needs CUDA)``."""
+    """Collectives that were fused with a matmul, of all that could be; ``async_tp: 0 fused (needs CUDA)`` on a CPU."""
     fused, candidates = async_tp.count()
     return Effect(
         name="async_tp",

@@ -23,6 +23,9 @@ from crius.train.state import TrainState
 from crius.train.step import StepResult
 
 ADVICE = "lower --optimizer.lr, lengthen --lr_scheduler.warmup_steps, or look at those samples"
+NAMED = 3
+"""Weights that a message names; it counts the others."""
+
 LIMIT = "which is --stability.max_consecutive"
 
 log = logging.getLogger("crius.train")
@@ -87,6 +90,8 @@ class UpdateGuard:
         self._config = config
         self._state = state
         self._optimizer = state.optimizer
+        self._gradients = gradients
+        self._names = [name for name, _ in parameters]
         self._world = world
         places = {name: place for place, name in enumerate(all_names)}
         self._reporter = IncidentReporter(
@@ -132,14 +137,39 @@ class UpdateGuard:
         self._optimizer.zero_grad()
 
     def before_save(self) -> None:
-        """Look at the last result, and take the snapshot that a run which goes on from here would take.
+        """Look at the last result and the weights, and take the snapshot that a run which goes on from here would take.
 
         Raises:
-            NonFiniteError, SpikeError: as ``check``.
+            NonFiniteError, SpikeError: as ``check`` and ``check_weights``.
         """
         self.check()
+        self.check_weights()
         if self._snapshot and self._kept and self._kept.step < self._state.step:
             self._keep(self._state.step)
+
+    def check_weights(self) -> None:
+        """Look at the weights, which the last update may have broken: no loss was computed with them yet. A collective.
+
+        Where there is a snapshot it comes back, by the policy ``rollback``.
+
+        Raises:
+            NonFiniteError: some are not finite, and the policy is another.
+        """
+        is_finite = torch.isfinite(self._gradients.squared_weight_norms()).tolist()
+        mine = [name for name, is_good in zip(self._names, is_finite, strict=True) if not is_good]
+        broken = sorted({name for of_rank in self._world.gather_json(mine) for name in of_rank})
+        if not broken:
+            return
+        step, more = self._state.step, len(broken) - NAMED
+        what = f"the weights of {', '.join(broken[:NAMED])}{f' and {more} more' if more > 0 else ''} are not finite"
+        if self._kept and self._state.updates > self._kept.updates:
+            self._roll_back(step, what, is_made=True)
+            return
+        raise NonFiniteError(
+            f"step {step}: {what}.",
+            why="the last update broke them; they are not saved",
+            fix="lower --optimizer.lr, or lengthen --lr_scheduler.warmup_steps",
+        )
 
     def state(self) -> dict[str, Any]:
         """What the guard knows of the steps so far, as JSON."""
@@ -212,7 +242,7 @@ class UpdateGuard:
         if policy == "skip":
             self._skip(step, "non-finite", what)
         else:
-            self._roll_back(step, what)
+            self._roll_back(step, f"{what}; see {path}", is_made=False)
 
     def _on_spike(self, unseen: _Unseen, scores: dict[str, Score], monitor: SpikeMonitor) -> bool:
         """Do what the policy says; whether the update is to be made."""
@@ -259,9 +289,10 @@ class UpdateGuard:
         count = self._state.skipped_steps
         self._warn(f"step {step} skipped ({kind}): {what}; {count} skipped so far, see {self._reporter.path(step)}")
 
-    def _roll_back(self, step: int, what: str) -> None:
+    def _roll_back(self, step: int, what: str, *, is_made: bool) -> None:
+        """Go back to the snapshot; ``is_made``: whether the update of ``step`` is in the weights."""
         assert self._snapshot and self._kept
-        lost = self._state.updates - self._kept.updates + 1
+        lost = self._state.updates - self._kept.updates + (not is_made)
         self._snapshot.restore()
         self._state.updates = self._kept.updates
         self._state.rolled_back_steps += lost
@@ -269,7 +300,7 @@ class UpdateGuard:
             self._monitor.load(self._kept.window)
         plural = "" if lost == 1 else "s"
         where = f"the weights of step {self._kept.step} ({lost} step{plural} lost)"
-        self._warn(f"step {step} rolled back to {where}: {what}; see {self._reporter.path(step)}")
+        self._warn(f"step {step} rolled back to {where}: {what}")
 
     def _keep(self, step: int) -> None:
         assert self._snapshot

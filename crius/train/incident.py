@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from crius.parallel.runtime import World
+from crius.private_file import write_private
 from crius.redact import redact
 from crius.train.stability import Score
 from crius.train.step import StepResult
@@ -148,9 +148,7 @@ class IncidentReporter:
         report = {**facts, "layers": _norms(layers), "parameters": _norms(parameters)}
         path = self.path(result.step)
         self._folder.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(redact(to_json(report)))
-        os.replace(temporary, path)
+        write_private(path, redact(to_json(report)))
 
 
 def layer_of(name: str) -> str:

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from crius.config.export import shown
 from crius.config.pipeline import microbatch_unit, settle_stages
 from crius.config.run import RunConfig
 from crius.data.corpus import Corpus, open_corpus
-from crius.errors import CheckpointError, EnvironmentError
+from crius.errors import CheckpointError, ConfigError, EnvironmentError
 from crius.models.registry import SPECS
 from crius.models.spec import ModelFacts, ModuleFacts
 
@@ -111,7 +111,7 @@ def own_checkpoint_folder(config: RunConfig, run_dir: Path) -> Path | None:
         raise EnvironmentError(
             f"checkpoints cannot be written to {folder}: {error.strerror}.",
             where="--checkpoint.folder",
-            fix="name a folder that you may write: --checkpoint.folder DIR",
+            fix="name a folder that you may write: --checkpoint.folder DIR, or --checkpoint.no_enable to save nothing",
         ) from None
     return folder
 
@@ -128,8 +128,8 @@ def resumed_dtype(asked: RunConfig, config: RunConfig, run_dir: Path) -> RunConf
     """
     if asked.training.mixed_precision_param != "auto":
         return config
-    found = _resumed_settings(config, run_dir)
-    dtype = found[0].get("training.mixed_precision_param") if found else None
+    found = _resumed(config, run_dir)
+    dtype = found.settings.get("training.mixed_precision_param") if found else None
     return _with_dtype(config, dtype) if dtype in ("float32", "bfloat16") else config
 
 
@@ -141,17 +141,56 @@ def check_resume(config: RunConfig, run_dir: Path) -> None:
     Raises:
         ConfigError: the run cannot go on with these settings.
     """
-    found = _resumed_settings(config, run_dir)
-    if found:
-        settings, where = found
-        check_changes(changes(settings, shown(config)), config.checkpoint.allow_changes, where)
+    found = _resumed(config, run_dir)
+    if found is None:
+        return
+    if not found.is_import:
+        check_changes(changes(found.settings, shown(config)), config.checkpoint.allow_changes, found.where)
+    if not found.is_own:
+        check_steps_left(found.step, config)
 
 
-def _resumed_settings(config: RunConfig, run_dir: Path) -> tuple[Mapping[str, Any], str] | None:
-    """The settings in the checkpoint that a run would go on from, and where that is; None where there is none.
+def check_steps_left(step: int, config: RunConfig) -> None:
+    """Whether a run that starts from ``checkpoint.load_path`` has anything to train.
 
-    An import from another trainer has no settings.
+    Args:
+        step: of the checkpoint there.
+        config: of the run.
+
+    Raises:
+        ConfigError: the checkpoint has as many steps as the run shall have, or more.
     """
+    steps = config.training.steps
+    if step >= steps:
+        raise ConfigError(
+            f"training.steps {steps} leaves nothing to train: the checkpoint to start from has {step} steps.",
+            where="--training.steps, --checkpoint.load_path",
+            why="training.steps is the last step of the run, and the steps of the checkpoint count",
+            fix=f"--training.steps {step + steps} trains {steps} steps more",
+        )
+
+
+@dataclass(frozen=True)
+class _Resumed:
+    """The checkpoint that a run would go on from.
+
+    Attributes:
+        settings: of the run that saved it; none are known of an import from another trainer.
+        where: it is.
+        step: of it.
+        is_import: whether another trainer saved it.
+        is_own: whether it is in the run's own folder, and not in ``checkpoint.load_path``.
+    """
+
+    settings: Mapping[str, Any]
+    where: str
+    step: int
+    is_import: bool
+    is_own: bool
+
+
+def _resumed(config: RunConfig, run_dir: Path) -> _Resumed | None:
+    """The checkpoint that a run would go on from; None where there is none, or it cannot be read."""
     if not config.checkpoint.is_enabled:
         return None
     own, other, load_step = checkpoint_folder(config, run_dir), config.checkpoint.load_path, config.checkpoint.load_step
@@ -168,5 +207,6 @@ def _resumed_settings(config: RunConfig, run_dir: Path) -> tuple[Mapping[str, An
             is_import = bool(read_state(folder.disk, name, manifest).get("imported"))
         except CheckpointError:
             return None
-        return None if is_import else (manifest.config, f"{folder.disk.where}/{name}")
+        settings = {} if is_import else manifest.config
+        return _Resumed(settings, f"{folder.disk.where}/{name}", manifest.step, is_import, place == own)
     return None

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import json
 import logging
 import os
 import platform
@@ -30,7 +29,6 @@ from crius.launch.stop import PREEMPTED, catch_stop_signals
 from crius.metrics.build import build_sinks
 from crius.metrics.device import peak_tflops, total_memory_gib
 from crius.metrics.ledger import TimeLedger
-from crius.metrics.record import ValidationMetrics
 from crius.metrics.sinks.base import Sink
 from crius.models import registry
 from crius.models.spec import ModelFacts
@@ -42,7 +40,7 @@ from crius.parallel.dims import ParallelDims
 from crius.parallel.mesh import Mesh, build_mesh
 from crius.parallel.runtime import World, pick_device, world
 from crius.shards import named_parameters
-from crius.train.agreement import one_layout
+from crius.train.agreement import Preempted, one_layout
 from crius.train.build import Built, build_gradients, build_model, build_runner, run_optimizer
 from crius.train.checkpoints import Checkpoints, Parts
 from crius.train.choices import decide
@@ -51,18 +49,18 @@ from crius.train.guard import UpdateGuard
 from crius.train.inputs import model_facts, open_run_corpus, run_batch_sizes
 from crius.train.kernels import run_kernels
 from crius.train.logs import start_logging
-from crius.train.loop import Loop, Meter, Preempted, Validation
+from crius.train.loop import Loop, Meter, Validation
 from crius.train.out_of_memory import explained
 from crius.train.plan import PlanWatch, machine_of, watch_plan
 from crius.train.planted import DiskFaults, planted_in_process
 from crius.train.precision import keep_scales
 from crius.train.profiler import profiler
 from crius.train.recovery import Recovery
+from crius.train.saving import log_save_plan, save_plan
 from crius.train.sdc import build_sdc
 from crius.train.state import TrainState
+from crius.train.summary import is_complete, write_summary
 from crius.train.watch import EffectWatch
-
-SUMMARY = "summary.json"
 
 log = logging.getLogger("crius.train")
 
@@ -92,7 +90,7 @@ def run(
     start_logging(placement.rank, run_dir, is_own_file=placement.launcher == "local" and placement.rank > 0)
     faults = read_faults(os.environ, config.training.steps, placement.world_size, placement.attempt)
     # before anything slow, so that a signal during the start is not lost
-    stop = catch_stop_signals(has_launcher=placement.launcher == "local") if config.checkpoint.is_enabled else None
+    stop = catch_stop_signals(has_launcher=placement.launcher == "local")
     ledger = TimeLedger(started)
     recovery = Recovery(placement, ledger)
     with explained(run_dir, placement.rank) as story, contextlib.ExitStack() as stack:
@@ -108,6 +106,8 @@ def run(
             ranks = stack.enter_context(_world(config, placement, device))
             mesh = build_mesh(one_layout(dims, ranks), device.type)
             _log_run(config, run_dir, facts, sizes, mesh, device, corpus)
+            if ranks.rank == 0:
+                log_save_plan(save_plan(config, run_dir))
             sinks: list[Sink] = []
             loop = assemble(config, facts, sizes, corpus, mesh, ranks, run_dir, ledger, sinks, stack, strict, faults)
             story.config = decided = loop.config
@@ -119,14 +119,12 @@ def run(
                 checkpoints = Checkpoints(config, run_dir, mesh, ranks, placement, kept, DiskFaults(faults, ranks.rank))
                 loop, step = _resume(loop, checkpoints, recovery, mesh)
                 samples = stack.enter_context(contextlib.closing(_sample_log(run_dir, corpus, loop, mesh, ranks)))
-                loop = dataclasses.replace(loop, stop=stop, samples=samples)
+                loop = dataclasses.replace(loop, samples=samples)
         with ledger.phase("initialise"):
             watch = watch_plan(decided, facts, machine, ledger, run_dir) if ranks.rank == 0 else None
             sinks += [*_sinks(config, run_dir, ranks, stack, step), *([watch] if watch else [])]
         recovery.ready()
-        validation = _run(prepare(loop), placement)
-        if loop.state.step > step or not (run_dir / SUMMARY).exists():
-            _finish(config, run_dir, ledger, loop.state, validation, watch)
+        _run(prepare(dataclasses.replace(loop, stop=stop)), run_dir, placement, watch)
 
 
 def _resume(loop: Loop, checkpoints: Checkpoints, recovery: Recovery, mesh: Mesh) -> tuple[Loop, int]:
@@ -143,17 +141,26 @@ def _world(config: RunConfig, placement: Placement, device: torch.device) -> con
     return world(placement.rank, placement.world_size, device, placement.rendezvous, seconds)
 
 
-def _run(loop: Loop, placement: Placement) -> ValidationMetrics | None:
-    """Train; leave with exit code 75, or 130 after Ctrl-C, where the run was asked to stop and is saved."""
-    if loop.state.step >= loop.config.training.steps:
-        log.info("nothing to train: %d of %d steps are done", loop.state.step, loop.config.training.steps)
+def _run(loop: Loop, run_dir: Path, placement: Placement, watch: PlanWatch | None) -> None:
+    """Train and write the summary; leave with an exit code of its own where the run was asked to stop."""
+    step, steps = loop.state.step, loop.config.training.steps
+    was_complete = loop.world.gather_json(is_complete(run_dir, step, steps))[0]
+    if step >= steps:
+        log.info("nothing to train: %d of %d steps are done", step, steps)
+    validation, stopped = None, None
     try:
-        return loop.run()
+        validation = dataclasses.replace(loop, is_complete=was_complete).run()
     except Preempted as end:
-        name = signal.Signals(end.signal).name
-        log.info("stopped by %s at step %d, saved; the same command goes on from there", name, end.step)
-        is_ctrl_c = end.signal == signal.SIGINT and placement.launcher != "local"
-        raise SystemExit(128 + signal.SIGINT if is_ctrl_c else PREEMPTED) from None
+        stopped = end
+        where = loop.checkpoints.folder.disk.where if loop.checkpoints else ""
+        fate = f"all of them saved in {where}" if where else "all of them lost: checkpoint.enable is off"
+        log.info("stopped by %s after %d of %d steps, %s", signal.Signals(end.signal).name, end.step, steps, fate)
+    if watch and not was_complete:
+        write_summary(run_dir, loop.ledger, loop.state, validation, watch, stopped)
+    if stopped:
+        # a script may start again what exits with 75, but not what a person stopped
+        is_ctrl_c = stopped.signal == signal.SIGINT and placement.launcher != "local"
+        raise SystemExit(PREEMPTED if loop.checkpoints and not is_ctrl_c else 128 + stopped.signal)
 
 
 def assemble(
@@ -344,35 +351,3 @@ def _log_run(
         mesh.dims.batch,
         sizes.accumulation,
     )
-
-
-def _finish(
-    config: RunConfig,
-    run_dir: Path,
-    ledger: TimeLedger,
-    state: TrainState,
-    validation: ValidationMetrics | None,
-    watch: PlanWatch | None,
-) -> None:
-    """Say where the time went and how the plan did; rank 0, which has a ``watch``, writes ``summary.json``."""
-    if watch is None:
-        return
-    log.info("time: %s", ledger.summary())
-    compared = watch.comparison()
-    if compared.plan.hardware:
-        log.info("plan: %s", compared.line())
-    summary = {
-        "steps": state.step,
-        "tokens": state.tokens,
-        "skipped_steps": state.skipped_steps,
-        "rolled_back_steps": state.rolled_back_steps,
-        "val_loss": validation.val_loss if validation else None,
-        "val_bits_per_byte": validation.val_bits_per_byte if validation else None,
-        "wall_seconds": ledger.wall(),
-        "seconds": ledger.parts(),
-        "goodput": ledger.goodput(),
-        "plan": compared.as_dict() if compared.plan.hardware else None,
-    }
-    (run_dir / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    if validation:
-        log.info("final validation: loss %.4f, %.4f bits per byte", validation.val_loss, validation.val_bits_per_byte)

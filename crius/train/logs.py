@@ -5,7 +5,7 @@ import socket
 import sys
 from pathlib import Path
 
-from crius.redact import redact
+from crius.redact import printable, redact
 
 
 class _ConsoleHandler(logging.Handler):
@@ -18,11 +18,11 @@ class _ConsoleHandler(logging.Handler):
 
 
 class _Formatter(logging.Formatter):
-    """Takes secrets out of lines, and out of the tracebacks that belong to them."""
+    """Takes secrets and control characters out of lines, and out of the tracebacks that belong to them."""
 
     def format(self, record: logging.LogRecord) -> str:
         """The line that is printed."""
-        return redact(super().format(record))
+        return printable(redact(super().format(record)))
 
 
 def start_logging(rank: int, run_dir: Path, is_own_file: bool) -> None:

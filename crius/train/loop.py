@@ -19,14 +19,14 @@ from crius.errors import NonFiniteError
 from crius.host_memory import keep_freed_memory, keep_tensors_apart
 from crius.launch.status import status
 from crius.launch.stop import StopRequest
-from crius.metrics.device import peak_memory_gib
+from crius.metrics.device import peak_memory
 from crius.metrics.ledger import TimeLedger
 from crius.metrics.record import StepMetrics, ValidationMetrics
 from crius.metrics.sinks.base import Sink
 from crius.parallel.dims import ParallelDims
 from crius.parallel.gradients import Gradients
 from crius.parallel.runtime import World
-from crius.train.agreement import agree
+from crius.train.agreement import Agreement, Decision, Preempted
 from crius.train.checkpoints import Checkpoints
 from crius.train.evaluate import evaluate
 from crius.train.guard import UpdateGuard
@@ -34,7 +34,7 @@ from crius.train.late import Late
 from crius.train.pace import Pace
 from crius.train.sdc import SdcCheck
 from crius.train.state import TrainState
-from crius.train.step import Runner, train_step
+from crius.train.step import Runner, largest_loss, train_step
 
 PACE_INTERVAL = 20
 """Steps between looks at how long a step takes."""
@@ -54,19 +54,6 @@ class Validation:
 
     batches: Callable[[], Iterable[Batch]]
     token_bytes: Tensor
-
-
-class Preempted(Exception):
-    """The run was asked to stop, and is saved.
-
-    Args:
-        signal: number of the signal that asked.
-        step: that a run which goes on starts after.
-    """
-
-    def __init__(self, signal: int, step: int) -> None:
-        super().__init__(signal, step)
-        self.signal, self.step = signal, step
 
 
 class Meter:
@@ -90,8 +77,10 @@ class Meter:
         """Add time of the steps since the last report that ``count`` has not had."""
         self._seconds += seconds
 
-    def report(self, state: TrainState, loss: float, grad_norm: float, lr: float, goodput: float) -> StepMetrics:
-        """The record of the steps since the last one, of which ``state``, ``loss`` and all else are the last one's."""
+    def report(
+        self, state: TrainState, loss: float, grad_norm: float, lr: float, goodput: float, max_loss: float | None = None
+    ) -> StepMetrics:
+        """Metrics averaged over the steps since the last report; the arguments are those of the newest step."""
         rate = self._tokens / self._seconds
         per_rank = rate / self._world.size
         tflops = per_rank * self._flops / 1e12
@@ -107,10 +96,11 @@ class Meter:
             tflops=tflops,
             step_seconds=self._seconds / self._steps,
             data_seconds=self._data_seconds / self._steps,
-            memory_gib=peak_memory_gib(self._world.device),
             skipped_steps=state.skipped_steps,
             rolled_back_steps=state.rolled_back_steps,
             goodput=goodput,
+            max_loss=max_loss,
+            **vars(peak_memory(self._world.device)),
         )
         self._tokens = self._steps = 0
         self._seconds = self._data_seconds = 0.0
@@ -163,6 +153,7 @@ class Loop:
         pace: tells the watchdog how long a step takes.
         checkpoints: saves the run; None where it does not.
         stop: the wish that the run ends; None where a signal ends it at once.
+        is_complete: the run was at its end, with its last validation, before this command.
         clock: cuts time into that of steps.
         unwritten: reports whose numbers are on their way, or whose step the guard has not looked at yet.
     """
@@ -186,6 +177,7 @@ class Loop:
     samples: SampleLog | None = None
     checkpoints: Checkpoints | None = None
     stop: StopRequest | None = None
+    is_complete: bool = False
     pace: Pace = field(default_factory=Pace)
     clock: _Clock = field(default_factory=_Clock)
     unwritten: list[_Report] = field(default_factory=list)
@@ -194,7 +186,7 @@ class Loop:
         """Train until ``training.steps``; returns the last validation.
 
         Raises:
-            Preempted: the run was asked to stop, and is saved.
+            Preempted: the run was asked to stop.
             CheckpointError: it could not be saved.
             NonFiniteError: loss or gradients are not finite, and the policy is to stop; the update was not applied.
             SpikeError: likewise, one of them jumped.
@@ -205,7 +197,8 @@ class Loop:
         interval, first = config.validation.interval, state.step
         tidied = _tidied(config.training.gc_interval, self.world.device, self.ledger)
         with tidied as tidy, self.profiler() as profile, self._rescued_reports():
-            self._settle()  # a wish to stop may have come while all was built
+            agreement = Agreement(self.world.size)
+            self._settle(agreement)  # a wish to stop may have come while all was built
             while state.step < config.training.steps:
                 self._step()
                 with self.ledger.phase("compute"):
@@ -213,36 +206,46 @@ class Loop:
                 with self.ledger.phase("profiler"):
                     profile()
                 is_last = state.step == config.training.steps
-                if self.validation and interval and (is_last or state.step % interval == 0):
+                if self.validation and interval and not is_last and state.step % interval == 0:
                     last_validation = self._validate(self.validation)
-                self._settle()
+                self._settle(agreement)
                 tidy(state.step)
-        if self.checkpoints:
-            with self.ledger.phase("save_blocked"):
-                self.checkpoints.finish()
+            if self.checkpoints:
+                with self.ledger.phase("save_blocked"):
+                    self.checkpoints.finish()
+            else:
+                self.guard.check_weights()  # no save has looked at what the last update made of them
+            if self.validation and interval and not self.is_complete:  # what goes wrong in it loses nothing
+                last_validation = self._validate(self.validation)
         return last_validation
 
-    def _settle(self) -> None:
+    def _settle(self, agreement: Agreement) -> None:
         """Save what is due, and stop where one of the ranks is asked to."""
         checkpoints, state = self.checkpoints, self.state
-        if checkpoints is None:
+        if checkpoints is None and self.stop is None:
             return
-        checkpoints.saver.poll()
-        limit, interval = self.config.checkpoint.max_failures, self.config.checkpoint.interval
         number = self.stop.number if self.stop else None
+        is_due, has_failed = checkpoints.poll() if checkpoints else (False, False)
         with self.ledger.phase("compute"):  # waits for the slowest rank
-            decision = agree(number, checkpoints.is_due(), checkpoints.saver.failures >= limit)
+            decision = agreement.ask(number, is_due, has_failed)
         is_last = state.step == self.config.training.steps
-        is_due = decision.save or (interval > 0 and state.step > 0 and state.step % interval == 0)
+        if checkpoints:
+            self._save(checkpoints, decision, is_last)
+        if decision.stop and not is_last:
+            self.finish_reports()
+            raise Preempted(decision.stop, state.step)
+
+    def _save(self, checkpoints: Checkpoints, decision: Decision, is_last: bool) -> None:
+        """Save where ``decision``, the interval or the end of the run asks for it."""
+        interval, step = self.config.checkpoint.interval, self.state.step
         if decision.give_up:
             checkpoints.give_up()
-        if is_due or is_last or decision.stop:
+        if decision.save or decision.stop or is_last or (interval > 0 and step > 0 and step % interval == 0):
             self.finish_reports()  # a run that goes on from here does not report these steps again
             with self.ledger.phase("save_blocked"):
                 checkpoints.save(wait=is_last or bool(decision.stop))
         if decision.stop and not is_last:
             checkpoints.finish()
-            raise Preempted(decision.stop, state.step)
 
     def _step(self) -> None:
         config, state = self.config, self.state
@@ -275,7 +278,10 @@ class Loop:
         if step % PACE_INTERVAL == 0 or not status.limit_seconds:
             status.limit_seconds = self.pace.limit_seconds()
         if is_reported:
-            self.unwritten.append(_Report(copy.copy(state), lr, Late(torch.stack((result.loss, result.grad_norm)))))
+            numbers = [result.loss, result.grad_norm]
+            if config.metrics.enable_tensorboard:
+                numbers.append(largest_loss(result, placed, self.world, self.dims))
+            self.unwritten.append(_Report(copy.copy(state), lr, Late(torch.stack(numbers))))
         if step == config.training.steps:
             self.finish_reports()
         self._write_reports()
@@ -315,8 +321,9 @@ class Loop:
     def _write_next(self) -> None:
         with self.ledger.phase("report"):
             report = self.unwritten.pop(0)
-            loss, grad_norm = report.totals.read()
-            record = self.meter.report(report.state, loss, grad_norm, report.lr, self.ledger.goodput())
+            loss, grad_norm, *largest = report.totals.read()
+            goodput, max_loss = self.ledger.goodput(), largest[0] if largest else None
+            record = self.meter.report(report.state, loss, grad_norm, report.lr, goodput, max_loss)
             for sink in self.sinks:
                 sink.write(record)
 

@@ -17,7 +17,8 @@ from crius.models.spec import ModelFacts
 from crius.planner.hardware import KNOWN
 from crius.planner.memory import memory
 from crius.planner.of_run import GIB, Machine, RunPlan, plan_run, summed
-from crius.planner.remedies import Remedy, remedies
+from crius.planner.remedies import LEAST_SAVED, Remedy, remedies
+from crius.private_file import write_private
 from crius.redact import redact
 from crius.train.incident import to_json
 from crius.train.inputs import with_dtype
@@ -134,6 +135,11 @@ def _explain(story: Story, error: BaseException) -> OutOfMemoryError:
     found = remedies(config, story.facts, machine.ranks, hardware, target, on_gpu=machine.on_gpu)
     path = _write(story, plan, found, where, said)
     lines = [line for one in found for line in (one.flags, f"  {one.effect}" + ("" if one.fits else ", not enough"))]
+    if not found:
+        lines.append(
+            f"no setting saves {LEAST_SAVED / GIB:g} GiB of the {plan.memory.total / GIB:.2f} planned: end other "
+            "programs on this machine, or use a larger one"
+        )
     if known is None and found:
         lines.append(f"(times as on {hardware.name}: this machine is not calibrated)")
     if path:
@@ -191,7 +197,7 @@ def _write(story: Story, plan: RunPlan, found: list[Remedy], where: str, said: s
     path = story.run_dir / "incidents" / f"out-of-memory-rank-{story.rank}.json"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(redact(to_json(report)), encoding="utf-8")
+        write_private(path, redact(to_json(report)))
     except OSError:
         return None
     return path

@@ -80,10 +80,10 @@ class SpikeMonitor:
         return {name: list(seen) for name, seen in self._seen.items()}
 
     def load(self, state: dict[str, list[float]]) -> None:
-        """Take back what ``state`` gave."""
-        for name, values in state.items():
-            self._seen[name].clear()
-            self._seen[name].extend(values)
+        """Take back what ``state`` gave; the window starts anew where it is of other values than these."""
+        for name, seen in self._seen.items():
+            seen.clear()
+            seen.extend(state[name] if state.keys() == self._seen.keys() else ())
 
 
 def _score(value: float, seen: list[float], num_last: int, floor: float) -> Score:

@@ -136,3 +136,14 @@ def train_step(
         squared_norms=squared_norms,
         sample_ids=batch.sample_ids,
     )
+
+
+def largest_loss(result: StepResult, batch: Batch, world: World, dims: ParallelDims) -> Tensor:
+    """The largest of the means over the valid tokens of one rank, float64 scalar; one small gather over all ranks.
+
+    Ranks of a pipeline that do not have the loss count as 0.
+    """
+    parts = world.gather(torch.stack((result.local_losses.sum(), count_valid(batch.labels_BT))))
+    shares, tokens = parts.unbind(1)
+    valid_tokens = tokens.sum() / (dims.tp * dims.pp)
+    return (shares * valid_tokens / tokens.clamp(min=1)).max()

@@ -115,19 +115,32 @@ def _run_group(group: Group, bench: Bench, table: Table) -> None:
         elif not is_reference and (expected is None or expected.result is None):
             table.add(Row(layout=name, ranks=ranks, status="FAIL", note="there is no reference to compare it with"))
         else:
-            # a row that says compile must not run eager; async tensor parallelism may well do nothing, on a CPU
-            is_async = case.config.parallelism.enable_async_tensor_parallel
-            strict = "compile" in case.layout.options and not is_async
-            task = Task(case.config, bench.folder / name, bench.timeout, shards, is_reference, strict)
-            outcome = run(worker.train, task, ranks)
+            outcome = run(worker.train, task_of(case, bench.folder, bench.timeout, shards, is_reference), ranks)
             expected = outcome if is_reference else expected
-            table.add(_judge(name, ranks, outcome, expected, is_reference, tolerances(case.config)))
+            table.add(judge(case, outcome, expected, is_reference))
 
 
-def _judge(
-    name: str, ranks: int, outcome: Outcome, expected: Outcome | None, is_reference: bool, bounds: dict[str, Tolerance]
-) -> Row:
-    """The row of a layout that was run."""
+def task_of(case: Case, folder: Path, timeout: int, shards: Shards, is_reference: bool) -> Task:
+    """What the ranks of ``case`` are given, for ``worker.train``.
+
+    Args:
+        case: a layout that the rules do not refuse.
+        folder: of the logs, one folder a layout below it.
+        timeout: seconds that it may take.
+        shards: parameters of the reference.
+        is_reference: it is the reference itself.
+    """
+    assert case.config is not None
+    # a row that says compile must not run eager; async tensor parallelism may well do nothing, on a CPU
+    is_async = case.config.parallelism.enable_async_tensor_parallel
+    strict = "compile" in case.layout.options and not is_async
+    return Task(case.config, folder / str(case.layout), timeout, shards, is_reference, strict)
+
+
+def judge(case: Case, outcome: Outcome, expected: Outcome | None, is_reference: bool) -> Row:
+    """The row of ``case``, which ended as ``outcome``, held against its reference, which ended as ``expected``."""
+    assert case.config is not None
+    name, ranks, bounds = str(case.layout), case.layout.num_ranks, tolerances(case.config)
     if outcome.result is None or expected is None or expected.result is None:
         return Row(layout=name, ranks=ranks, status="FAIL", seconds=outcome.seconds, note=outcome.note)
     got, want = outcome.result, expected.result

@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from crius.config.checkpoint import CheckpointConfig
 from crius.config.facts import Facts
 from crius.config.layout import OTHER_LOSS, Layout, apply_layout, batch_unit, parse_layout, replace_fields
 from crius.config.rules import RULES
@@ -113,8 +114,7 @@ def bare(config: RunConfig, layouts: Sequence[Layout], steps: int) -> RunConfig:
         "metrics.log_interval": 1,
         "metrics.enable_tensorboard": False,
         "profiler.enable": False,
-        "checkpoint.enable": False,
-        "checkpoint.interval": 0,
+        "checkpoint": CheckpointConfig(enable=False),
     }
     return replace_fields(config, changes)
 

@@ -120,6 +120,7 @@ def settled_config(facts: Facts, steps: int, interval: int) -> RunConfig:
     changes = {
         "training.steps": steps,
         "metrics.log_interval": 1,
+        "checkpoint.enable": True,
         "checkpoint.interval": checkpoint.interval if has_own else interval,
         "checkpoint.folder": "checkpoints",
         "checkpoint.load_path": "",

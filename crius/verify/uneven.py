@@ -1,14 +1,24 @@
-"""Label masks and documents that no layout splits evenly, by the number of the sample, so alike under every layout.
+"""Labels, documents and weights that show a wrong sum. They depend on sample and name, so no layout changes them.
 
 B batch, T tokens
 """
 
+from collections.abc import Sequence
+
 import torch
+from torch import nn
 
 from crius.data.batch import IGNORE_INDEX, Batch
+from crius.models.init import Normal
+from crius.models.layers.attention import Attention
+from crius.models.plan import match
+from crius.shards import local_tensor
 
 KEPT = ((0.0, 1.0), (0.0, 0.06), (0.5, 1.0), (0.9, 1.0), (0.0, 0.7), (0.25, 0.3))
 """Which part of a row keeps its labels, by turns: from, to."""
+
+ATTENTION_GAIN = 1.5
+"""Size of a projection's output relative to its input. Attention scores then have a standard deviation of about 2."""
 
 
 def uneven_labels(batch: Batch, global_batch_size: int) -> Batch:
@@ -42,3 +52,23 @@ def uneven_documents(batch: Batch) -> Batch:
         for start in sorted({1 + 7 * sample % max(1, length - 1), length // 2 + sample % 2}):
             positions[row, start:] = torch.arange(length - start, device=positions.device)
     return Batch(batch.tokens_BT, batch.labels_BT, positions, batch.sample_ids)
+
+
+@torch.no_grad()
+def uneven_attention(parts: Sequence[nn.Module]) -> None:
+    """Enlarge the weights of attention in place, so that it depends on positions from the first step.
+
+    A small model starts with attention scores near 0. Every token then sees all earlier tokens alike, and wrong rotary
+    positions change the loss by less than the tolerance.
+
+    Args:
+        parts: the stages of this rank, with the weights that ``init_rules`` drew.
+    """
+    for part in parts:
+        rules = part.init_rules()  # type: ignore[operator]
+        for prefix, module in part.named_modules():
+            if isinstance(module, Attention):
+                for name, weight in module.named_parameters(prefix):
+                    rule = next(rule for pattern, rule in rules if match(pattern, name))
+                    if isinstance(rule, Normal):
+                        local_tensor(weight).mul_(max(1.0, ATTENTION_GAIN / (rule.std * weight.shape[-1] ** 0.5)))

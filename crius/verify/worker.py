@@ -37,7 +37,7 @@ from crius.train.logs import start_logging
 from crius.train.loop import Loop
 from crius.train.precision import low_precision
 from crius.verify.parameters import Shards, checksums, compare
-from crius.verify.uneven import uneven_documents, uneven_labels
+from crius.verify.uneven import uneven_attention, uneven_documents, uneven_labels
 
 RESULT = "result.json"
 
@@ -79,7 +79,7 @@ class Recorder:
 
 
 def train(task: Task, placement: Placement) -> None:
-    """Train as one rank of ``task``; rank 0 writes losses, gradient norms and differences to the result.
+    """Train as one rank of ``task`` from uneven weights; rank 0 writes losses, norms and differences to the result.
 
     Raises:
         CriusError: whatever training raises.
@@ -88,6 +88,7 @@ def train(task: Task, placement: Placement) -> None:
     with _session(task, placement) as (facts, mesh, ranks, stack):
         config = task.config
         loop = _loop(task, facts, mesh, ranks, stack, recorder)
+        uneven_attention(loop.state.parts)
         place = functools.partial(_place, config, run_batch_sizes(config, mesh.dims.batch).total, loop.place)
         parameters = named_parameters(loop.state.parts)
         if task.is_reference and _writes(task, ranks):
@@ -176,6 +177,7 @@ def _session(task: Task, placement: Placement) -> Iterator[tuple[ModelFacts, Mes
     device = set_up_torch(config, placement)
     dims = ParallelDims.build(config.parallelism, placement.world_size)
     with contextlib.ExitStack() as stack:
+        stack.callback(faulthandler.cancel_dump_traceback_later)
         ranks = stack.enter_context(
             world(placement.rank, placement.world_size, device, placement.rendezvous, task.seconds)
         )

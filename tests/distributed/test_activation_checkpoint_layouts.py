@@ -1,7 +1,6 @@
 """Activation checkpointing under FSDP, tensor and context parallelism: the bits of the same layout without it."""
 
 import functools
-import json
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from crius.config.activation_checkpoint import ActivationCheckpointConfig
-from crius.launch.local import run_workers
 from crius.models.llama3.config import Llama3Config
 from crius.models.llama3.model import Llama3
 from crius.models.llama3.plan import plan
@@ -32,6 +30,7 @@ CASES = {
     "ops": ActivationCheckpointConfig(mode="selective"),
 }
 LAYOUTS = {"fsdp": 1, "fsdp_compiled": 1, "tp": 2, "tp_compiled": 2, "cp_all_gather": 2, "cp_ulysses": 2}
+ROWS = [pytest.param(row, marks=pytest.mark.slow if row.endswith("compiled") else ()) for row in LAYOUTS]
 
 
 def run(layout, config, mesh):
@@ -63,8 +62,7 @@ def run(layout, config, mesh):
     return [loss.detach(), *local], done.matches()
 
 
-def compare(layout, folder, placement):
-    torch.set_num_threads(1)
+def compare(layout, placement):
     found = {}
     with world(placement.rank, placement.world_size, torch.device("cpu"), placement.rendezvous, 60):
         mesh = init_device_mesh("cpu", (placement.world_size,), mesh_dim_names=("one",))
@@ -72,14 +70,12 @@ def compare(layout, folder, placement):
         for name, config in CASES.items():
             got, matches = run(layout, config, mesh)
             found[name] = [all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), matches]
-    (folder / f"{placement.rank}.json").write_text(json.dumps(found))
+    return found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_no_bit_changes(layout, tmp_path):
-    assert run_workers(functools.partial(compare, layout, tmp_path), LAYOUTS[layout], tmp_path) == 0
-    for rank in range(LAYOUTS[layout]):
-        found = json.loads((tmp_path / f"{rank}.json").read_text())
+@pytest.mark.parametrize("layout", ROWS)
+def test_no_bit_changes(layout, workers, tmp_path):
+    for found in workers(LAYOUTS[layout]).run(functools.partial(compare, layout), tmp_path):
         assert {name: same for name, (same, _) in found.items()} == dict.fromkeys(CASES, True)
         kept = found["ops"][1]
         attentions = 2 if layout == "cp_all_gather" else 1  # one for each of a rank's chunks

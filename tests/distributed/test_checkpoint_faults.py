@@ -12,10 +12,12 @@ import time
 
 import pytest
 from checkpoint_runs import flags
-from harness import ROOT, TEXT, crius, read_metrics, run, steps_of, train
+from harness import ROOT, TEXT, crius, parse, read_metrics, run, steps_of, train
 
 from crius.checkpoint.names import step_name
+from crius.errors import ConfigError
 from crius.launch.lock import run_lock
+from crius.train.inputs import check_resume
 
 
 def log_of(run_dir):
@@ -82,10 +84,38 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_taken(tmp_path):
     assert any(name.startswith(f"{step_name(6)}.aside") for name in steps_there(tmp_path))
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew_in_silence(run_dir, capfd):
-    (run_dir / "checkpoints" / step_name(1) / "rank-00000.safetensors").unlink()
+@pytest.mark.parametrize("lost", ["rank-00000.safetensors", "manifest.json"])
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew_in_silence(lost, run_dir, capfd):
+    (run_dir / "checkpoints" / step_name(1) / lost).unlink()
     assert run(flags("1", "--checkpoint.enable", steps=2), run_dir) == 1
     assert "no checkpoint in" in capfd.readouterr().err
+
+
+def test_a_resume_leaves_no_more_checkpoints_than_are_to_be_kept(tmp_path):
+    save = ("--checkpoint.interval", "1", "--checkpoint.keep_last")
+    train(flags("1", *save, "3", steps=3), tmp_path)  # stands for a kill between a commit and what follows it
+    train(flags("1", *save, "2", steps=3), tmp_path)
+    assert steps_there(tmp_path) == [step_name(2), step_name(3)]
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_checkpoint_to_start_from_with_as_many_steps_as_the_run_is_refused(steps, begun, tmp_path, capfd):
+    mine = flags("1", "--checkpoint.enable", "--checkpoint.load_path", str(begun / "checkpoints"), steps=steps)
+    if steps == 2:
+        check_resume(parse(mine), tmp_path)
+        return
+    with pytest.raises(ConfigError, match="training.steps 1 leaves nothing to train: the checkpoint .* has 1 steps"):
+        check_resume(parse(mine), tmp_path)
+    assert run(mine, tmp_path) == 2
+    assert "--training.steps 2 trains 1 steps more" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("enable", ["--checkpoint.enable", "--job.name=x"])
+def test_weights_that_the_last_update_broke_are_not_saved_as_good(enable, tmp_path, capfd):
+    broken = ("--optimizer.lr", "1e38", "--lr_scheduler.warmup_steps", "0", "--training.max_norm", "0")
+    assert run(flags("1", enable, *broken, "--optimizer.weight_decay", "100", steps=1), tmp_path) == 1
+    assert "are not finite" in capfd.readouterr().err
+    assert not list(tmp_path.glob("checkpoints/step-*"))
 
 
 @pytest.mark.parametrize(

@@ -300,12 +300,14 @@ def sharded_runs(tmp_path_factory):
     return in_workers(2, functools.partial(sharded, folder), folder)
 
 
+@pytest.mark.slow
 def test_compiled_equals_eager_under_fsdp_and_checkpointing(sharded_runs):
     for found in sharded_runs:
         for run in ("cold", "warm"):
             assert found[run]["numbers"] == pytest.approx(found["eager"]["numbers"], rel=SUMS_REORDERED)
 
 
+@pytest.mark.slow
 def test_a_second_run_finds_its_graphs_in_the_cache(sharded_runs):
     """The first may find what the other rank has just written."""
     for found in sharded_runs:

@@ -81,7 +81,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+FEW = ("one", "fsdp3, shards of unequal size", "fsdp2_tp2, foreach")  # the others repeat them on other layouts
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=() if case in FEW else pytest.mark.slow) for case in CASES])
 def test_extrapolation_equals_the_full_measurement_to_the_byte(case, tmp_path):
     """All of it: parameters, peaks and their moment, kinds of memory, FLOPs, collectives."""
     extrapolated = reported(tmp_path, CASES[case])
@@ -185,7 +188,16 @@ def _pipeline(given, path, placement):
     (path / f"{placement.rank}.json").write_text(json.dumps(peaks["second"]))
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleave_1f1b", "interleave_zero_bubble", "zbv_zero_bubble"])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        *("1f1b", "zbv_zero_bubble"),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("gpipe", "interleave_1f1b", "interleave_zero_bubble")
+        ),
+    ],
+)
 def test_the_walk_over_a_schedule_finds_the_peak_of_the_real_pipeline(schedule, tmp_path):
     """On both ranks; the second step, since the first one also learns the shapes."""
     more = [f"{P}pipeline_parallel_schedule", schedule, "--training.mixed_precision_param", "bfloat16"]
@@ -211,6 +223,7 @@ def test_any_rank_of_512_can_be_asked_for(tmp_path):
     assert "took" in text
 
 
+@pytest.mark.slow
 def test_the_405b_layout_of_512_ranks_takes_seconds_and_little_memory(tmp_path):
     given = ["--model.flavor", "405b", "--training.seq_len", "8192", f"{P}pipeline_parallel_degree", "8"]
     given += [f"{P}data_parallel_shard_degree", "8", f"{P}tensor_parallel_degree", "8"]

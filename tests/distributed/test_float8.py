@@ -59,8 +59,8 @@ def apart(found, wanted):
 @pytest.mark.parametrize(
     ("section", "layout"),
     [
-        *(("tensorwise", layout) for layout in ("fsdp4", "tp4", "pp2", "fsdp2_tp2")),
-        *(("rowwise", "fsdp2_tp2"), ("mxfp8", "fsdp2_tp2")),
+        *(("tensorwise", "fsdp2_tp2"), ("rowwise", "fsdp2_tp2"), ("mxfp8", "fsdp2_tp2")),
+        *(pytest.param("tensorwise", layout, marks=pytest.mark.slow) for layout in ("fsdp4", "tp4", "pp2")),
     ],
 )
 def test_a_layout_follows_the_curve_of_one_device(section, layout, curve):

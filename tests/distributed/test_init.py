@@ -1,85 +1,62 @@
 """The start of the weights belongs to the seed, not to the layout."""
 
 import functools
-import hashlib
 import json
 import time
-from dataclasses import replace
 
 import pytest
 import torch
-from harness import num_ranks, parse
-from torch.distributed.tensor import DTensor
+from harness import TEXT, parse
 
-from crius.launch.local import run_workers
-from crius.parallel.dims import ParallelDims
+from crius.cli.app import facts_of
+from crius.config.layout import parse_layout
 from crius.parallel.init import BLOCK_NUMEL, draw_rows
-from crius.parallel.mesh import build_mesh
-from crius.parallel.runtime import world
-from crius.train import job
-from crius.train.inputs import model_facts
+from crius.verify import matrix, worker
+from crius.verify.parameters import Shards
+from crius.verify.worker import Task
 
-LAYOUTS = {
-    "fsdp2": (1, 2),
-    "fsdp3": (1, 3),  # divides neither the rows nor the blocks that they are drawn in
-    "fsdp4": (1, 4),
-    "hsdp2x2": (2, 2),
-    "ddp2": (2, 1),
-}
-
-
-def write_digests(config, seeds, folder, placement):
-    """By seed, a digest of each whole parameter, as this rank sees it."""
-    torch.set_num_threads(1)
-    found = {}
-    cpu = torch.device("cpu")
-    with world(placement.rank, placement.world_size, cpu, placement.rendezvous, 60) as ranks:
-        mesh = build_mesh(ParallelDims.build(config.parallelism, ranks.size), "cpu")
-        for seed in seeds:
-            seeded = replace(config, debug=replace(config.debug, seed=seed))
-            [model] = job.build_model(seeded, model_facts(config), mesh, ranks).parts
-            found[seed] = {name: digest(parameter) for name, parameter in model.named_parameters()}
-    (folder / f"{placement.rank}.json").write_text(json.dumps(found))
-
-
-def digest(parameter):
-    whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-    return hashlib.sha256(whole.detach().numpy().tobytes()).hexdigest()
-
-
-def digests(layout, run_dir, seeds):
-    """Of each rank."""
-    replicate, shard = LAYOUTS.get(layout, (1, 1))
-    config = parse(
-        [
-            *("--parallelism.data_parallel_replicate_degree", str(replicate)),
-            *("--parallelism.data_parallel_shard_degree", str(shard)),
-        ]
-    )
-    ranks = num_ranks(config)
-    assert run_workers(functools.partial(write_digests, config, seeds, run_dir), ranks, run_dir) == 0
-    return [json.loads((run_dir / f"{rank}.json").read_text()) for rank in range(ranks)]
+FLAGS = ["--recipe", "verify", "--data.source", "text", "--data.path", str(TEXT)]
 
 
 @pytest.fixture(scope="module")
-def one_device(tmp_path_factory):
-    return digests("1", tmp_path_factory.mktemp("one"), seeds=(42, 43))[0]
+def checksums(workers, tmp_path_factory):
+    """What ``crius verify init`` compares: a checksum of the bits of each whole parameter, by its name."""
+
+    def run(text, seed=42):
+        layout = parse_layout(text)
+        facts = facts_of(parse([*FLAGS, "--debug.seed", str(seed)]), 0, None)
+        case = matrix.case(facts, matrix.fixed(facts.config, [layout], 1), layout)
+        folder = tmp_path_factory.mktemp(text)
+        task = Task(case.config, folder, 60, Shards(folder, is_whole=True))
+        workers(layout.num_ranks).run(functools.partial(worker.start, task), folder)
+        return json.loads((folder / worker.RESULT).read_text())["checksums"]
+
+    return run
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_starts_from_the_bits_of_one_device(layout, one_device, tmp_path):
-    for found in digests(layout, tmp_path, seeds=(42,)):
-        assert found["42"] == one_device["42"]
+@pytest.fixture(scope="module")
+def one_device(checksums):
+    return checksums("1")
 
 
-def test_another_seed_starts_every_matrix_from_other_bits(one_device):
-    first, second = one_device["42"], one_device["43"]
-    same = {name for name in first if first[name] == second[name]}
-    assert same == {name for name in first if name.endswith("norm.weight")}  # all ones, whatever the seed
+MANY_RANKS = ("fsdp8", "hsdp2x4", "tp8", "hsdp2x2_tp2")  # pp2_fsdp2_tp2 has as many
+ROWS = [pytest.param(row, marks=pytest.mark.slow if row in MANY_RANKS else ()) for row in matrix.INIT[1:]]
+
+
+@pytest.mark.parametrize("layout", ROWS)
+def test_every_layout_starts_from_the_bits_of_one_device(layout, one_device, checksums):
+    assert all(one_device.values())  # empty where ranks differ that hold the same part
+    assert checksums(layout) == one_device
+
+
+def test_another_seed_starts_every_matrix_from_other_bits(one_device, checksums):
+    second = checksums("1", seed=43)
+    same = {name for name in one_device if one_device[name] == second[name]}
+    assert same == {name for name in one_device if name.endswith("norm.weight")}  # all ones, whatever the seed
 
 
 def test_no_two_matrices_start_alike(one_device):
-    matrices = [found for name, found in one_device["42"].items() if not name.endswith("norm.weight")]
+    matrices = [found for name, found in one_device.items() if not name.endswith("norm.weight")]
     assert len(set(matrices)) == len(matrices) == 2 + 8 * 7
 
 

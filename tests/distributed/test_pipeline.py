@@ -2,12 +2,10 @@
 
 import contextlib
 import functools
-import json
-import math
 
 import pytest
 import torch
-from harness import parse
+from harness import num_ranks, parse
 from test_collectives import CountCollectives
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -15,7 +13,6 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils.checkpoint import checkpoint
 
 from crius.config.pipeline import microbatch_unit, num_stages, split_stages
-from crius.launch.local import run_workers
 from crius.models import registry
 from crius.parallel.apply import materialize, parallelize
 from crius.parallel.dims import ParallelDims
@@ -26,6 +23,7 @@ from crius.parallel.runtime import world
 from crius.parallel.stages import order_of, prune, stage_indices
 from crius.shards import local_tensor, named_parameters
 from crius.train.inputs import model_facts
+from crius.train.loss import count_valid
 
 SCHEDULES = ["gpipe", "1f1b", "interleave_1f1b", "interleave_zero_bubble", "zbv_zero_bubble", "dualpipev"]
 SEED, TOKENS = 3, 16
@@ -89,6 +87,18 @@ class OneProcess:
         return {name: parameter.grad for name, parameter in self.model.named_parameters()}
 
 
+@functools.cache
+def one_process(facts):
+    """Kept from row to row by the standing workers."""
+    return OneProcess(facts)
+
+
+@functools.cache
+def wanted_gradients(facts, rows, seed):
+    batch = make_batch(rows, seed, facts.vocab_size)
+    return one_process(facts).gradients(batch, count_valid(batch[2]).double())
+
+
 def build_parts(config, facts, mesh, ranks, change):
     spec, parallelism = registry.SPECS["llama3"], config.parallelism
     stages = split_stages(facts.modules(TOKENS / 2), num_stages(parallelism), parallelism)
@@ -112,19 +122,23 @@ def difference(parameter, want):
     return ((got - want).norm() / want.norm()).item() if want.numel() else 0.0
 
 
-def compare(config, ranks, change=lambda part: None):
+def unchanged(part):
+    pass
+
+
+def compare(config, ranks, change):
     """Two steps with a validation after each, of different sizes; what they differ by from one process."""
     facts = model_facts(config)
     mesh = build_mesh(ParallelDims.build(config.parallelism, ranks.size), "cpu")
     parts, indices = build_parts(config, facts, mesh, ranks, change)
     count = microbatch_unit(config.parallelism) * 2
     pipeline = Pipeline(parts, indices, config.parallelism, count, mesh.pp, ranks.device)
-    plain = OneProcess(facts)
+    plain = one_process(facts)
     found = {"loss": 0.0, "gradient": 0.0, "validation": 0.0, "units": num_units(parts)}
     for step, rows in ((1, 2 * count), (2, 2 * count), (3, count)):
         whole = make_batch(rows * mesh.dims.batch, step, facts.vocab_size)
         share = [tensor.chunk(mesh.dims.batch)[mesh.batch_rank] for tensor in whole]
-        valid = (whole[2] != -100).sum().double()
+        valid = count_valid(whole[2]).double()
         for part in parts:
             part.zero_grad()
         # the other steps learn shapes first
@@ -139,7 +153,7 @@ def compare(config, ranks, change=lambda part: None):
             found["loss"] = max(found["loss"], ((losses - want).abs() / want).max().item())
         else:
             assert not losses.any()
-        want = plain.gradients(whole, valid)
+        want = wanted_gradients(facts, rows * mesh.dims.batch, step)
         for name, parameter in named_parameters(parts):
             found["gradient"] = max(found["gradient"], difference(parameter, want[name]))
         # more rows than in training, then fewer, then a number that its microbatches do not divide
@@ -167,18 +181,9 @@ def checkpointed(part):
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
 
 
-def worker(cases, folder, change, placement):
-    torch.set_num_threads(1)
+def found_by(config, change, placement):
     with world(placement.rank, placement.world_size, torch.device("cpu"), placement.rendezvous, 60) as ranks:
-        found = {name: compare(config, ranks, change) for name, config in cases.items()}
-    (folder / f"{ranks.rank}.json").write_text(json.dumps(found))
-
-
-def run(cases, num_ranks, folder, change=lambda part: None):
-    """Case to what each rank found."""
-    assert run_workers(functools.partial(worker, cases, folder, change), num_ranks, folder) == 0
-    ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_ranks)]
-    return {name: [found[name] for found in ranks] for name in cases}
+        return compare(config, ranks, change)
 
 
 LAYOUTS = {
@@ -192,26 +197,25 @@ LAYOUTS = {
 
 EVERY = [*SCHEDULES, "csv"]
 FEW = ["1f1b", "zbv_zero_bubble"]  # one stage a rank, and two with a split backward
-CASES = [(layout, schedule) for layout in LAYOUTS for schedule in (FEW if "ddp" in layout or "tp" in layout else EVERY)]
-
-
-def size(layout):
-    return math.prod(LAYOUTS[layout].values())
+SLOW = [("pp2_tp2", "zbv_zero_bubble")]
+CASES = [
+    pytest.param(layout, schedule, marks=pytest.mark.slow if (layout, schedule) in SLOW else ())
+    for layout in LAYOUTS
+    for schedule in (FEW if layout in ("pp4", "pp2_ddp2", "pp2_tp2") else EVERY)  # tests/parity has all on 4 stages
+]
 
 
 @pytest.fixture(scope="module")
-def found_in(tmp_path_factory):
-    """Layout to what each rank found under each schedule, all in one start of the ranks."""
-    made = {}
+def run(workers, tmp_path_factory):
+    """What each rank found under a schedule; each case runs once."""
+    folder = tmp_path_factory.mktemp("pipelines")
 
-    def get(layout):
-        if layout not in made:
-            folder = tmp_path_factory.mktemp(layout)
-            cases = {schedule: config_of(folder, LAYOUTS[layout], schedule) for at, schedule in CASES if at == layout}
-            made[layout] = run(cases, size(layout), folder)
-        return made[layout]
+    @functools.cache
+    def run(layout, schedule, *flags, change=unchanged):
+        config = config_of(folder, LAYOUTS[layout], schedule, *flags)
+        return workers(num_ranks(config)).run(functools.partial(found_by, config, change), folder)
 
-    return get
+    return run
 
 
 def assert_same(ranks):
@@ -222,26 +226,24 @@ def assert_same(ranks):
 
 
 @pytest.mark.parametrize(("layout", "schedule"), CASES)
-def test_a_pipeline_equals_one_process(layout, schedule, found_in):
+def test_a_pipeline_equals_one_process(layout, schedule, run):
     """Three steps, the last with microbatches of another size, and validations of other sizes between them."""
-    assert_same(found_in(layout)[schedule])
+    assert_same(run(layout, schedule))
 
 
 @pytest.mark.parametrize("schedule", EVERY)
-def test_weights_are_gathered_and_gradients_scattered_once_a_step(schedule, found_in):
+def test_weights_are_gathered_and_gradients_scattered_once_a_step(schedule, run):
     """Of every part of a rank, however many microbatches there are."""
-    for found in found_in("pp2_fsdp2")[schedule]:
+    for found in run("pp2_fsdp2", schedule):
         assert found["scatters"] == found["gathers"] == found["units"]
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleave_1f1b"])
-def test_a_pipeline_equals_one_process_when_weights_are_freed_after_the_forward(schedule, tmp_path):
+def test_a_pipeline_equals_one_process_when_weights_are_freed_after_the_forward(schedule, run):
     """The schedules with a split backward lose gradients so; the rules refuse that."""
-    config = config_of(tmp_path, LAYOUTS["pp2_fsdp2"], schedule, "--parallelism.reshard_after_forward_mode", "always")
-    assert_same(run({schedule: config}, 4, tmp_path)[schedule])
+    assert_same(run("pp2_fsdp2", schedule, "--parallelism.reshard_after_forward_mode", "always"))
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleave_1f1b"])
-def test_a_pipeline_of_checkpointed_layers_equals_one_process(schedule, tmp_path):
-    config = config_of(tmp_path, LAYOUTS["pp2"], schedule)
-    assert_same(run({schedule: config}, 2, tmp_path, checkpointed)[schedule])
+def test_a_pipeline_of_checkpointed_layers_equals_one_process(schedule, run):
+    assert_same(run("pp2", schedule, change=checkpointed))

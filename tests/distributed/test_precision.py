@@ -32,6 +32,7 @@ def verify(folder, capsys, flags=(), **options):
     return code, {row["format"]: row for row in found["rows"]}, found
 
 
+@pytest.mark.slow
 def test_every_format_ends_within_2_percent_of_bfloat16_after_200_steps(tmp_path, capsys):
     code, rows, found = verify(tmp_path, capsys)
     assert list(rows) == ["bfloat16", *FORMATS]

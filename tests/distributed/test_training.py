@@ -15,14 +15,12 @@ import torch
 from harness import ROOT, SMALL, crius, layout_flags, num_ranks, parse, read_metrics, steps_of, train
 
 from crius.config.batch import batch_sizes
-from crius.data.batch import IGNORE_INDEX
-from crius.data.loader import BatchLoader
 from crius.launch.local import run_workers
 from crius.metrics.ledger import TimeLedger
 from crius.models import registry
 from crius.parallel.dims import ParallelDims
 from crius.parallel.mesh import build_mesh
-from crius.parallel.runtime import World, world
+from crius.parallel.runtime import world
 from crius.shards import local_tensor
 from crius.train import job
 from crius.train.inputs import model_facts, open_run_corpus
@@ -113,48 +111,6 @@ def test_fused_foreach_and_for_loop_train_alike(layout, tmp_path):
     ]
 
 
-# --- normalisation
-
-
-def mask_labels_unevenly():
-    """Sample i keeps between 1 and all of its labels."""
-    draw = BatchLoader.__next__
-
-    def masked(self):
-        batch = draw(self)
-        for row, sample in enumerate(batch.sample_ids):
-            keep = 1 + sample * 37 % batch.labels_BT.shape[1]
-            batch.labels_BT[row, keep:] = IGNORE_INDEX
-        return batch
-
-    BatchLoader.__next__ = masked
-
-
-def mask_labels_and_divide_by_the_local_count():
-    mask_labels_unevenly()
-    add = World.sum
-    # the only 0-d tensor that a step sums is the count of valid tokens
-    World.sum = lambda self, values: values * self.size if values.dim() == 0 else add(self, values)
-
-
-@pytest.fixture(scope="module")
-def masked_on_one_device(tmp_path_factory):
-    return train_with(mask_labels_unevenly, [*SHORT, *layout_flags("1")], tmp_path_factory.mktemp("one"))
-
-
-@pytest.mark.parametrize("layout", ["fsdp2", "ddp2", "accum2", "hsdp2x2"])
-def test_unevenly_masked_labels_are_normalised_globally(layout, masked_on_one_device, tmp_path):
-    got = train_with(mask_labels_unevenly, [*SHORT, *layout_flags(layout)], tmp_path)
-    assert_same_curve(got, masked_on_one_device)
-
-
-def test_local_normalisation_would_be_noticed(masked_on_one_device, tmp_path):
-    got = train_with(mask_labels_and_divide_by_the_local_count, [*SHORT, *layout_flags("fsdp2")], tmp_path)
-    for name, bound in (("loss", LOSS), ("grad_norm", GRAD_NORM)):
-        pairs = [(record[name], want[name]) for record, want in zip(got, masked_on_one_device, strict=True)]
-        assert max(abs(a / b - 1) for a, b in pairs) > 100 * bound
-
-
 # --- what does not touch the curve
 
 
@@ -182,9 +138,11 @@ def test_curve_is_bit_identical_with(flags, plain, tmp_path):
     for name in ("loss", "grad_norm", "lr", "tokens"):
         assert [record[name] for record in steps_of(got)] == [record[name] for record in steps_of(plain)]
     assert ("val_loss" in got[-1]) == (flags[0] == "--validation.interval")
+    for record in steps_of(got):  # the mean of two ranks that have different tokens lies below the larger one
+        assert (record["max_loss"] or 0.0) > record["loss"] if "tensorboard" in flags[0] else record["max_loss"] is None
 
 
-# --- precision, masks, tied weights
+# --- precision, tied weights
 
 
 @pytest.fixture(scope="module")
@@ -212,12 +170,11 @@ def tie_embeddings():
 
 VARIANTS = {
     "plain": (nothing, ["--training.steps", "10"]),
-    "document": (nothing, ["--model.attention_mask", "document"]),
     "tied": (tie_embeddings, []),
 }
 
 
-@pytest.mark.parametrize(("variant", "layout"), [("document", "fsdp2"), ("tied", "fsdp2"), ("tied", "ddp2_accum2")])
+@pytest.mark.parametrize(("variant", "layout"), [("tied", "fsdp2"), ("tied", "ddp2_accum2")])
 def test_variant_matches_one_device(variant, layout, variant_on_one_device, tmp_path):
     patch, flags = VARIANTS[variant]
     want = variant_on_one_device(variant)
@@ -269,6 +226,7 @@ def test_profiler_traces_the_steps_it_was_asked_for(tmp_path):
         assert any("_allgather_base_" in str(event.get("name")) for event in events)
 
 
+@pytest.mark.slow
 def test_eight_processes_train_with_nothing_but_the_degree(tmp_path):
     """The first thing people type: the debug recipe as it is, on 8 CPU workers."""
     flags = ["--parallelism.data_parallel_shard_degree", "8", "--training.steps", "2", "--training.device", "cpu"]

@@ -1,64 +1,145 @@
-"""Same seed, same tokens: a layout changes where the sums happen, not what is summed."""
+"""Every layout computes what one device computes, and each planted fault is found: rows of ``crius verify parity``.
+
+The rows of ``CORE`` always run, and a quarter of the others: which quarter, the commit decides. The rest is ``slow``.
+"""
+
+import functools
+import hashlib
+import json
+import subprocess
 
 import pytest
-from harness import SMALL, layout_flags, steps_of, train
+from harness import ROOT, SMALL, TEXT, layout_flags, parse, train
+from mutations import MUTATIONS, NAMES, ONE_KEY_VALUE_HEAD, planted
 
-# float32: weights start equal bit for bit, the step-1 loss is a float64 sum of equal token losses, and afterwards only
-# the order of float32 gradient sums differs, which AdamW at lr 3e-4 keeps far below these bounds (measured: 1e-8)
-STEPS = 20
-LOSS = {1: 1e-7, STEPS: 1e-5}
-GRAD_NORM = {1: 1e-6, STEPS: 1e-4}
+from crius.cli.app import facts_of
+from crius.config.layout import apply_layout, parse_layout
+from crius.config.pipeline import num_stages
+from crius.config.run import RunConfig
+from crius.verify import matrix, worker
+from crius.verify.compare import judge, task_of
+from crius.verify.parameters import Shards
+from crius.verify.run import Outcome
 
-TWO_LAYERS = [*SMALL, "--model.num_layers", "2"]
-TWO_LAYERS += ["--training.steps", str(STEPS), "--validation.interval", str(STEPS)]
-OTHER_RUN = {"--training.global_batch_size", "--model.num_kv_heads", "--model.num_layers"}
-
-RUNS = [
-    ("fsdp4", []),
-    ("hsdp2x2", []),
-    ("ddp2", []),
-    ("accum4", ["--training.gradient_sync", "immediate"]),
-    ("accum4", ["--training.gradient_sync", "deferred"]),
-    ("fsdp2_accum4", ["--training.gradient_sync", "immediate"]),
-    ("fsdp2_accum4", ["--training.gradient_sync", "deferred"]),
-    ("ddp2_accum2", ["--training.gradient_sync", "auto"]),
-    ("hsdp2x2_accum4", ["--training.gradient_sync", "immediate"]),
-    ("hsdp2x2_accum4", ["--training.gradient_sync", "deferred"]),
-    ("fsdp2_accum2", ["--parallelism.reshard_after_forward_mode", "never"]),
-    ("fsdp2_accum2", ["--parallelism.reshard_after_forward_mode", "always"]),
-    ("fsdp4", ["--parallelism.reshard_after_forward_mode", "2"]),
-    ("fsdp2", ["--training.enable_cpu_offload"]),
-    ("fsdp3", ["--training.global_batch_size", "48"]),
-    ("fsdp2_tp2", []),
-    ("tp4", ["--model.num_kv_heads", "2"]),
-    ("pp2+interleave_zero_bubble", ["--model.num_layers", "4"]),  # two stages a rank
-    ("fsdp2_cp2", []),
-    ("pp2_tp2_accum2", []),
+# gradients are clipped in each step, so that a wrong factor shows
+FLAGS = [
+    *("--recipe", "verify", "--training.seq_len", "16", "--training.max_norm", "0.5"),
+    *("--data.source", "text", "--data.path", str(TEXT)),
 ]
+VALIDATED = [*SMALL, "--model.num_layers", "2", "--training.steps", "2", "--validation.interval", "2"]
+
+CORE = (
+    *("accum4", "ddp4", "fsdp2", "fsdp8", "hsdp2x2_accum4+deferred", "fsdp2_accum4+immediate", "fsdp4+reshard2"),
+    *("fsdp2+document", "fsdp2+offload", "tp4", "fsdp2_tp2", "pp2+interleave_zero_bubble", "pp2+1f1b", "pp4+1f1b"),
+    *("pp2_tp2", "pp2+zbv_zero_bubble", "cp2", "cp2+ulysses", "fsdp2_cp2", "cp2+document", "fsdp2+full"),
+)
+# what the matrix lacks: a rank with fewer rows than the others, the other modes, microbatches of a pipeline with shards
+MORE = ("fsdp3", "accum4+deferred", "ddp2_accum2+auto", "fsdp2_accum2+always", "pp2_tp2_accum2")
+
+
+def commit():
+    """The commit that is checked out; empty outside of a repository."""
+    command = ["git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def drawn(rows, by):
+    """A quarter of ``rows``, the same for the same ``by``."""
+    order = sorted(rows, key=lambda row: hashlib.sha256(f"{by} {row}".encode()).digest())
+    return set(order[: len(order) // 4])
+
+
+def rows():
+    """Layouts as parameters of a test; a row that runs because of the commit has its hash in the id."""
+    by = commit()
+    others = [row for row in (*matrix.PARITY, *MORE) if row not in CORE]
+    # compiled rows take minutes; test_compile.py has some
+    chance = drawn([row for row in others if "compile" not in row], by)
+    for row in (*CORE, *others):
+        marks = () if row in CORE or row in chance else pytest.mark.slow
+        yield pytest.param(row, marks=marks, id=f"{row}@{by or 'fixed'}" if row in chance else row)
+
+
+class Rows:
+    """Trains layouts, and once each what they are compared with.
+
+    Args:
+        workers: number of ranks to standing workers.
+        folder: of logs and parameters.
+    """
+
+    def __init__(self, workers, folder):
+        self.workers, self.folder, self.references = workers, folder, {}
+
+    def row(self, text, flags=(), plant=None):
+        """The row that ``crius verify parity`` prints for a layout.
+
+        Args:
+            text: the layout.
+            flags: of the layout and its reference.
+            plant: calls the work of a rank of the layout, with a fault.
+        """
+        layout = parse_layout(text)
+        layers = max(2, num_stages(apply_layout(RunConfig(), layout).parallelism))
+        facts = facts_of(parse([*FLAGS, "--model.num_layers", str(layers), *flags]), 0, None)
+        config = matrix.fixed(facts.config, [layout], 3)
+        case, alone = (matrix.case(facts, config, one) for one in (layout, matrix.reference_of(layout)))
+        assert case.config, case.refusal
+        key = alone.layout, layers, config.training.global_batch_size, flags
+        if key not in self.references:
+            shards = Shards(self.folder / f"shards-{len(self.references)}", is_whole=True)
+            shards.folder.mkdir()
+            self.references[key] = shards, self._train(alone, shards, is_reference=True)
+        shards, expected = self.references[key]
+        return judge(case, self._train(case, shards, plant=plant), expected, is_reference=False)
+
+    def _train(self, case, shards, is_reference=False, plant=None):
+        folder = self.folder / str(len(list(self.folder.iterdir())))
+        task = task_of(case, folder, 100, shards, is_reference)
+        work = functools.partial(worker.train, task)
+        self.workers(case.layout.num_ranks).run(functools.partial(plant, work) if plant else work, task.run_dir)
+        return Outcome(json.loads((task.run_dir / worker.RESULT).read_text()), 0.0, "", 0)
 
 
 @pytest.fixture(scope="module")
-def one_device(tmp_path_factory):
-    """Records of the one-process run of the same model and global batch, made once for each."""
-    made: dict[tuple[str, ...], list[dict]] = {}
-
-    def get(*flags: str) -> list[dict]:
-        if flags not in made:
-            made[flags] = train([*TWO_LAYERS, *layout_flags("1"), *flags], tmp_path_factory.mktemp("one"))
-        return made[flags]
-
-    return get
+def row(workers, tmp_path_factory, imported_torchao):
+    return Rows(workers, tmp_path_factory.mktemp("rows")).row
 
 
-@pytest.mark.parametrize(("layout", "flags"), RUNS, ids=[f"{layout} {' '.join(flags[1:2])}" for layout, flags in RUNS])
-def test_every_layout_matches_one_device(layout, flags, one_device, tmp_path):
-    want = one_device(*flags) if OTHER_RUN.intersection(flags) else one_device()
-    batch = 48 if layout == "fsdp3" else 16
-    got = train([*TWO_LAYERS, *layout_flags(layout, batch), *flags], tmp_path)
-    for step in (1, STEPS):
-        a, b = (next(record for record in steps_of(records) if record["step"] == step) for records in (got, want))
-        assert a["loss"] == pytest.approx(b["loss"], rel=LOSS[step], abs=0)
-        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=GRAD_NORM[step], abs=0)
-    assert got[-1]["val_loss"] == pytest.approx(want[-1]["val_loss"], rel=LOSS[STEPS], abs=0)
-    assert got[-1]["val_bits_per_byte"] == pytest.approx(want[-1]["val_bits_per_byte"], rel=LOSS[STEPS], abs=0)
-    assert got[-1]["val_samples"] == want[-1]["val_samples"] == 20
+@pytest.mark.parametrize("layout", list(rows()))
+def test_every_layout_computes_what_one_device_computes(layout, row):
+    """Loss and gradient norm of three steps, the parameters after them, and the update of each parameter."""
+    found = row(layout)
+    assert found.status == "ok", found
+
+
+def test_fewer_key_value_heads_than_ranks_compute_the_same(row):
+    assert row("tp2", ONE_KEY_VALUE_HEAD).status == "ok"
+
+
+@pytest.mark.parametrize("number", range(len(MUTATIONS)), ids=NAMES)
+def test_a_planted_fault_fails_its_row(number, row):
+    _, layout, flags = MUTATIONS[number]
+    found = row(layout, flags, functools.partial(planted, number))
+    assert found.status == "FAIL", found
+    assert found.values  # it ran to its end and was measured
+
+
+def test_another_commit_draws_another_quarter():
+    others = [f"row{number}" for number in range(40)]
+    quarters = [drawn(others, by) for by in ("", "a", "b", "b")]
+    assert [len(quarter) for quarter in quarters] == [10] * 4
+    assert quarters[2] == quarters[3] != quarters[1] != quarters[0]
+
+
+@pytest.fixture(scope="module")
+def validated_alone(tmp_path_factory):
+    return train([*VALIDATED, *layout_flags("1")], tmp_path_factory.mktemp("one"))[-1]
+
+
+@pytest.mark.parametrize("layout", ["fsdp2_cp2", "pp2", "tp2"])
+def test_validation_scores_what_one_device_scores(layout, validated_alone, tmp_path):
+    got = train([*VALIDATED, *layout_flags(layout)], tmp_path)[-1]
+    for name in ("val_loss", "val_bits_per_byte"):
+        assert got[name] == pytest.approx(validated_alone[name], rel=1e-6, abs=0)
+    assert got["val_samples"] == validated_alone["val_samples"] == 20

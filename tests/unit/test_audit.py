@@ -222,6 +222,14 @@ def test_samples_are_few_ranges(ids, ranges):
     assert sorted(number for part in ranges for number in part) == sorted(ids)
 
 
+@pytest.mark.parametrize("line", ["7", "[1]", '{"attempt": 1e999}', '{"attempt": "5"}', "[" * 60_000, "\udcff\x00"])
+def test_a_damaged_line_of_the_sample_log_does_not_stop_the_next_attempt(line, tmp_path):
+    path = samples_path(tmp_path, 0)
+    path.parent.mkdir()
+    path.write_bytes(f'{{"attempt": 3}}\n{{"attempt": 2}}\n{line}\n'.encode(errors="surrogateescape"))
+    assert next_attempt(tmp_path) == 4  # a bit of the last number may have flipped: no number is used twice
+
+
 def test_a_torn_line_is_told_and_the_next_attempt_begins_on_its_own(tmp_path):
     run_attempt(tmp_path, 2, 0, 4)
     path = samples_path(tmp_path, 1)

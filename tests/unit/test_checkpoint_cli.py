@@ -37,7 +37,7 @@ def crius(capsys):
 def test_ls_shows_every_checkpoint_and_what_is_left_of_others(run, crius):
     folder = run / "checkpoints"
     disk = open_disk(str(folder))
-    kept = disk.set_aside(40)
+    kept = disk.set_aside("step-00000040")
     write(disk, 50, "dead")
     (folder / "step-00000010" / "manifest.json").unlink()
     manifest = folder / "step-00000020" / "manifest.json"
@@ -46,7 +46,7 @@ def test_ls_shows_every_checkpoint_and_what_is_left_of_others(run, crius):
     assert code == 0
     rows = {row["name"]: row for row in json.loads(text)}
     assert {name: row["state"].split(" (")[0] for name, row in rows.items()} == {
-        "step-00000010": "no manifest",
+        "step-00000010": "damaged",
         "step-00000020": "damaged manifest",
         "step-00000030": "ok",
         kept: "aside",
@@ -94,6 +94,21 @@ def test_a_place_can_be_named_in_every_way(run, crius, monkeypatch):
     save(open_disk("memory://cli/run"), 10)
     assert crius("verify", "memory://cli/run/step-00000010")[0] == 0
     MemoryFileSystem.store.clear()
+
+
+@pytest.mark.parametrize("lost", ["manifest", "link"])
+def test_verify_and_ls_report_a_checkpoint_that_lost_its_manifest_or_became_a_link(lost, run, crius):
+    place = run / "checkpoints" / "step-00000030"
+    if lost == "manifest":
+        (place / "manifest.json").unlink()
+    else:
+        place.rename(run / "elsewhere")
+        place.symlink_to(run / "elsewhere")
+    code, text = crius("verify", run)
+    assert code == 1 and "step-00000030: DAMAGED" in text and "1 of 4 damaged" in text
+    assert ("the manifest was lost" if lost == "manifest" else "symbolic links") in text
+    code, text = crius("ls", run)
+    assert code == 0 and text.count("damaged") == 1
 
 
 @pytest.mark.parametrize(

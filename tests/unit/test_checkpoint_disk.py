@@ -251,7 +251,7 @@ def test_free_space_is_known_before_the_folder_is_there(tmp_path):
 def test_a_checkpoint_that_is_set_aside_outlives_a_save_of_its_step(url, tmp_path, memory):
     folder = CheckpointFolder(disk := open_disk(url.format(tmp=tmp_path)))
     save(disk, 20)
-    kept = disk.set_aside(20)
+    kept = disk.set_aside("step-00000020")
     assert (folder.steps(), folder.asides(), folder.leftovers()) == ([], [kept], [])
     assert folder.collect("two") == []
     assert damages(disk, kept, read_manifest(disk, kept)) == []

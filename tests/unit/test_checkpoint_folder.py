@@ -62,23 +62,33 @@ def test_damaged_checkpoints_do_not_count_and_do_not_go(tmp_path):
     assert folder.steps() == [10, 30, 40, 50, 60]
 
 
-def test_a_checkpoint_without_a_manifest_is_none(tmp_path):
-    folder = CheckpointFolder(local(tmp_path, 10, 20))
+def test_on_a_local_disk_all_that_has_the_name_of_a_checkpoint_counts_and_what_is_not_whole_stays(tmp_path):
+    folder = CheckpointFolder(local(tmp_path, 10, 20, 50, 60, 70))
     (tmp_path / step_name(20) / "manifest.json").unlink()
     (tmp_path / "notes").mkdir()
     (tmp_path / "old-step-00000007-x").mkdir()
     (tmp_path / step_name(30)).write_text("a file")
-    assert folder.steps() == [10]
-    assert folder.leftovers() == [step_name(20)]
+    (tmp_path / step_name(40)).symlink_to(tmp_path / step_name(50))
+    assert folder.steps() == [10, 20, 30, 40, 50, 60, 70]
+    assert folder.good() == [10, 50, 60, 70]
+    assert folder.leftovers() == folder.collect("next") == []
+    assert folder.prune(2, 0) == [10, 50]
+    assert folder.steps() == [20, 30, 40, 60, 70]
+
+
+def test_where_the_manifest_is_the_commit_a_folder_without_one_is_no_checkpoint(tmp_path):
+    folder = CheckpointFolder(local(tmp_path, 10, 20, scheme="file://"))
+    (tmp_path / step_name(20) / "manifest.json").unlink()
+    assert (folder.steps(), folder.leftovers()) == ([10], [step_name(20)])
 
 
 def test_only_dead_saves_are_collected(tmp_path):
     folder = CheckpointFolder(local(tmp_path, 10))
     write(folder.disk, 20, "dead")
     write(folder.disk, 20, "mine")
-    kept = folder.disk.set_aside(10)
+    kept = folder.disk.set_aside(step_name(10))
     (tmp_path / "notes").mkdir()
-    assert folder.collect("mine") == ["step-00000020.tmp-dead"]
+    assert folder.collect("mine") == ["removed step-00000020.tmp-dead, which a save that never ended left"]
     assert sorted(os.listdir(tmp_path)) == ["notes", kept, "step-00000020.tmp-mine"]
     assert (folder.steps(), folder.asides()) == ([], [kept])
 
@@ -87,17 +97,24 @@ def test_what_a_save_was_about_to_replace_is_put_back(tmp_path):
     folder = CheckpointFolder(local(tmp_path, 10))
     (tmp_path / step_name(10)).rename(tmp_path / "step-00000010.replaced-ab")
     assert folder.leftovers() == ["step-00000010.replaced-ab"]
-    assert folder.collect("two") == ["step-00000010.replaced-ab"]
+    assert folder.collect("two") == ["put step-00000010.replaced-ab back, which a save that never ended was to replace"]
     assert seed_of(folder.disk, 10) == 0
 
 
-def test_what_was_replaced_stays_while_the_new_one_is_damaged(tmp_path):
+@pytest.mark.parametrize("lost", ["state.json", "manifest.json"])
+@pytest.mark.parametrize(
+    ("damaged", "seed", "aside"), [((), 1, 0), (("new",), 0, 1), (("old",), 1, 1), (("old", "new"), None, 1)]
+)
+def test_of_two_checkpoints_of_a_step_a_whole_one_stays_and_none_that_is_not_is_removed(
+    damaged, lost, seed, aside, tmp_path
+):
     folder = CheckpointFolder(local(tmp_path, 10))
     save(folder.disk, 10, "two", seed=1)
-    (tmp_path / step_name(10) / "state.json").unlink()
-    assert folder.collect("three") == []
-    assert len(os.listdir(tmp_path)) == 2
-    (tmp_path / step_name(10) / "state.json").write_text('{"train": {"tokens": 5120}, "seed": 1}')
-    assert folder.problem(10) == ""
-    assert len(folder.collect("three")) == 1
-    assert seed_of(folder.disk, 10) == 1
+    places = {"new": tmp_path / step_name(10), "old": next(tmp_path.glob("*.replaced-*"))}
+    for name in damaged:
+        (places[name] / lost).unlink()
+    assert len(folder.collect("three")) == 1 + (damaged == ("new",))
+    assert folder.steps() == [10]
+    assert seed is None or seed_of(folder.disk, 10) == seed
+    assert bool(folder.problem(10)) == (seed is None)
+    assert (len(folder.asides()), len(os.listdir(tmp_path))) == (aside, 1 + aside)

@@ -1,5 +1,7 @@
 """What is in a checkpoint: any byte that changes is found, and nothing that a manifest says is believed unchecked."""
 
+import cProfile
+import gc
 import itertools
 import json
 import random
@@ -14,6 +16,7 @@ from crius.checkpoint.digest import BLOCK_BYTES, digest_of
 from crius.checkpoint.disk import open_disk
 from crius.checkpoint.manifest import ITEM_BYTES, Chunk, FileEntry, Manifest, TensorEntry
 from crius.checkpoint.shard_file import Part, write_shard
+from crius.checkpoint.tiles import cover
 from crius.checkpoint.verify import damages, extra_files, read_manifest
 from crius.errors import CheckpointError
 
@@ -317,3 +320,35 @@ def test_a_wrong_file_names_only_the_tensors_in_it(tmp_path):
     assert found.startswith("rank-00001.safetensors: is missing; it has model.")
     assert not {"mask", "optimizer.step"} & set(found.replace(",", "").split())
     assert len(TENSORS) == 6
+
+
+def test_parts_cover_a_tensor_exactly_where_counting_its_elements_says_so():
+    choice = random.Random(0)
+    agreed = {True: 0, False: 0}
+    for _ in range(3000):
+        shape = tuple(choice.randint(0, 4) for _ in range(choice.randint(1, 2)))
+        counts, boxes = np.zeros(shape, dtype=int), []
+        for _ in range(choice.randint(1, 3)):
+            offset = tuple(choice.choice((0, 0, choice.randint(0, dim))) for dim in shape)
+            size = tuple(
+                choice.choice((dim - at, choice.randint(0, dim - at))) for dim, at in zip(shape, offset, strict=True)
+            )
+            boxes.append((offset, size))
+            counts[tuple(slice(at, at + length) for at, length in zip(offset, size, strict=True))] += 1
+        assert cover(shape, boxes) == bool((counts == 1).all()), (shape, boxes)
+        agreed[cover(shape, boxes)] += 1
+    assert min(agreed.values()) > 300
+
+
+def test_a_manifest_of_many_tensors_is_checked_in_few_calls_and_without_the_garbage_collector():
+    digest, count = "0" * 32, 3000
+    chunks = [Chunk("a.safetensors", 64 * i, 64 * i + 64, (0, 0), (4, 4), digest) for i in range(count)]
+    tensors = {f"model.layers.{i}.w": TensorEntry("F32", (4, 4), (chunk,)) for i, chunk in enumerate(chunks)}
+    files = {"a.safetensors": FileEntry(64 * count, digest)}
+    data = Manifest(1, "", {}, {}, "1", 1, "", files, tensors).encode()
+    runs = [stats["collections"] for stats in gc.get_stats()]
+    Manifest.decode(data, "m")
+    assert [stats["collections"] for stats in gc.get_stats()][1:] == runs[1:] and gc.isenabled()
+    profile = cProfile.Profile()
+    profile.runcall(Manifest.decode, data, "m")
+    assert sum(entry.callcount for entry in profile.getstats()) < 50 * count  # 81 with every tensor's corners counted

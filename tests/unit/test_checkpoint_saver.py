@@ -1,5 +1,6 @@
 """The saver and the load in one process: what is staged, what is counted, what survives a kill at any moment."""
 
+import contextlib
 import threading
 
 import pytest
@@ -130,6 +131,35 @@ def test_copies_that_do_not_fit_into_memory_are_not_made(tmp_path, monkeypatch, 
     assert "saved in sync" in caplog.text
 
 
+@pytest.mark.parametrize("url", ["{tmp}", "file://{tmp}"])
+@pytest.mark.parametrize("file", ["rank-00000", "state", "manifest"])
+def test_a_disk_that_flips_a_bit_of_any_file_has_not_saved(file, url, tmp_path):
+    saver = saver_in(url.format(tmp=tmp_path), mode="sync")
+    save(saver, 1)
+    disk = saver._folder.disk
+    real = disk.create
+
+    @contextlib.contextmanager
+    def create(path):
+        with real(path) as sink:
+            yield Flipping(sink) if path.split("/")[1].startswith(file) else sink
+
+    class Flipping:
+        def __init__(self, sink):
+            self.sink = sink
+
+        def write(self, data):
+            self.sink.write(bytes(data)[:-1] + bytes([bytes(data)[-1] ^ 4]) if len(data) else data)
+
+    disk.create = create
+    save(saver, 2)
+    assert saver.failures == 1 and "was not read back as it was written" in saver.last_error
+    assert (saver._folder.steps(), loaded(url.format(tmp=tmp_path))) == ([1], 1)
+    disk.create = real
+    save(saver, 2)
+    assert (saver.failures, loaded(url.format(tmp=tmp_path))) == (0, 2)
+
+
 def test_ranks_that_write_to_places_of_their_own_have_not_saved(tmp_path):
     store = dist.HashStore()
 
@@ -162,6 +192,27 @@ def test_a_step_that_is_not_there_is_named_with_those_that_are(tmp_path):
     with pytest.raises(CheckpointError, match="no checkpoint of step 4") as caught:
         found_in(tmp_path, 4)
     assert caught.value.fix == "--checkpoint.load_step 3"
+
+
+def lose_manifest(place):
+    (place / "manifest.json").unlink()
+
+
+def become_a_link(place):
+    place.rename(place.with_name("elsewhere"))
+    place.symlink_to("elsewhere")
+
+
+@pytest.mark.parametrize("lose", [lose_manifest, become_a_link])
+def test_a_checkpoint_without_manifest_is_fallen_back_from_and_alone_it_is_no_place_to_start_anew(lose, tmp_path):
+    saver = saver_in(tmp_path, mode="sync")
+    save(saver, 1)
+    save(saver, 2)
+    lose(tmp_path / "step-00000002")
+    assert loaded(tmp_path) == 1
+    (tmp_path / "step-00000001" / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="is good; damaged: step 2, 1"):
+        found_in(tmp_path)
 
 
 def test_missing_extra_and_reshaped_tensors_are_all_named(tmp_path):

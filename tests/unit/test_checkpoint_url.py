@@ -152,7 +152,17 @@ def test_secrets_of_a_url_are_not_shown(monkeypatch):
 def test_a_url_that_nobody_knows_is_refused_with_the_reason(monkeypatch):
     with pytest.raises(ConfigError, match="foo:// is no kind of URL"):
         open_disk("foo://bucket/run")
-    monkeypatch.setattr(fsspec.core, "url_to_fs", lambda url: (_ for _ in ()).throw(ImportError("Install s3fs")))
-    with pytest.raises(EnvironmentError) as caught:
-        open_disk("s3://bucket/run")
-    assert "s3fs" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("kind", "packages"),
+    [
+        *[("s3", "s3fs"), ("gs", "gcsfs"), ("abfs", "adlfs"), ("http", "aiohttp requests"), ("hdfs", "pyarrow")],
+        *[("smb", "smbprotocol"), ("sftp", "paramiko"), ("ssh", "paramiko"), ("hf", "huggingface_hub"), ("box", "")],
+    ],
+)
+def test_a_kind_of_url_without_its_package_names_that_package_or_none(kind, packages, monkeypatch):
+    monkeypatch.setattr(fsspec.core, "url_to_fs", lambda url: (_ for _ in ()).throw(ImportError("Install x")))
+    with pytest.raises(EnvironmentError, match=f"{kind}:// needs a package") as caught:
+        open_disk(f"{kind}://bucket/run")
+    assert caught.value.fix.endswith(f" {packages}") if packages else caught.value.fix == ""

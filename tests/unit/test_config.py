@@ -478,7 +478,7 @@ def type_of(name):
 
 def changed(kind, default):
     """Another value of the type than the default, with characters that quoting can get wrong."""
-    if kind is bool:
+    if kind is bool or bool in get_args(kind):
         return not default
     if kind is str:
         return 'it\'s "a" = [b], c'

@@ -215,7 +215,7 @@ def test_a_split_for_validation_is_used_whole(tmp_path):
 
 def test_a_local_folder_resumes_in_the_middle_of_a_file(tmp_path):
     data = folder_of(tmp_path, 4)
-    new = lambda: open_huggingface(data, ByteTokenizer(), ValidationConfig(), seq_len=8)[0]  # noqa: E731
+    new = lambda: open_huggingface(data, ByteTokenizer(), ValidationConfig(interval=0), seq_len=8)[0]  # noqa: E731
     source = new()
     source.read(range(20))
     cursors = source.cursors(range(4))
@@ -250,6 +250,5 @@ def test_what_cannot_be_opened_is_one_error(tmp_path):
         open_(DataConfig(source="huggingface", path=data.path, text_field="body"))
     with pytest.raises(DataError, match=r"shard 63 of 64 has no document"):
         open_(DataConfig(source="huggingface", path=data.path, virtual_shards=64))
-    _, held, _ = open_(data, fraction=0.01)
     with pytest.raises(DataError, match=r"less than one sequence(?s:.)*--validation.fraction"):
-        held.num_samples  # noqa: B018
+        open_(data, fraction=0.01)  # before anything is trained

@@ -34,6 +34,15 @@ def call_suite(*arguments, **environ):
     )
 
 
+def test_a_rehearsal_of_one_section_writes_a_summary_and_its_results(tmp_path):
+    done = call_suite("--rehearse", "--sections", "kernels", OUT=str(tmp_path / "out"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert {name: report["status"] for name, report in results["sections"].items()} == {"kernels": "pass"}
+    assert "| kernels | pass |" in (tmp_path / "out" / "summary.md").read_text()
+
+
+@pytest.mark.slow
 def test_a_rehearsal_writes_a_summary_and_all_results(tmp_path):
     done = call_suite("--rehearse", OUT=str(tmp_path / "out"))
     assert done.returncode == 0, done.stdout + done.stderr

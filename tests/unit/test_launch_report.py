@@ -1,11 +1,14 @@
 """Which rank is blamed, and what the last block looks like."""
 
 import json
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from crius.errors import ConfigError, LayoutError
+from crius.launch import tested
 from crius.launch.environment import single_placement
 from crius.launch.local import run_single
 from crius.launch.report import (
@@ -209,3 +212,22 @@ def test_a_folder_that_cannot_be_written_is_a_user_error(tmp_path):
         run_single(value_error, single_placement(), tmp_path / "file")
     assert type(caught.value).__name__ == "EnvironmentError"
     assert not isinstance(caught.value, ConfigError)
+
+
+@pytest.mark.parametrize(
+    ("platform", "said"),
+    [
+        ("linux", ""),
+        ("darwin", "warning: Crius is tested on Linux; on macOS it is not\n"),
+        ("freebsd14", "warning: Crius is tested on Linux; on freebsd14 it is not\n"),
+    ],
+)
+def test_where_it_is_not_tested_the_launcher_says_so_once(platform, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tested, "sys", SimpleNamespace(platform=platform, stderr=sys.stderr))
+    tested.warn_where_untested.cache_clear()
+    try:
+        for _ in range(2):
+            assert run_single(lambda _: None, single_placement(), tmp_path) == 0
+    finally:
+        tested.warn_where_untested.cache_clear()
+    assert capsys.readouterr().err == said

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 LAYER = {
     **{"config": 0, "models": 1, "kernels": 1, "__main__": 5, "cli": 4, "help": 0},
-    **dict.fromkeys(("host_cpu", "host_memory", "install", "redact", "shards", "silence", "table"), -1),
+    **dict.fromkeys(("host_cpu", "host_memory", "install", "private_file", "redact", "shards", "silence", "table"), -1),
     **dict.fromkeys(("parallel", "quantize", "data", "optim", "checkpoint", "metrics"), 2),
     **dict.fromkeys(("train", "planner", "dry_run", "verify", "report", "launch", "bench"), 3),
 }
@@ -47,10 +47,11 @@ LONGER: dict[str, str] = {}  # "file" or "file:function" to the reason; still be
 TORCH_FREE = (
     *("errors.py", "cli/*.py", "config/*.py", "models/*/config.py", "models/*/plan.py", "models/plan.py"),
     *(f"checkpoint/{name}.py" for name in ("digest", "disk", "folder", "local_disk", "manifest", "names")),
-    *(f"checkpoint/{name}.py" for name in ("remote_disk", "shard_file", "verify")),
+    *(f"checkpoint/{name}.py" for name in ("remote_disk", "shard_file", "small_file", "state", "verify")),
     *(f"checkpoint/{name}.py" for name in ("convert", "dcp", "foreign", "foreign_names", "safetensors_file")),
     *(f"checkpoint/{name}.py" for name in ("strict_json", "tiles", "torch_file", "unpickle")),
     *(f"bench/{name}.py" for name in ("contestant", "receipt", "samples", "train", "turns")),
+    "private_file.py",
     "redact.py",
     "table.py",
     *("models/registry.py", "models/spec.py", "models/*/__init__.py", "launch/*.py", "data/*.py", "train/inputs.py"),
@@ -85,7 +86,7 @@ def may_import(importer: str, target: str) -> bool:
         return True
     if any(importer == a and is_below(target, b) for a, b in CLOSED):
         return False
-    if importer == "launch" and package not in ("config", "install", "redact", "table"):
+    if importer == "launch" and package not in ("config", "install", "private_file", "redact", "table"):
         return False
     return importer in LAYER and package in LAYER and LAYER[package] < LAYER[importer]
 

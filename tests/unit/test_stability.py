@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import stat
 from dataclasses import dataclass
 
 import pytest
@@ -172,6 +173,7 @@ def test_a_skipped_step_leaves_weights_moments_and_schedule_to_the_bit(tmp_path,
         f"1 skipped so far, see {tmp_path}/incidents/step-5.json"
     ]
     report = bench.incident(5)
+    assert stat.S_IMODE((tmp_path / "incidents" / "step-5.json").stat().st_mode) == 0o600
     assert (report["kind"], report["action"], report["loss"]) == ("non-finite", "skipped", "nan")
     assert report["sample_ids"] == [10, 11]
 
@@ -226,6 +228,31 @@ def test_a_snapshot_is_never_of_weights_that_gave_a_bad_step(tmp_path):
     bench.take_step(loss=math.nan)
     assert bench.state.updates == 0  # back at the start, not at the broken weights
     assert bench.model.weight.abs().max() < 1
+
+
+def test_weights_that_the_last_update_broke_are_not_saved(tmp_path):
+    bench = make_bench(tmp_path)
+    bench.take_step()
+    bench.guard.before_save()
+    with torch.no_grad():
+        bench.model.weight[1, 2] = math.nan  # stands for an update that broke the weights
+    with pytest.raises(NonFiniteError, match="step 1: the weights of weight are not finite"):
+        bench.guard.before_save()
+
+
+def test_weights_that_the_last_update_broke_are_rolled_back_before_a_save(tmp_path, caplog):
+    bench = make_bench(tmp_path, nonfinite="rollback", snapshot_interval=2)
+    for _ in range(2):
+        bench.take_step()
+    bench.take_step()  # begins with a snapshot of the weights after step 2
+    good = bench.guard._snapshot._weights[0][""].clone()
+    with torch.no_grad():
+        bench.model.weight.fill_(math.inf)
+    with caplog.at_level(logging.WARNING, logger="crius.train"):
+        bench.guard.before_save()
+    assert torch.equal(bench.model.weight.detach(), good)
+    assert "step 3 rolled back to the weights of step 2 (1 step lost): the weights of weight are not" in caplog.text
+    assert (bench.state.updates, bench.state.rolled_back_steps) == (2, 1)
 
 
 def spiking(tmp_path, **policies):

@@ -2,10 +2,13 @@
 
 import dataclasses
 import json
+import logging
 import math
 from pathlib import Path
 
 from crius.metrics.record import Record
+
+log = logging.getLogger("crius.metrics")
 
 
 class JsonlSink:
@@ -13,8 +16,8 @@ class JsonlSink:
 
     Args:
         run_dir: folder of the run.
-        resumed_step: the file goes on after this step; records of later ones, which come again, are moved to
-            ``metrics.lost.jsonl``. 0: a new run.
+        resumed_step: the file goes on after this step; records of later ones, which come again, and lines that cannot
+            be read are moved to ``metrics.lost.jsonl``. 0: a new run.
     """
 
     def __init__(self, run_dir: Path, resumed_step: int = 0) -> None:
@@ -43,19 +46,34 @@ class JsonlSink:
 
 
 def _go_back(path: Path, step: int) -> None:
-    """Leave the records up to ``step`` in a file; a line that a crash cut off goes with the later ones."""
-    kept: list[str] = []
-    lost: list[str] = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        try:
-            is_kept = line.endswith("\n") and json.loads(line)["step"] <= step
-        except (ValueError, KeyError):
-            is_kept = False
-        (kept if is_kept else lost).append(line)
+    """Leave the records up to ``step`` in a file; later ones are moved away, and so is what cannot be read.
+
+    The end of a last line that a crash cut off is normal; a damaged line before it is reported.
+    """
+    kept: list[bytes] = []
+    lost: list[bytes] = []
+    damaged = 0
+    with path.open("rb") as lines:
+        for line in lines:
+            at = _step_of(line)
+            (kept if at is not None and at <= step else lost).append(line if line.endswith(b"\n") else line + b"\n")
+            damaged += at is None and line.endswith(b"\n")
     if not lost:
         return
-    with path.with_name("metrics.lost.jsonl").open("a", encoding="utf-8") as file:
-        file.writelines(line if line.endswith("\n") else f"{line}\n" for line in lost)
+    aside = path.with_name("metrics.lost.jsonl")
+    if damaged:
+        log.warning("%s: %d damaged lines were moved to %s: those records are missing", path, damaged, aside.name)
+    with aside.open("ab") as file:
+        file.writelines(lost)
     partial = path.with_name("metrics.jsonl.partial")
-    partial.write_text("".join(kept), encoding="utf-8")
+    partial.write_bytes(b"".join(kept))
     partial.replace(path)
+
+
+def _step_of(line: bytes) -> int | None:
+    """The step of a record; None where the line is not a whole one."""
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return step if type(step) is int and line.endswith(b"\n") else None

@@ -8,15 +8,22 @@ from crius.metrics.record import Record, StepMetrics
 
 
 class TensorBoardSink:
-    """Writes event files to ``tb/`` in the run folder. Importing this module needs the package tensorboard."""
+    """Writes event files to ``tb/`` in the run folder. Importing this module needs the package tensorboard.
 
-    def __init__(self, run_dir: Path, resumed_step: int = 0) -> None:
+    Args:
+        run_dir: folder of the run.
+        total_memory_gib: memory of the device, None where it is not known.
+        resumed_step: steps that the run has done before; records of later ones come again. 0: a new run.
+    """
+
+    def __init__(self, run_dir: Path, total_memory_gib: float | None, resumed_step: int = 0) -> None:
+        self._total = total_memory_gib
         purge = resumed_step + 1 if resumed_step else None  # records of steps that come again are taken away
         self._writer = SummaryWriter(str(run_dir / "tb"), purge_step=purge)
 
     def write(self, record: Record) -> None:
         """Write the scalars of one record."""
-        for tag, value in _scalars(record).items():
+        for tag, value in _scalars(record, self._total).items():
             self._writer.add_scalar(tag, value, record.step)
 
     def close(self) -> None:
@@ -24,7 +31,7 @@ class TensorBoardSink:
         self._writer.close()
 
 
-def _scalars(record: Record) -> dict[str, float]:
+def _scalars(record: Record, total_gib: float | None) -> dict[str, float]:
     if not isinstance(record, StepMetrics):
         return {
             "validation_metrics/loss": record.val_loss,
@@ -41,9 +48,17 @@ def _scalars(record: Record) -> dict[str, float]:
         "time_metrics/end_to_end(s)": record.step_seconds,
         "time_metrics/data_loading(s)": record.data_seconds,
         "time_metrics/data_loading(%)": 100 * record.data_seconds / record.step_seconds if record.step_seconds else 0.0,
-        "memory/max_active(GiB)": record.memory_gib,
+        "memory/max_active(GiB)": record.max_active_gib,
+        "memory/max_reserved(GiB)": record.max_reserved_gib,
+        "memory/num_alloc_retries": record.num_alloc_retries,
+        "memory/num_ooms": record.num_ooms,
         "goodput": record.goodput,
     }
+    if record.max_loss is not None:
+        scalars["loss_metrics/global_max_loss"] = record.max_loss
+    if total_gib:
+        scalars["memory/max_active(%)"] = 100 * record.max_active_gib / total_gib
+        scalars["memory/max_reserved(%)"] = 100 * record.max_reserved_gib / total_gib
     if record.mfu is not None:
         scalars["mfu(%)"] = 100 * record.mfu
     lost = {"skipped_steps": record.skipped_steps, "rolled_back_steps": record.rolled_back_steps}

@@ -1,0 +1,140 @@
+"""The last lines of ``crius train``: what it left, and commands that go on from there and work as they are printed."""
+
+import dataclasses
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from crius.checkpoint.disk import open_disk
+from crius.checkpoint.folder import CheckpointFolder
+from crius.checkpoint.names import step_name
+from crius.cli.app import COMMAND, emit
+from crius.config.facts import Facts
+from crius.config.layout import replace_fields
+from crius.config.load import normalized_argv
+from crius.config.rules import RULES
+from crius.config.run import RunConfig
+from crius.launch.environment import Placement
+from crius.launch.stop import STOPPED
+from crius.redact import redact
+from crius.train.inputs import checkpoint_folder
+
+_SHARD = "parallelism.data_parallel_shard_degree"
+
+
+def say_next(facts: Facts, run: RunConfig, folder: Path, placement: Placement | None, code: int) -> None:
+    """Print where the run and its newest checkpoint are, and what to type next.
+
+    Args:
+        facts: of the run, as it was asked for.
+        run: as it was trained.
+        folder: of the run.
+        placement: of this process; None: started here.
+        code: exit code of the run; after a failure nothing is printed.
+    """
+    if code and code not in STOPPED:
+        return
+    emit(f"run folder: {folder} (metrics.jsonl, summary.json, run.toml, logs/)")
+    step = newest_step(run, folder)
+    if step is None:
+        emit("saved: nothing")
+    else:
+        emit(f"saved: step {step} in {redact(checkpoint_folder(run, folder))}/{step_name(step)}")
+    if code:
+        if step is not None:
+            emit(f"go on from there: {continued(run, folder, placement)}")
+    elif run.model.flavor == "debug" and placement is None:
+        rows = list(_next_commands(facts, run, folder))
+        width = max(len(what) for what, _ in rows)
+        emit("\n".join(["try next:", *(f"  {what:<{width}}   {command}" for what, command in rows)]))
+
+
+def newest_step(run: RunConfig, folder: Path) -> int | None:
+    """The newest step that the run has saved."""
+    if not run.checkpoint.is_enabled:
+        return None
+    steps = CheckpointFolder(open_disk(checkpoint_folder(run, folder))).steps()
+    return steps[-1] if steps else None
+
+
+def continued(run: RunConfig, folder: Path, placement: Placement | None, *more: str) -> str:
+    """The command that goes on with the run, for a shell.
+
+    Args:
+        run: the run.
+        folder: of the run.
+        placement: of this process; None: started here.
+        more: flags beside those of this command.
+    """
+    flags = [*more, *([] if _is_named(run) else ["--job.run_dir", str(folder)])]
+    if placement is None:
+        return command(*flags)
+    if placement.launcher == "torchrun" and placement.world_size == placement.local_world_size:
+        script = [sys.argv[0]] if _script() == "train.py" else ["-m", "crius", "train"]
+        start = ["torchrun", "--standalone", "--nproc_per_node", str(placement.world_size), *script]
+        return _joined([*start, *_flags(*flags)])
+    return _joined(["the", "command", "of", "before,", "with", *flags])
+
+
+def command(*more: str) -> str:
+    """This command with flags on top, for a shell; of a flag that is given twice the last one counts."""
+    return _joined([*_program("train"), *_flags(*more)])
+
+
+def _flags(*more: str) -> list[str]:
+    return normalized_argv([*COMMAND, *more])[1:]
+
+
+def _is_named(run: RunConfig) -> bool:
+    return bool(run.job.run_dir or run.job.name)
+
+
+def _script() -> str:
+    return Path(sys.argv[0]).name
+
+
+def _program(verb: str) -> list[str]:
+    """How this program is started with another verb."""
+    if _script() == "crius":
+        is_on_path = shutil.which("crius") == os.path.abspath(sys.argv[0])
+        return ["crius" if is_on_path else sys.argv[0], verb]
+    python = "python" if shutil.which("python") == sys.executable else sys.executable
+    return [python, sys.argv[0]] if _script() == "train.py" and verb == "train" else [python, "-m", "crius", verb]
+
+
+def _joined(words: list[str]) -> str:
+    return redact(shlex.join(words))
+
+
+def _next_commands(facts: Facts, run: RunConfig, folder: Path) -> Iterator[tuple[str, str]]:
+    """Three commands that a new user may want, and what they do."""
+    flags = [flag for flag in _flags() if flag != "--strict"]
+    show = "every setting and its origin", _joined([*_program("config"), "show", *flags])
+    longer = "--training.steps", str(2 * run.training.steps)
+    number, layout = _workers(facts, run)
+    if number:
+        elsewhere = ["--job.run_dir", f"{folder}-{number}-workers"] if _is_named(run) else []
+        yield f"the same curve on {number} workers", command(*layout, *elsewhere)
+    else:
+        yield show
+    if run.checkpoint.is_enabled:
+        yield "this run, twice as long", continued(run, folder, None, *longer)
+        where = checkpoint_folder(run, folder)
+        yield "the saved model, byte by byte", _joined([*_program("checkpoint"), "verify", where])
+    else:
+        yield "twice as long", command(*longer)
+        if number:
+            yield show
+
+
+def _workers(facts: Facts, run: RunConfig) -> tuple[int, list[str]]:
+    """More workers than one on which the run is possible, and the flags for them; 0 where there are none."""
+    for number in (4, 2) if facts.num_ranks == 1 else ():
+        placed = replace_fields(run, {_SHARD: number})
+        more = dataclasses.replace(facts, config=placed, num_ranks=number, local_ranks=number, asked_ranks=0)
+        if not any(True for rule in RULES for _ in rule(more)):
+            return number, [f"--{_SHARD}", str(number)]
+    return 0, []

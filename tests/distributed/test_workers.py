@@ -1,0 +1,85 @@
+"""Standing workers run row after row in the same processes; what fails ends them, and nothing is left behind."""
+
+import functools
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from workers import RowFailed, Workers
+
+from crius.parallel.runtime import world
+
+
+@pytest.fixture
+def two():
+    standing = Workers(2)
+    yield standing
+    standing.end()
+    shutil.rmtree(standing.folder)
+
+
+def pid(placement):
+    return os.getpid()
+
+
+def total(placement):
+    """Sum over the ranks, in a process group of this row."""
+    with world(placement.rank, placement.world_size, torch.device("cpu"), placement.rendezvous, 30) as ranks:
+        return int(ranks.sum(torch.tensor(placement.rank + 1)))
+
+
+def sleep(placement):
+    time.sleep(60)
+
+
+def fail(how, placement):
+    if placement.rank == 1:
+        how()
+    time.sleep(60)
+
+
+def raise_error():
+    raise ValueError("planted")
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def is_alive(process):
+    return Path(f"/proc/{process}").exists()
+
+
+def test_rows_share_processes_and_each_has_a_process_group_of_its_own(two, tmp_path):
+    before = two.run(pid, tmp_path)
+    assert len({*before, os.getpid()}) == 3
+    assert [two.run(total, tmp_path) for _ in range(2)] == [[3, 3]] * 2
+    assert two.run(pid, tmp_path) == before
+
+
+@pytest.mark.parametrize(("how", "says"), [(raise_error, "rank 1 .*ValueError: planted"), (die, "rank 1 .*SIGKILL")])
+def test_a_rank_that_fails_is_named_and_the_next_row_has_new_workers(how, says, two, tmp_path, monkeypatch):
+    monkeypatch.setattr("workers.GRACE_SECONDS", 0.1)
+    before = two.run(pid, tmp_path)
+    with pytest.raises(RowFailed, match=says):
+        two.run(functools.partial(fail, how), tmp_path)
+    assert not any(map(is_alive, before))
+    after = two.run(pid, tmp_path)
+    assert not {*before} & {*after}
+
+
+def test_a_row_that_hangs_ends_with_its_workers(two, tmp_path):
+    before = two.run(pid, tmp_path)
+    with pytest.raises(RowFailed, match="not at its end after 0 s"):
+        two.run(sleep, tmp_path, seconds=0.2)
+    assert not any(map(is_alive, before))
+
+
+def test_nothing_is_left_behind(two, tmp_path):
+    before = two.run(pid, tmp_path)
+    two.end()
+    assert not any(map(is_alive, before))

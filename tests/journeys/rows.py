@@ -1,0 +1,212 @@
+"""The steps of the journeys: what a user types, in order, and what has to come back.
+
+J1 ten minutes on a laptop, J2 my own text and size, J3 from a pretrained model and back, J4 eight H100s for a night,
+J5 experts rehearsed on a laptop, J6 my own model outside the repository, J7 something is wrong.
+"""
+
+from dataclasses import dataclass
+
+BUILT = {"engine", "nothing lost"}
+"""What Crius can do so far. A row that needs more is skipped until its part is built, and added here with it."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One step.
+
+    Attributes:
+        command: for bash, in the folder that the rows before it worked in. ``{name}`` is what an earlier row found.
+        code: its exit code.
+        says: regular expressions, each found in stdout and stderr; a named group is kept for later rows.
+        needs: the part that builds it; see ``BUILT``.
+        never: what must not be printed, beside a traceback.
+        seconds: its time limit.
+    """
+
+    command: str
+    code: int = 0
+    says: tuple[str, ...] = ()
+    needs: str = "nothing lost"
+    never: tuple[str, ...] = ()
+    seconds: int = 120
+
+
+SHORT = "--training.seq_len 64 --model.num_layers 2 --validation.interval 0"
+
+J1 = [
+    Row(
+        "crius train --training.steps 12",
+        says=(
+            r"checkpoint: .*\d (KiB|MiB|GiB)",
+            r"step  1/12  loss (?P<first>\S+)",
+            r"step 12/12  loss (?P<last>\S+)",
+            r"run folder: (?P<run>runs/\S+)",
+            r"try next:\n  .*   (?P<next_1>crius .*)\n  .*   (?P<next_2>crius .*)\n  .*   (?P<next_3>crius .*)\n",
+        ),
+    ),
+    Row("crius checkpoint verify {run}", says=("step-00000012",)),
+    Row("{next_1} --training.steps 12", says=(r"step 12/12  loss {last}",)),
+    Row("{next_2}"),
+    Row("{next_3}"),
+    Row(
+        "crius train --training.steps 12 --parallelism.data_parallel_shard_degree 2",
+        says=(r"step  1/12  loss {first}", r"step 12/12  loss {last}"),
+    ),
+    Row(
+        "crius verify parity --layouts fsdp2,pp2_tp2 --steps 2 --model.num_layers 2",
+        says=("2 ok, 0 failed", r"loss [\d.]+e-(0[89]|1\d)"),
+        needs="engine",
+    ),
+    Row("crius report {run} --out report.html", needs="runs that can be seen"),
+    Row("crius generate {run} --prompt 'def '", needs="from weights to weights"),
+]
+
+J2 = [
+    Row(
+        "crius data prepare mydata --data.source text --data.path books/ --tokenizer.path tok/",
+        says=(r"[\d,]+ tokens", r"[\d,]+ documents", r"(?m)(?P<train>crius train .*)$"),
+    ),
+    Row("{train} --training.steps 2 --model.num_layers 2", says=("step 2/2",)),
+    Row(
+        "crius train --data.source tokens --data.path mydata --model.dim 384 --model.num_layers 8 --model.num_heads 6"
+        " --steps 4",
+        needs="one description",
+    ),
+    Row(
+        f"{{train}} {SHORT} --training.steps 500 --job.run_dir runs/mine & pid=$!;"
+        " until grep -q '\"step\": 3' runs/mine/metrics.jsonl; do sleep 0.1; done 2>/dev/null;"
+        " kill -INT $pid; wait $pid",
+        code=130,
+        says=(r"saved", r"(?m)(?P<resume>crius train .*)$"),
+    ),
+    Row("{resume} --training.steps 20 --checkpoint.allow_changes training.steps", says=("resume: step", "step 20/20")),
+    Row(
+        "{resume} --training.steps 24 --checkpoint.allow_changes training.steps"
+        " --parallelism.data_parallel_shard_degree 2",
+        says=("resume: step 20", "step 24/24"),
+    ),
+    Row("crius train --data.source tokens --data.path mydata --training.epochs 2", needs="fine-tuning"),
+    Row("crius generate runs/mine --prompt Once", needs="from weights to weights"),
+    Row("crius export runs/mine hf/", needs="from weights to weights"),
+]
+
+J4 = [
+    Row(
+        "crius plan --model llama3 --flavor 8b --gpus 8 --gpu h100",
+        says=("tokens/s", "GiB", "(?i)mfu", "fewest GPUs", "data_parallel_shard_degree"),
+    ),
+    Row("crius train --recipe llama3_8b --nproc 8 --dry_run", needs="ready for GPUs"),
+    Row(
+        f"CRIUS_FAULT=kill:step=4,rank=1 crius train {SHORT} --training.steps 6 --checkpoint.interval 2"
+        " --parallelism.data_parallel_shard_degree 2 --job.run_dir runs/dies",
+        says=("restarting from the newest checkpoint", "resume: step"),
+    ),
+    Row(
+        f"CRIUS_FAULT=nan:step=3,where=grad crius train {SHORT} --training.steps 6 --job.run_dir runs/nan",
+        code=1,
+        says=("step 3", "not finite"),
+    ),
+    Row(
+        f"CRIUS_FAULT=disk:save=1-9,error=slow,seconds=1 crius train {SHORT} --training.steps 4"
+        " --checkpoint.interval 2 --job.run_dir runs/slow",
+        says=("step 4/4",),
+    ),
+    Row(
+        f"CRIUS_FAULT=oom:step=2 crius train {SHORT} --training.steps 4 --job.run_dir runs/oom",
+        code=1,
+        says=("--activation_checkpoint.mode",),
+    ),
+]
+
+BEFORE_J7 = (
+    "mkdir -p runs empty && touch file runs/file && echo '{}' > tokenizer.json && printf '[training\\n' > broken.toml"
+    " && printf '[training]\\nstesp = 4\\n[modle]\\nx = 1\\n' > wrong.toml"
+    " && printf '[training]\\nsteps = \"4\"\\n' > text.toml && printf '[compile]\\ncache_dir = \"x\"\\n' > code.toml"
+    ' && printf \'caf\\351\' > latin1.txt && printf \'{"text": "a"}\\n{"text": "b}\\n\' > cut.jsonl'
+    " && seq 20000 > numbers.txt"
+    f" && crius train {SHORT} --training.steps 4 --checkpoint.interval 2 --job.run_dir runs/good > log"
+    " && cp -r runs/good runs/damaged && printf x | dd of=$(ls -d runs/damaged/checkpoints/step-00000004/*.safetensors"
+    " | head -1) bs=1 seek=5000 conv=notrunc 2>/dev/null"
+)
+AGAIN = f"{SHORT} --checkpoint.interval 2"
+
+J7 = [
+    # a wrong command line
+    Row("crius trian", 2, ('"trian"', '"train"')),
+    Row("crius train --training.stesp 5", 2, ("did you mean --training.steps",)),
+    Row("crius train --training.steps many", 2, ("--training.steps", "many", "crius train --help"), never=("COMMAND",)),
+    Row("crius train --model.name lama3", 2, ("did you mean llama3",)),
+    Row("crius train --model.flavor 7b", 2, ("no flavor 7b", "8b"), never=("did you mean 70b",)),
+    Row("crius train --checkpoint.last_save_in_hf", 2, ("--checkpoint.last_save_in_hf",), never=("load_step",)),
+    Row("crius train --metrics.enable_wandb", 2, ("--metrics.enable_wandb",), never=("enable_tensorboard?",)),
+    Row("crius train --quantize.dense.float9.enable", 2, ("did you mean --quantize.dense.float8.enable",)),
+    Row("crius train --training.mixed_precision_param float99", 2, ("float99", "bfloat16")),
+    Row("crius train --training.seq_len 1000000000000000000 --dry_run", 2, ("--training.seq_len",)),
+    # settings that do not go together: all of them, before anything starts
+    Row(
+        "crius train --parallelism.tensor_parallel_degree 3 --training.seq_len 100 --model.flavor 7b",
+        2,
+        ("2 problems", "no flavor 7b", "--training.seq_len 99, or 102"),
+    ),
+    Row("crius train --nproc 3 --parallelism.data_parallel_shard_degree 2", 2, ("multiply to 2 ranks", "there are 3")),
+    Row(
+        "crius train --training.global_batch_size 7 --parallelism.data_parallel_shard_degree 2",
+        2,
+        ("--training.global_batch_size 8",),
+    ),
+    Row("crius train --parallelism.pipeline_parallel_degree 16", 2, ("--parallelism.pipeline_parallel_degree 8",)),
+    Row("crius train --parallelism.expert_parallel_degree 2", 2, ("not built yet: expert parallelism",)),
+    Row("crius train --training.device cuda", 2, ("--training.device cpu", "crius doctor")),
+    Row("crius train --dry_run --strict", 2, ("leave out --strict",)),
+    # wrong files of settings
+    Row("crius train --config wrong.toml", 2, ("training.stesp", "training.steps", "modle", "wrong.toml")),
+    Row("crius train --config broken.toml", 2, ("broken.toml is not valid TOML", "line 1")),
+    Row("crius train --config text.toml", 2, ("training.steps", "text.toml")),
+    Row("crius train --config nowhere.toml", 2, ("nowhere.toml cannot be read",)),
+    Row("crius train --config code.toml --compile.enable", 2, ("compile.cache_dir", "code.toml")),
+    Row("crius train --job.name ../../x", 2, ("--job.name",)),
+    Row("crius config diff a b", 2, ("a is no run folder",)),
+    # wrong data, tokenizer, folder
+    Row("crius train --data.source text --data.path nowhere/", 1, ("nowhere/ does not exist",)),
+    Row("crius train --data.source text --data.path empty/", 1, ("empty",)),
+    Row("crius train --data.source text --data.path latin1.txt", 1, ("latin1.txt:1", "not UTF-8")),
+    Row("crius train --data.source jsonl --data.path cut.jsonl", 1, ("cut.jsonl:2", "not JSON")),
+    Row("crius train --data.source tokens --data.path .", 1, ("meta.json", "crius data prepare")),
+    Row("crius train --tokenizer.path nowhere", 1, ("nowhere does not exist", "--tokenizer.path")),
+    Row("crius train --tokenizer.path tokenizer.json", 1, ("not a tokenizer.json",)),
+    Row("crius train --job.run_dir file/run", 1, ("file/run cannot be written", "--job.run_dir runs/mine")),
+    # a damaged checkpoint, another run's, one that is gone
+    Row("crius checkpoint verify runs/damaged", 1, ("step-00000004", "damaged|hash|differs")),
+    Row(
+        f"crius train {AGAIN} --training.steps 4 --job.run_dir runs/damaged", 0, ("step 4 IS DAMAGED", "resume: step 2")
+    ),
+    Row(
+        f"crius train {AGAIN} --training.steps 4 --job.run_dir runs/good --model.num_layers 3", 2, ("model.num_layers",)
+    ),
+    Row(
+        f"rm runs/good/checkpoints/*/manifest.json; crius train {AGAIN} --training.steps 8 --job.run_dir runs/good",
+        1,
+        ("manifest.json", "step-0000000[24]"),
+    ),
+    Row("ls runs/good/checkpoints", 0, ("step-00000002", "step-00000004")),
+    Row(f"crius train {SHORT} --checkpoint.load_path nowhere --checkpoint.enable", 1, ("nowhere",)),
+    Row("crius train --checkpoint.folder= --checkpoint.interval 2", 2, ("--checkpoint.folder",)),
+    # a hang, a disk that is full, a fault that is none
+    Row(
+        f"CRIUS_FAULT=hang:step=3,rank=1 crius train {SHORT} --training.steps 6 --job.run_dir runs/hangs"
+        " --parallelism.data_parallel_shard_degree 2 --watchdog.limit_seconds 3 --launch.max_restarts 0",
+        1,
+        ("rank 1",),
+    ),
+    Row(
+        f"CRIUS_FAULT=disk:save=1-9,error=enospc crius train {AGAIN} --training.steps 6 --job.run_dir runs/full",
+        1,
+        ("No space left on device", "--checkpoint.folder"),
+    ),
+    Row("CRIUS_FAULT=explode:step=1 crius train --training.steps 1", 2, ("no fault 'explode'", "unset CRIUS_FAULT")),
+    # other verbs
+    Row("crius plan --flavor 70b --gpus 256 --gpu h1000", 2, ("did you mean h100",)),
+    Row("crius plan --gpus 8 --gpu h100", 2, ("--flavor",)),
+    Row("crius verify parity --layouts fsdp2,tp99x", 2, ("tp99x is no term of a layout",)),
+    Row("crius data prepare out --data.source text --data.path nowhere.txt", 1, ("nowhere.txt does not exist",)),
+]

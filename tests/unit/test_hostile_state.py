@@ -1,0 +1,152 @@
+"""A state.json with a right hash that says what no run would: it is refused, and the checkpoint before it is taken."""
+
+import dataclasses
+import json
+import logging
+
+import pytest
+from checkpoint_samples import local, save
+
+from crius.checkpoint.digest import digest_of
+from crius.checkpoint.folder import CheckpointFolder
+from crius.checkpoint.load import find
+from crius.checkpoint.manifest import FileEntry
+from crius.checkpoint.names import step_name
+from crius.checkpoint.state import MAX_STATE_BYTES, encode_state, read_state
+from crius.checkpoint.verify import read_manifest
+from crius.cli import main
+from crius.config.changes import changes
+from crius.errors import CheckpointError
+from crius.redact import printable
+from crius.train.logs import _Formatter
+from crius.train.stability import SpikeMonitor
+
+STEP = 20
+GOOD = {
+    "train": {"step": STEP, "tokens": 5120, "updates": 19, "skipped_steps": 1, "rolled_back_steps": 0},
+    "data": {"step": STEP, "next_sample": 160, "source": "text, 3 files", "cursors": {"0": [0, 3, 17]}},
+    "stability": {
+        "window": {"loss": [2.5, 2], "grad_norm": [1.0, 0.5]},
+        **{"skips_in_a_row": 0, "rollbacks_in_a_row": 0, "spikes_in_a_row": 0},
+    },
+    "run": {"id": "abc", "threads": 2},
+    "ledger": {"command": "crius-x", "seconds": {"compute": 1.5, "data": 0}},
+}
+PLACES = {
+    "train.step": ("absent", None, True, -1, 0, 19, 21, 10**12, 1e3, "20", [20], {}),
+    "train.tokens": (None, False, -1, 10**30, 1.5, "\x1b[2J"),
+    "train.updates": (21, "19", -1),
+    "train.skipped_steps": (21, None),
+    "train": ("absent", None, [], 7, "x"),
+    "data": (None, [], 0, {}),
+    "data.next_sample": ("absent", -1, 10**19, True, 1.0),
+    "data.source": ("absent", None, 7, "a\x1b[2Jb", "a\nb", "x" * 2000),
+    "data.cursors": ("absent", [], None, {"x": [0, 0, 0]}, {"-1": [0, 0, 0]}, {"0": [0, 0]}, {"0": "abc"}),
+    "data.cursors.0": ([0, 0, -1], [0, 0, None], [0, 0, True], [0.0, 0, 0], {"a": 1}, 5, [10**30, 0, 0]),
+    "stability": (None, [], {}, 1),
+    "stability.skips_in_a_row": ("absent", "1", -1, None),
+    "stability.window": ("absent", None, [], {"loss": [1.0], "grad_norm": []}),
+    "stability.window.loss": (None, "ab", [None, 1], ["1", 2], [True, 1], [1e300, 1], {}),
+    "run": (None, [], "x"),
+    "run.id": (5, None, "\x07"),
+    "run.threads": ("2", -1, None, 1.5),
+    "ledger": (None, [], 3),
+    "ledger.command": ("absent", None, 5),
+    "ledger.seconds": ("absent", None, [], {"compute": "1"}, {"compute": None}, {"\x1b": 1}, {"compute": 1e200}),
+    "imported": ("yes", 1, None, {}),
+}
+BYTES = {
+    **{"empty": b"", "list": b"[]", "number": b"7", "no_utf8": b'{"a": "\xff"}', "cut_off": b'{"train": {"step": 20'},
+    **{"deep": b"[" * 100_000, "nan": b'{"train": {"step": NaN}}', "infinite": b'{"train": {"step": 1e999}}'},
+    **{"digits": b'{"train": {"step": ' + b"9" * 10_000 + b"}}", "twice": b'{"train": {"step": 20}, "train": {}}'},
+    **{"surrogate": b'{"train": {"step": 20}, "run": {"id": "\\ud800"}}', "deep_value": b'{"a": ' + b"[" * 100_000},
+    "large": b'{"train": {"step": 20}}'.ljust(MAX_STATE_BYTES + 1),
+}
+
+
+def changed(place, value):
+    """``GOOD`` with another value at a place, as JSON."""
+    state = json.loads(json.dumps(GOOD))
+    *parents, name = place.split(".")
+    inner = state
+    for parent in parents:
+        inner = inner[parent]
+    inner.pop(name, None)
+    if value != "absent":
+        inner[name] = value
+    return json.dumps(state).encode()
+
+
+HOSTILE = {
+    f"{place}={str(value)[:20]!a}": changed(place, value) for place, values in PLACES.items() for value in values
+}
+HOSTILE |= BYTES
+
+
+def put(folder, data):
+    """Give the checkpoint of ``STEP`` another state, with a manifest that agrees."""
+    name = step_name(STEP)
+    manifest = read_manifest(folder.disk, name)
+    place = folder.disk._root / name
+    (place / "state.json").write_bytes(data)
+    files = {**manifest.files, "state.json": FileEntry(len(data), digest_of(data))}
+    (place / "manifest.json").write_bytes(dataclasses.replace(manifest, files=files, digest="").encode())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return CheckpointFolder(local(tmp_path_factory.mktemp("run"), 10, STEP))
+
+
+def found_in(folder):
+    return find(folder, -1, rank=0, size=1, gather=lambda value: [value], verify=True)
+
+
+@pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_state_is_refused_and_the_checkpoint_before_it_is_taken(data, folder):
+    put(folder, data)
+    with pytest.raises(CheckpointError):
+        read_state(folder.disk, step_name(STEP), read_manifest(folder.disk, step_name(STEP)))
+    assert found_in(folder).manifest.step == 10
+
+
+def test_a_state_that_a_run_writes_is_taken_whole(folder):
+    put(folder, encode_state(GOOD, STEP))
+    assert found_in(folder).state == GOOD
+    put(folder, encode_state({"train": {"step": STEP}, "of a newer Crius": [1]}, STEP))
+    assert found_in(folder).manifest.step == STEP
+
+
+def test_no_state_is_saved_that_a_resume_would_refuse():
+    for state in ({}, {"train": {"step": 19}}, GOOD | {"ledger": {"command": "", "seconds": {"x": float("nan")}}}):
+        with pytest.raises(ValueError):
+            encode_state(state, STEP)
+
+
+def test_verify_reports_a_state_that_a_resume_would_refuse(folder, capsys):
+    put(folder, changed("train.step", 10**12))
+    assert main(["checkpoint", "verify", str(folder.disk._root)]) == 1
+    assert "train.step is 1000000000000, the manifest is of step 20" in capsys.readouterr().out
+
+
+def test_a_window_of_other_values_starts_anew():
+    monitor = SpikeMonitor(6.0, 10)
+    monitor.load({"loss": [1.0] * 9, "x": [1.0] * 9})
+    assert monitor.state() == {"loss": [], "grad_norm": []} and monitor.score(1.0, 1.0) == {}
+
+
+def test_text_of_a_stranger_acts_on_no_terminal(tmp_path, capsys):
+    evil = "a\x1b[2J\x9b\u202e\r"
+    assert printable(f"{evil}\n\té") == "a\\x1b[2J\\x9b\\u202e\\r\n\té"
+    line = logging.LogRecord("crius", logging.INFO, "", 0, "settings of %s", (evil,), None)
+    assert "\x1b" not in _Formatter("%(message)s").format(line)
+    change = str(changes({f"{evil}\nresume: all is well": f"{evil}\nstep 9"}, {})[0])
+    assert change.isprintable() and "\\x1b[2J" in change
+    (tmp_path / "run.toml").write_text('[model]\n"\\u001b[2Jx" = 1\nname = "\\u001b[2J"\n')
+    assert main(["train", "--config", str(tmp_path / "run.toml")]) == 2
+    assert "\x1b" not in capsys.readouterr().err
+    place = tmp_path / "checkpoints"
+    save(CheckpointFolder(local(place)).disk, 10)
+    (place / step_name(10) / "x\x1b[2J").touch()
+    assert main(["checkpoint", "verify", str(place)]) == 1
+    assert "\x1b" not in capsys.readouterr().out

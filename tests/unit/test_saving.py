@@ -1,0 +1,182 @@
+"""What a run will save is known before step 1, and what it prints at its end can be pasted into a shell."""
+
+import dataclasses
+import shlex
+import shutil
+import sys
+
+import pytest
+import torch.distributed as dist
+from harness import parse
+
+from crius import cli
+from crius.checkpoint.local_disk import LocalDisk
+from crius.checkpoint.names import step_name
+from crius.cli import next_steps
+from crius.cli.app import _base_name
+from crius.config.run import RunConfig
+from crius.launch.environment import Placement
+from crius.train import agreement, summary
+from crius.train.agreement import NOTHING, Agreement, Decision
+from crius.train.saving import save_plan, size
+from crius.train.summary import is_complete
+
+MIB = 2**20
+
+
+# --- what is saved
+
+
+@pytest.mark.parametrize(
+    ("flags", "saves", "is_supervised"),
+    [
+        ([], True, False),
+        (["--checkpoint.enable"], True, True),
+        (["--checkpoint.interval", "5"], True, True),
+        (["--checkpoint.interval_minutes", "5"], True, True),
+        (["--checkpoint.no_enable"], False, False),
+        (["--checkpoint.no_enable", "--checkpoint.interval", "5"], False, False),
+    ],
+)
+def test_a_run_saves_unless_told_not_to_and_is_restarted_only_where_that_is_asked_for(flags, saves, is_supervised):
+    _, bound, _ = cli.app.parse_args(["config", "show", *flags], exit_on_error=False)
+    config = bound.arguments.get("run", RunConfig()).checkpoint
+    assert (config.is_enabled, config.is_supervised) == (saves, is_supervised)
+
+
+def planned(tmp_path, monkeypatch, *flags, free=100 * MIB):
+    monkeypatch.setattr(LocalDisk, "free_bytes", lambda self: free)
+    return save_plan(
+        dataclasses.replace(parse(["--model.num_layers", "2", "--checkpoint.keep_last=3", *flags])), tmp_path
+    )
+
+
+def test_one_line_says_where_how_often_and_how_big(tmp_path, monkeypatch):
+    plan = planned(tmp_path, monkeypatch)
+    assert plan.line() == (
+        f"the last step, and the step of a Ctrl-C or SIGTERM, go to {tmp_path}/checkpoints, about 6.0 MiB; "
+        "100.0 MiB free"
+    )
+    plan = planned(tmp_path, monkeypatch, "--checkpoint.interval", "10", "--checkpoint.keep_every", "50")
+    assert plan.line().startswith("every 10 steps, the last step, and") and "each, up to 6 of them" in plan.line()
+    assert plan.missing_bytes == 0
+
+
+def test_a_disk_that_fills_up_later_is_warned_of_and_what_lies_there_counts(tmp_path, monkeypatch):
+    often = ("--checkpoint.interval", "10")
+    plan = planned(tmp_path, monkeypatch, *often, free=13 * MIB)  # 4 of 6.0 MiB are there at the same time
+    assert plan.missing_bytes == 4 * plan.num_bytes - 13 * MIB
+    assert plan.line().endswith("free, 11.0 MiB too little: later saves will fail")
+    for step in (1, 2):
+        (tmp_path / "checkpoints" / step_name(step)).mkdir(parents=True)
+        (tmp_path / "checkpoints" / step_name(step) / "manifest.json").touch()
+    assert planned(tmp_path, monkeypatch, *often, free=13 * MIB).missing_bytes == 0
+
+
+def test_a_run_that_is_too_large_for_the_disk_ends_before_step_1(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(LocalDisk, "free_bytes", lambda self: MIB)
+    run = ["train", "--training.steps", "3", "--model.num_layers", "2", "--job.run_dir", str(tmp_path / "run")]
+    assert cli.main(run) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("EnvironmentError: a checkpoint of this run takes about 6.0 MiB, ")
+    assert "has 1.0 MiB free" in err and "or --checkpoint.no_enable to save nothing" in err
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_sizes_are_in_units_that_can_be_read():
+    assert [size(number) for number in (12, 6.0 * MIB, 1536 * MIB)] == ["12.0 B", "6.0 MiB", "1.5 GiB"]
+
+
+@pytest.mark.parametrize(
+    "steps", ['{"steps": 8, "stopped_by": null}', '{"steps": 8, "stopped_by": "SIGINT"}', "{", "[]"]
+)
+def test_a_run_is_complete_after_its_last_validation_alone(steps, tmp_path):
+    assert not is_complete(tmp_path, 8, 8)
+    (tmp_path / summary.SUMMARY).write_text(steps)
+    assert is_complete(tmp_path, 8, 8) == ("null" in steps)
+    assert not is_complete(tmp_path, 8, 10) and not is_complete(tmp_path, 9, 9)
+
+
+# --- when ranks ask each other
+
+
+def test_a_process_alone_decides_after_each_step_and_asks_nobody(monkeypatch):
+    monkeypatch.setattr(dist, "all_reduce", None)
+    alone = Agreement(1)
+    assert alone.ask(None, False, False) == NOTHING
+    assert alone.ask(15, True, False) == Decision(15, True, False)
+
+
+@pytest.mark.parametrize(("seconds", "asked"), [(0.01, [0, 1, 101]), (0.25, [0, 1, 5, 9]), (7.0, range(200))])
+def test_several_ranks_ask_each_other_about_once_a_second(seconds, asked, monkeypatch):
+    now, times = [0.0], []
+    monkeypatch.setattr(agreement.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(dist, "all_reduce", lambda words, op: times.append(round(now[0] / seconds)))
+    ranks = Agreement(2)
+    for _ in range(200):
+        ranks.ask(None, False, False)
+        now[0] += seconds
+    assert times[: len(asked)] == list(asked)
+
+
+# --- what can be pasted
+
+
+def started(monkeypatch, script, *command):
+    monkeypatch.setattr(sys, "argv", [script, *command])
+    monkeypatch.setattr(next_steps, "COMMAND", list(command))
+
+
+@pytest.mark.parametrize(
+    ("script", "found", "program"),
+    [
+        (".venv/bin/crius", None, [".venv/bin/crius", "train"]),
+        ("/usr/bin/crius", "/usr/bin/crius", ["crius", "train"]),
+        ("/my/crius/__main__.py", None, [sys.executable, "-m", "crius", "train"]),
+        ("train.py", None, [sys.executable, "train.py"]),
+    ],
+)
+def test_the_command_that_goes_on_starts_as_this_one_did(script, found, program, monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: found)
+    started(monkeypatch, script, "train", "--training.steps", "9", "--data.path", "my text's $(x).txt")
+    line = next_steps.continued(RunConfig(), "runs/a b", None)
+    flags = ["--training.steps", "9", "--data.path", "my text's $(x).txt", "--job.run_dir", "runs/a b"]
+    assert shlex.split(line) == [*program, *flags]
+
+
+def test_a_run_with_a_folder_of_its_own_goes_on_with_the_same_command(monkeypatch):
+    started(monkeypatch, "/usr/bin/crius", "train", "--job.name", "mine")
+    config = RunConfig(job=dataclasses.replace(RunConfig().job, name="mine"))
+    assert next_steps.continued(config, "runs/mine", None).endswith("crius train --job.name mine")
+    longer = next_steps.continued(config, "runs/mine", None, "--training.steps", "9")
+    assert longer.endswith("crius train --job.name mine --training.steps 9")
+
+
+@pytest.mark.parametrize(
+    ("local", "want"), [(2, "torchrun --standalone --nproc_per_node 2 -m crius train"), (1, "the ")]
+)
+def test_under_a_launcher_the_command_is_the_launchers(local, want, monkeypatch):
+    started(monkeypatch, "/my/crius/__main__.py", "train")
+    line = next_steps.continued(RunConfig(), "runs/x", Placement(0, 0, 2, local, "torchrun"))
+    assert line.startswith(want) and line.endswith("--job.run_dir runs/x")
+
+
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [
+        ([], "llama3_debug"),
+        (["--training.steps", "3"], "llama3_debug"),
+        (["--model.flavor", "debug"], "llama3_debug"),
+        (["--model.flavor", "1b"], "llama3_1b"),
+        (["--model.num_layers", "2", "--model.vocab_size", "600"], "llama3_debug_vocab_size_600_num_layers_2"),
+        (["--recipe", "precision"], "precision"),
+        (["--recipe", "precision", "--model.flavor", "8b"], "llama3_8b"),
+    ],
+)
+def test_a_run_folder_is_named_by_the_model_that_is_trained(flags, name):
+    _, bound, _ = cli.app.parse_args(["config", "show", *flags], exit_on_error=False)
+    config = bound.arguments.get("run", RunConfig())
+    if name == "llama3_8b":  # the recipe has sizes of its own
+        config = dataclasses.replace(config, model=dataclasses.replace(RunConfig().model, flavor="8b"))
+    assert _base_name(config) == name
