@@ -17,7 +17,7 @@ import torch
 from crius.bench.machine import Machine
 from crius.bench.samples import Samples
 from crius.config.checkpoint import CheckpointConfig
-from crius.config.export import to_toml
+from crius.config.export import command_line_flags, to_toml
 from crius.config.run import RunConfig
 from crius.errors import ConfigError, EnvironmentError
 from crius.table import aligned
@@ -156,7 +156,8 @@ def _train_rows(config: RunConfig, folder: Path) -> list[Row]:
             if is_cold and cache:
                 shutil.rmtree(cache, ignore_errors=True)
 
-        command = ("-X", "importtime", "-m", "crius", "train", "--config", str(file), "--job.run_dir", str(run_dir))
+        given = (*command_line_flags(changed), "--job.run_dir", str(run_dir))
+        command = ("-X", "importtime", "-m", "crius", "train", "--config", str(file), *given)
         return Row(f"crius train, {name}", command, prepare=prepare, parts=lambda said: _parts(said, run_dir))
 
     if not config.compile.enable:

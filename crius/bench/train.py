@@ -12,7 +12,7 @@ from typing import Any
 from crius.bench.receipt import check_result_file, receipt, write_result
 from crius.bench.turns import Contestant, Outcome, largest_difference, median_ratio, ratios, take_turns
 from crius.config.checkpoint import CheckpointConfig
-from crius.config.export import differences, shown, to_toml
+from crius.config.export import command_line_flags, differences, shown, to_toml
 from crius.config.layout import replace_fields
 from crius.config.profiler import ProfilerConfig
 from crius.config.run import RunConfig
@@ -128,6 +128,7 @@ def _contestant(variant: Variant, schedule: Schedule, folder: Path, index: int) 
     file.write_text(to_toml(prepared(variant.config, schedule)), encoding="utf-8")
     ranks = ["--nproc", str(variant.num_ranks)]
     argv = [sys.executable, "-m", "crius", "bench", "contestant", "--config", str(file), *ranks]
+    argv += command_line_flags(variant.config)
     return Contestant(
         variant.name, [*argv, "--warmup", str(schedule.warmup), "--job.run_dir", str(folder / str(index))]
     )

@@ -9,21 +9,28 @@ from cyclopts import CycloptsError
 
 from crius.cli import bench, checkpoint, plan, settings, train, verify  # noqa: F401  # each adds its verbs to the app
 from crius.cli.app import COMMAND, SOURCES, app
-from crius.config.load import explain, normalized_argv
-from crius.errors import CriusError
+from crius.config.load import WrongSettings, explain, normalized_argv
+from crius.data.globs import is_utf8
+from crius.errors import ConfigError, CriusError
 from crius.redact import printable, redact
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code: 0 done, 1 failed, 2 usage or config, 130 Ctrl-C."""
     arguments = normalized_argv(sys.argv[1:] if argv is None else argv)
+    if unwritten := [ascii(argument) for argument in arguments if not is_utf8(argument)]:
+        error = ConfigError(f"{' '.join(unwritten)} is not UTF-8.", where="command line", fix="rename the file")
+        print(error, file=sys.stderr)
+        return error.exit_code
     SOURCES.origins.clear()
     COMMAND[:] = arguments
+    is_parsed = False
     try:
         command, bound, _ = app.parse_args(arguments, exit_on_error=False, print_error=False)
+        is_parsed = True
         return command(*bound.args, **bound.kwargs) or 0
-    except CycloptsError as error:
-        print(printable(redact(str(explain(error)))), file=sys.stderr)
+    except (CycloptsError, WrongSettings) as error:
+        print(printable(redact(str(explain(error, () if is_parsed else arguments)))), file=sys.stderr)
         return 2
     except CriusError as error:
         print(printable(redact(str(error))), file=sys.stderr)

@@ -25,6 +25,10 @@ from crius.redact import printable
 
 Run = Annotated[RunConfig, Parameter(name="*")]
 Recipe = Annotated[str, Parameter(help="A run that comes with Crius; llama3_debug where no --config is given.")]
+Layout = Annotated[
+    str,
+    Parameter(help="Degrees and options in one word, as fsdp4_tp2 or pp2_fsdp2+full: docs/verify.md."),
+]
 ConfigFiles = Annotated[tuple[Path, ...], Parameter(help="TOML file with settings; repeat it, the last one wins.")]
 NumProcesses = Annotated[int, Parameter(help="Processes to start here. 0: what the degrees multiply to.")]
 Strict = Annotated[
@@ -40,7 +44,9 @@ DryRunRank = Annotated[int, Parameter(help="Rank that --dry_run shows.")]
 Json = Annotated[bool, Parameter(name="--json", negative=(), help="Print JSON.")]
 
 STARTED = time.monotonic()
-SOURCES = RunSources()
+SOURCES = RunSources(
+    {"model.name": SPECS, "model.flavor": {flavor for spec in SPECS.values() for flavor in spec.flavors}}
+)
 COMMAND: list[str] = []
 """Verb and flags of this command, as ``normalized_argv`` gives them."""
 

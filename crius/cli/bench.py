@@ -23,7 +23,7 @@ from crius.cli.app import (
     run_dir,
 )
 from crius.config import rules
-from crius.config.export import flatten, to_toml
+from crius.config.export import command_line_flags, flatten, to_toml
 from crius.config.facts import Facts
 from crius.config.load import normalized_argv
 from crius.config.quantize import SET_BY_FORMAT
@@ -250,7 +250,7 @@ def _variant(base: RunConfig, flags: str, folder: Path) -> Facts:
     file = folder / "base.toml"
     file.write_text(to_toml(base), encoding="utf-8")
     SOURCES.origins.clear()
-    arguments = normalized_argv(["bench", "contestant", "--config", str(file), *given])
+    arguments = normalized_argv(["bench", "contestant", "--config", str(file), *command_line_flags(base), *given])
     command, bound, _ = app.parse_args(arguments, exit_on_error=False, print_error=False)
     if not given or command is not contestant or {"bare", "warmup"} & set(bound.arguments):
         raise ConfigError(f"--vs {flags!r} names no flag of a run.", where="--vs", fix=fix)

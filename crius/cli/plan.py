@@ -14,6 +14,7 @@ from crius.cli.app import (
     STARTED,
     ConfigFiles,
     Json,
+    Layout,
     Recipe,
     Run,
     app,
@@ -83,6 +84,7 @@ def plan(
     ] = "",
     recipe: Recipe = "",
     config: ConfigFiles = (),
+    layout: Layout = "",
     explain: Annotated[bool, Parameter(negative=(), help="Say how each choice was made, with all numbers.")] = False,
     check: Annotated[
         bool, Parameter(negative=(), help="Compare the plan with the dry run of the real code. Needs torch.")

@@ -13,6 +13,7 @@ from crius.cli.app import (
     SOURCES,
     ConfigFiles,
     Json,
+    Layout,
     NumProcesses,
     Recipe,
     Run,
@@ -22,6 +23,7 @@ from crius.cli.app import (
     emit,
     facts_of,
 )
+from crius.config import rules
 from crius.config.data import DataConfig
 from crius.config.export import differences, flatten
 from crius.config.load import recipe_names
@@ -37,12 +39,15 @@ def show(
     *,
     recipe: Recipe = "",
     config: ConfigFiles = (),
+    layout: Layout = "",
     nproc: NumProcesses = 0,
     as_json: Json = False,
 ) -> int:
     """Print every setting of a run, its value and where it came from. Takes the flags of train."""
     if run.parallelism.auto:
         run = facts_of(run, nproc, None, is_dry=True).config
+    for problem in rules.not_built(run):
+        raise problem
     values = _shown(flatten(run))
     if as_json:
         emit(

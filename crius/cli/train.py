@@ -13,6 +13,7 @@ from crius.cli.app import (
     DryRun,
     DryRunRank,
     Json,
+    Layout,
     NumProcesses,
     Recipe,
     Run,
@@ -38,6 +39,7 @@ def train(
     *,
     recipe: Recipe = "",
     config: ConfigFiles = (),
+    layout: Layout = "",
     nproc: NumProcesses = 0,
     strict: Strict = False,
     dry_run: DryRun = False,
@@ -49,6 +51,7 @@ def train(
     Without any flag: a small Llama 3 on the source of Python's standard library, on this machine's CPU or GPUs.
     Settings come from defaults, then the recipe, then --config files, then flags. More processes than one are
     started here when the parallel degrees ask for them; under torchrun or Slurm this process joins theirs.
+    --lr, --steps, --batch (the global one) and --seq_len are short for their dotted names.
     """
     from crius.launch.environment import joined_placement
 

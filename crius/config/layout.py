@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from crius.config.batch import batch_sizes
-from crius.config.load import did_you_mean
+from crius.config.names import did_you_mean
 from crius.config.parallelism import Schedule
 from crius.config.pipeline import microbatch_unit
 from crius.config.run import RunConfig

@@ -3,21 +3,28 @@
 Order: defaults < recipe (``--recipe NAME``) < ``--config a.toml`` (repeatable, the last one wins) < flags.
 """
 
-import difflib
+import contextlib
+import functools
 import importlib.resources
+import itertools
+import re
+import shlex
 import tomllib
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
-from cyclopts import App, ArgumentCollection, CycloptsError
+from cyclopts import App, ArgumentCollection, CoercionError, CycloptsError
 from cyclopts.argument import Argument, Token
 from cyclopts.exceptions import UnknownOptionError, UnusedCliTokensError
 
-from crius.config.export import flatten
+from crius.config.export import COMMAND_LINE_ONLY, flatten
+from crius.config.layout_flag import spread_layout, spread_microbatches
+from crius.config.names import ALIASES, PLAN_SHORT, SHORT, did_you_mean, meant, nearest_typo
 from crius.config.run import RunConfig
-from crius.errors import ConfigError
+from crius.config.toml_file import takes, toml_table, wrong_kind
+from crius.errors import ConfigError, CriusError
 
 DEFAULT_RECIPE = "llama3_debug"
 VERIFY_RECIPE = "verify"
@@ -25,47 +32,8 @@ VERIFY_RECIPE = "verify"
 PRECISION_RECIPE = "precision"
 """What ``crius verify precision`` does: a run long enough to learn something."""
 
-# torchtitan's names of flags that Crius spells otherwise; accepted wherever a flag or a TOML key is.
-ALIASES = {
-    "job.dump_folder": "job.run_dir",
-    "metrics.log_freq": "metrics.log_interval",
-    "parallelism.fsdp_reshard_after_forward": "parallelism.reshard_after_forward_mode",
-    "profiling.enable_profiling": "profiler.enable",
-    "quantize.dense.float8.exclude": "quantize.dense.exclude",
-    "quantize.dense.float8.pad_inner_dim": "quantize.dense.pad_inner_dim",
-    "quantize.dense.float8.recipe_name": "quantize.dense.float8.recipe",
-    "quantize.dense.mxfp8.exclude": "quantize.dense.exclude",
-    "quantize.dense.float8.precompute_float8_dynamic_scale_for_fsdp": "quantize.dense.float8.precompute_scale",
-    "reproducible": "training.reproducible",
-    "checkpoint.async_mode": "checkpoint.mode",
-    "checkpoint.keep_latest_k": "checkpoint.keep_last",
-    "checkpoint.initial_load_path": "checkpoint.load_path",
-    "training.dataset_path": "data.path",
-    "training.seed": "debug.seed",
-    "training.deterministic": "debug.deterministic",
-    "validation.freq": "validation.interval",
-}
-
-# Names people try that mean a flag of another place: only suggested, never applied.
-MOVED = {
-    "float8.enable": "quantize.dense.float8.enable",
-    "mx.enable": "quantize.dense.mxfp8.enable",
-    "training.compile": "compile.enable",
-    "training.dataset": "data.source",
-    "training.batch_size": "training.local_batch_size",
-    "training.tensor_parallel_degree": "parallelism.tensor_parallel_degree",
-    "model.tokenizer_path": "tokenizer.path",
-    "optimizer.fused": "optimizer.implementation",
-}
-
-# Short names of flags, for crius plan.
-PLAN_SHORT = {
-    "model": "model.name",
-    "flavor": "model.flavor",
-    "seq_len": "training.seq_len",
-    "global_batch_size": "training.global_batch_size",
-    "local_batch_size": "training.local_batch_size",
-}
+MOST_UNKNOWN = 20
+"""Unknown keys of a file that are reported one by one."""
 
 # Other people's spellings of a choice that differ by more than case, hyphens and underscores.
 CHOICE_ALIASES = {"interleaved1f1b": "interleave_1f1b", "interleavedzerobubble": "interleave_zero_bubble"}
@@ -77,14 +45,28 @@ def recipe_names() -> list[str]:
     return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """``, did you mean X?`` for the nearest known name, or an empty string."""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return f", did you mean {near[0]}?" if near else ""
+class WrongSettings(ConfigError):
+    """Keys or values are wrong.
+
+    Attributes:
+        problems: one error for each.
+        arguments: of the command line.
+    """
+
+    def __init__(self, problems: list[CriusError], arguments: ArgumentCollection) -> None:
+        one = ConfigError.together(problems)
+        super().__init__(one.what, where=one.where, why=one.why, fix=one.fix)
+        self.problems, self.arguments = problems, arguments
+
+    def __str__(self) -> str:
+        return str(ConfigError.together(self.problems))
 
 
 class RunSources:
     """A cyclopts config hook: fills what the command line left open from TOML and remembers where values came from.
+
+    Args:
+        spellings: dotted names of settings, and the values of each that are known; they are taken ignoring case.
 
     Attributes:
         origins: dotted field name to a phrase such as ``command line`` or ``recipe llama3_debug``, of every value that
@@ -92,16 +74,26 @@ class RunSources:
         recipe: name of the recipe that was used; empty when only ``--config`` files were.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, spellings: Mapping[str, Collection[str]] = types.MappingProxyType({})) -> None:
         self.origins: dict[str, str] = {}
         self.recipe = ""
+        self._spellings = spellings
 
     def origin(self, name: str) -> str:
         """Where the value of the dotted field ``name`` came from; ``default`` when nobody set it."""
         return self.origins.get(name, "default")
 
     def __call__(self, app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-        """Called by cyclopts between reading the command line and converting values."""
+        """Called by cyclopts between reading the command line and converting values.
+
+        Raises:
+            WrongSettings: some keys or values, of the files or of the command line, are wrong.
+        """
+        if problems := list(self._problems(commands, arguments)):
+            raise WrongSettings(problems, arguments)
+
+    def _problems(self, commands: Collection[str], arguments: ArgumentCollection) -> Iterator[CriusError]:
+        """Fill ``arguments``; yields what is wrong with the keys and values of files and command line."""
         named = {argument.name: argument for argument in arguments}
         if "--recipe" not in named:
             return
@@ -113,16 +105,46 @@ class RunSources:
         elif not recipes and not files and "plan" not in commands:  # a plan is of a model, not of the debug run
             recipes = [DEFAULT_RECIPE]
         self.recipe = recipes[0] if recipes else ""
-        for source, table in [*((path, read_toml(Path(path))) for path in reversed(files)), *map(_recipe, recipes)]:
-            _fill(named, _settings(table, source), source)
-        for argument in arguments:
-            if not argument.tokens:
+        takes_layout = "verify" not in commands  # there it is another option
+        if takes_layout:
+            yield from spread_layout(named)
+        sources = [*(functools.partial(_config_file, file) for file in reversed(files))]
+        for read in [*sources, *(functools.partial(_recipe, recipe) for recipe in recipes)]:
+            try:
+                source, table = read()
+                settings = _settings(table, source)
+            except ConfigError as error:
+                yield error
                 continue
-            for token in argument.tokens:
-                _refuse_fraction(argument, token)
-            argument.tokens = [token.evolve(value=_canonical(token.value, argument.hint)) for token in argument.tokens]
-            source = argument.tokens[0].source
-            self.origins[argument.name.lstrip("-")] = "command line" if source == "cli" else source
+            yield from _fill(named, settings, source)
+        if takes_layout:
+            yield from spread_microbatches(named)
+        for argument in arguments:
+            if argument.tokens:
+                yield from self._settle(argument)
+
+    def _settle(self, argument: Argument) -> Iterator[CriusError]:
+        """Bring the value of ``argument`` into its one spelling and note its origin; yields what is wrong with it."""
+        name = argument.name.lstrip("-")
+        source = argument.tokens[0].source
+        self.origins[name] = source = "command line" if source == "cli" else source
+        spellings = {value.lower(): value for value in self._spellings.get(name, ())}
+        argument.tokens = [
+            token.evolve(value=spellings.get(token.value.lower(), _canonical(token.value, argument.hint)))
+            for token in argument.tokens
+        ]
+        wrong = next(filter(None, (_wrong_number(argument, token.value) for token in argument.tokens)), "")
+        if wrong:
+            yield ConfigError(f"{name} {wrong}", where=source, fix="give an integer")
+            return
+        try:
+            argument.convert()
+        except CycloptsError as error:
+            yield _conversion(error)
+
+
+def _config_file(path: str) -> tuple[str, dict[str, Any]]:
+    return path, read_toml(Path(path))
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -132,11 +154,11 @@ def read_toml(path: Path) -> dict[str, Any]:
         ConfigError: no such file, or not TOML; names the file and, where known, the line.
     """
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return toml_table(path)
     except OSError as error:
         what = f"{path} cannot be read: {error.strerror}."
         raise ConfigError(what, where="--config", fix="give a TOML file") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}.", fix="mend that line") from None
 
 
@@ -154,7 +176,7 @@ def _recipe(name: str) -> tuple[str, dict[str, Any]]:
     names = recipe_names()
     if name not in names:
         raise ConfigError(
-            f"no recipe is called {name}{did_you_mean(name, names)}",
+            f"no recipe is called {name}{did_you_mean(name, names) or '.'}",
             where="--recipe",
             fix=f"use one of {', '.join(names)}, or --config FILE.toml",
         )
@@ -182,36 +204,51 @@ def _settings(table: Mapping[str, Any], source: str) -> dict[str, Any]:
     return settings
 
 
-def _fill(named: Mapping[str, Argument], settings: Mapping[str, Any], source: str) -> None:
-    """Give each setting to its argument, unless a stronger source has spoken.
+def _fill(named: Mapping[str, Argument], settings: Mapping[str, Any], source: str) -> Iterator[CriusError]:
+    """Give each setting to its argument, unless a stronger source has spoken; yields what is wrong with it.
 
     cyclopts' own ``Dict`` would drop a section that is called like a verb (``[data]``) and read ``no_enable = true``
     as ``enable = true``.
     """
     fields = {name[2:]: argument for name, argument in named.items() if "." in name and not argument.children}
+    unknown = [name for name in settings if name not in fields]
+    yield from (_unknown("key", name, fields, source) for name in unknown[:MOST_UNKNOWN])
+    if len(unknown) > MOST_UNKNOWN:
+        yield ConfigError(f"{len(unknown) - MOST_UNKNOWN} more keys are unknown.", where=source)
     for name, value in settings.items():
-        if name not in fields:
-            raise _unknown("key", name, fields, source)
-        argument = fields[name]
-        if argument.tokens:
+        argument = fields.get(name)
+        if argument is None or argument.tokens:
             continue
-        items = value if isinstance(value, list) and get_origin(argument.hint) is tuple else [value]
+        if not takes(argument.hint, value):
+            yield wrong_kind(name, value, argument.hint, source)
+            continue
+        if name in COMMAND_LINE_ONLY and value:
+            yield ConfigError(
+                f"{name} {value} is in a file, and only the command line may give it.",
+                where=source,
+                why="what lies in that folder is executed, and a file may be a stranger's",
+                fix=f"--{name} {shlex.quote(value)}, where you trust that folder",
+            )
+            continue
+        items = value if isinstance(value, list) else [value]
         if not items:
             argument.append(Token(keyword=name, source=source, implicit_value=()))
         for index, item in enumerate(items):
             argument.append(Token(keyword=name, value=str(item), source=source, index=index))
 
 
-def _refuse_fraction(argument: Argument, token: Token) -> None:
-    """cyclopts rounds 1.5 to 2 where a whole number is asked for."""
-    kinds = (argument.hint, *get_args(argument.hint))
+def _wrong_number(argument: Argument, text: str) -> str:
+    """Why ``text`` is no integer where one is asked for: cyclopts rounds 1.5 to 2, and takes any number of digits."""
+    if int not in (argument.hint, *get_args(argument.hint)):
+        return ""
+    shown = f"{text[:40]}..." if len(text) > 40 else text
     try:
-        is_fraction = int in kinds and not float(token.value).is_integer()
-    except ValueError:
-        return  # no number at all: a choice, or an error that cyclopts reports
-    if is_fraction:
-        where = "command line" if token.source == "cli" else token.source
-        raise ConfigError(f"{argument.name[2:]} {token.value} is no whole number.", where=where, fix="give an integer")
+        value = float(text)
+    except (ValueError, OverflowError):
+        return ""  # no number at all: a choice, or an error that cyclopts reports
+    if abs(value) >= 2**63:
+        return f"{shown} does not fit into 64 bits."
+    return "" if value.is_integer() else f"{shown} is no whole number."
 
 
 def _choices(hint: Any) -> list[str]:
@@ -237,9 +274,9 @@ def normalized_argv(argv: Sequence[str]) -> list[str]:
     torchtitan's flag names are replaced, ``--flag true`` is joined to ``--flag=true``, and of a flag that is given
     more than once the last one stays, so that a script can append to common flags. Flags that take lists collect.
     """
-    options = {"recipe": "", "nproc": 0, "strict": False, "dry_run": False, "dry_run_rank": 0}
+    options = {"recipe": "", "nproc": 0, "layout": "", "strict": False, "dry_run": False, "dry_run_rank": 0}
     defaults: dict[str, Any] = flatten(RunConfig()) | options
-    aliases = ALIASES | PLAN_SHORT if argv and argv[0] == "plan" else ALIASES
+    aliases = ALIASES | _short_forms(argv[0] if argv else "")
     out: list[str] = []
     last: dict[str, int] = {}  # where in ``out`` each flag that takes one value stands
     for token in argv:
@@ -262,6 +299,14 @@ def normalized_argv(argv: Sequence[str]) -> list[str]:
     return out
 
 
+def _short_forms(verb: str) -> dict[str, str]:
+    """Short names of flags that ``verb`` takes; those of ``verify`` have ``--steps`` themselves."""
+    if verb not in ("train", "plan", "config", "verify", "bench"):
+        return {}
+    short = {name: flag for name, flag in SHORT.items() if verb != "verify" or name != "steps"}
+    return short | PLAN_SHORT if verb == "plan" else short
+
+
 def _forget(out: list[str], last: dict[str, int], setting: str, default: Any) -> None:
     """Take the earlier ``setting`` and its value out of ``out``."""
     start = last.pop(setting)
@@ -272,25 +317,59 @@ def _forget(out: list[str], last: dict[str, int], setting: str, default: Any) ->
         last[name] = place - count if place > start else place
 
 
-def explain(error: CycloptsError) -> ConfigError:
-    """A parsing error of cyclopts as a ``ConfigError`` of one clear sentence."""
+def explain(error: CycloptsError | WrongSettings, argv: Sequence[str]) -> CriusError:
+    """All that is wrong with a command line, as one error.
+
+    Args:
+        error: what stopped the parsing of ``argv``.
+        argv: from ``normalized_argv``; empty where the error is not of the command line itself.
+    """
     if isinstance(error, UnusedCliTokensError):
         unused = " ".join(error.unused_tokens or ())
         fix = "repeat a flag for each of its values: --flag A --flag B"
         return ConfigError(f"{unused} belongs to no flag.", where="command line", fix=fix)
-    if not isinstance(error, UnknownOptionError):
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        return ConfigError(" ".join(lines), fix="see crius COMMAND --help for what each flag takes")
-    written = error.token.keyword or error.token.value
-    known = [name for argument in error.argument_collection for name in argument.names if not argument.children]
-    return _unknown("flag", written, known, "command line")
+    if isinstance(error, WrongSettings):
+        arguments, problems, first = error.arguments, error.problems, []
+    elif isinstance(error, UnknownOptionError):
+        arguments, problems, first = error.argument_collection, [], [error.token.keyword or error.token.value]
+    else:
+        return _conversion(error)
+    known = {name for argument in arguments if not argument.children for name in (*argument.names, *argument.negatives)}
+    tokens = itertools.chain(first, itertools.takewhile(lambda token: token != "--", argv))
+    written = (token.partition("=")[0] for token in tokens)
+    unknown = dict.fromkeys(
+        flag for flag in written if flag.startswith("-") and not _is_number(flag) and flag not in known
+    )
+    names = [name.removeprefix("--") for name in known]
+    return ConfigError.together([*(_unknown("flag", flag, names, "command line") for flag in unknown), *problems])
+
+
+def _is_number(text: str) -> bool:
+    with contextlib.suppress(ValueError):
+        float(text)
+        return True
+    return False
+
+
+def _conversion(error: CycloptsError) -> ConfigError:
+    """A value that is none of its kind, in one clear sentence; what cyclopts guesses is left out if it is no typo."""
+    text = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
+    guess = re.search(r' Did you mean "(.*?)"\?', text)
+    value = error.token.value if isinstance(error, CoercionError) and error.token else ""
+    if guess and not nearest_typo(value, [guess[1]]):
+        text = text.replace(guess[0], "")
+    return ConfigError(text, fix="see crius COMMAND --help for what each flag takes")
 
 
 def _unknown(kind: str, written: str, known: Iterable[str], where: str) -> ConfigError:
-    """An unknown flag (``--a.b``) or TOML key (``a.b``), with the known name that was most likely meant."""
+    """An unknown flag (``--a.b``) or TOML key (``a.b``), with what stands for it, if anything does."""
     dashes = "--" if kind == "flag" else ""
-    name = written.removeprefix("--").partition("=")[0]
-    moved = MOVED.get(name.replace("-", "_"))
-    hint = f", did you mean {dashes}{moved}?" if moved else did_you_mean(f"{dashes}{name}", known)
-    fix = f"write {hint.removeprefix(', did you mean ').rstrip('?')}" if hint else "crius train --help lists every flag"
-    return ConfigError(f"unknown {kind} {written}{hint or '.'}", where=where, fix=fix)
+    shown = written if written.isprintable() else ascii(written)
+    instead, why = meant(written.removeprefix("--").replace("-", "_"), known)
+    if instead:
+        hint = f"{dashes}{instead}"
+        return ConfigError(f"unknown {kind} {shown}, did you mean {hint}?", where=where, fix=f"write {hint}")
+    if why:
+        return ConfigError(f"unknown {kind} {shown}: nothing stands for it.", where=where, why=why, fix="leave it out")
+    what = f"unknown {kind} {shown}: there is no such setting."
+    return ConfigError(what, where=where, fix="crius train --help lists every flag")

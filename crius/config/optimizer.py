@@ -46,7 +46,7 @@ class OptimizerConfig:
 
     param_groups: tuple[str, ...] = ()
     """Settings of single parameters: "PATTERN: key=value ...", with the keys lr_factor, weight_decay and optimizer
-    (adamw or muon), as "attention.wq: lr_factor=0.5 weight_decay=0". The last that fits a parameter counts alone."""
+    (adamw or muon), as "attention.wq: lr_factor=0.5 weight_decay=0". The first that fits a parameter counts alone."""
 
     muon_momentum: float = 0.95
     """Decay of Muon's running mean of gradients."""

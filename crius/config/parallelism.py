@@ -43,7 +43,7 @@ class ParallelismConfig:
     pipeline's bubble."""
 
     expert_parallel_degree: int = 1
-    """Ranks that share the experts of a mixture-of-experts layer."""
+    """Ranks that share the experts of a mixture-of-experts layer. Not built yet: more than 1 is refused."""
 
     pipeline_parallel_schedule: Schedule = "1f1b"
     """Order of the microbatches in the pipeline. gpipe: all forwards, then all backwards. 1f1b: fewer live

@@ -65,5 +65,5 @@ def _number(key: str, text: str) -> float:
 
 
 def group_of(specs: Sequence[GroupSpec], name: str) -> GroupSpec | None:
-    """The last of ``specs`` that fits the parameter ``name``; it counts alone, those before it are forgotten."""
-    return next((spec for spec in reversed(specs) if fits(spec.pattern, name)), None)
+    """The first of ``specs`` that fits the parameter ``name``; it counts alone, those after it are not looked at."""
+    return next((spec for spec in specs if fits(spec.pattern, name)), None)

@@ -5,6 +5,7 @@ A rule yields errors; it never raises. Nothing here imports torch. Facts about m
 
 import importlib.util
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from crius.config.rules_pipeline import PIPELINE_RULES
 from crius.config.rules_quantize import QUANTIZE_RULES
 from crius.config.rules_reproducible import REPRODUCIBLE_RULES
 from crius.config.rules_stability import STABILITY_RULES
+from crius.config.run import RunConfig
 from crius.errors import ConfigError
 from crius.install import REQUIREMENTS, install_line
 
@@ -51,6 +53,8 @@ def known_model(facts: Facts) -> Violations:
                 fix=f"give a positive number, or -1 for the flavor's, e.g. --model.{name} -1",
             )
 
+
+_LONGEST_NAME = 200
 
 # Field, whether a value is right, what is right, a value that works. Cheap ranges, one row each.
 _RANGES: list[tuple[str, Callable[[Any], bool], str, str]] = [
@@ -140,6 +144,45 @@ def ranges(facts: Facts) -> Violations:
             yield ConfigError(
                 f"{name} {value} must be {right}.", where=facts.flag(name), fix=f"e.g. --{name} {example}"
             )
+
+
+_LARGEST, _LARGEST_STEP, _LARGEST_VOCABULARY = 2**31 - 1, 2**36, 2**24
+"""Of a whole number, of the tokens of a step, of the rows of an embedding: what tensors with 64-bit sizes can hold."""
+_MOST_LAYERS = 100_000
+_COUNTS = ("training.steps", "debug.seed")
+"""Whole numbers that are no size of a tensor."""
+
+
+def sizes(facts: Facts) -> Violations:
+    """No number is so large that torch's sizes overflow."""
+    training, values = facts.config.training, flatten(facts.config)
+    limits = dict.fromkeys((name for name, value in values.items() if isinstance(value, int)), _LARGEST)
+    limits |= dict.fromkeys(_COUNTS, 2**63 - 1)
+    limits |= {"model.vocab_size": _LARGEST_VOCABULARY, "model.num_layers": _MOST_LAYERS}
+    too_large = {name: limit for name, limit in limits.items() if values[name] > limit}
+    for name, limit in too_large.items():
+        yield ConfigError(f"{name} {values[name]} is above {limit:,}.", where=facts.flag(name), fix=f"--{name} {limit}")
+    sequences = max(training.global_batch_size, training.local_batch_size, 1)
+    if not too_large and training.seq_len * sequences > _LARGEST_STEP:
+        yield ConfigError(
+            f"a step of {sequences:,} sequences of {training.seq_len:,} tokens has more than {_LARGEST_STEP:,} tokens.",
+            where=facts.flag("training.seq_len"),
+            fix=f"--training.seq_len {max(1, _LARGEST_STEP // sequences)}",
+        )
+
+
+def job_name_is_plain(facts: Facts) -> Violations:
+    """The name of a run names a folder below ``runs/``, and none elsewhere."""
+    name = facts.config.job.name
+    is_path = "/" in name or name.startswith(".") or not name.isprintable() or len(name.encode()) > _LONGEST_NAME
+    if name and is_path:
+        plain = re.sub(r"[^\w.+-]+", "-", name).strip("-.")[:50]
+        yield ConfigError(
+            f"job.name {name if name.isprintable() else ascii(name)} is no plain name.",
+            where=facts.flag("job.name"),
+            why=f"the run folder is runs/NAME: no slash, no dot in front, at most {_LONGEST_NAME} bytes",
+            fix=f"--job.name {plain or 'mine'}, or --job.run_dir DIR for a folder elsewhere",
+        )
 
 
 def data_path_given(facts: Facts) -> Violations:
@@ -232,7 +275,11 @@ def extras_installed(facts: Facts) -> Violations:
 
 def built_already(facts: Facts) -> Violations:
     """What parses but is not built yet is refused, never ignored."""
-    config = facts.config
+    yield from not_built(facts.config)
+
+
+def not_built(config: RunConfig) -> Violations:
+    """The settings of ``config`` that nothing obeys yet."""
     p = config.parallelism
     refused = [
         (p.expert_parallel_degree > 1, "parallelism.expert_parallel_degree", "expert parallelism"),
@@ -247,6 +294,8 @@ def built_already(facts: Facts) -> Violations:
 RULES: tuple[Rule, ...] = (
     known_model,
     ranges,
+    sizes,
+    job_name_is_plain,
     *LAYOUT_RULES,
     *PIPELINE_RULES,
     *QUANTIZE_RULES,
@@ -270,6 +319,7 @@ def check(facts: Facts) -> None:
     Raises:
         ConfigError: all violations in one error; a single one keeps its own class.
     """
-    problems = [problem for rule in RULES for problem in rule(facts)]
+    # the others count layers, shapes and ranks
+    problems = list(sizes(facts)) or [problem for rule in RULES for problem in rule(facts)]
     if problems:
         raise ConfigError.together(problems)

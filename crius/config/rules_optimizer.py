@@ -68,7 +68,7 @@ def param_groups_fit_parameters(facts: Facts) -> Violations:
                 f"{_GROUPS}: {spec.pattern} gives {_examples(wrong)} to Muon, which takes matrices only.",
                 where=facts.flag(_GROUPS),
                 why="it makes the momentum of a matrix orthogonal",
-                fix=" ".join([*settings, *kept]),
+                fix=" ".join([*kept, *settings]),
             )
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from crius.config.data import DataConfig
+from crius.data.globs import is_utf8, matches
 from crius.errors import DataError
 
 MAX_LINE_BYTES = 256 << 20
@@ -134,8 +135,11 @@ def _matches(pattern: str, source: str, flag: str) -> list[Path]:
         if not path.is_file():
             raise DataError(f"{pattern} is not a regular file.", where=flag)
         return [path]
-    found = [Path(name) for name in glob.glob(str(path), recursive=True)]
+    found = matches(path)
     files = [file for file in found if file.is_file()]
+    if unnamed := next((file for file in files if not is_utf8(str(file))), None):
+        what = f"the name {ascii(str(unnamed))} of a file that matches {pattern} is not UTF-8."
+        raise DataError(what, where=flag, fix="rename the file")
     if files:
         return files
     if not glob.has_magic(pattern):

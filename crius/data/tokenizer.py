@@ -30,6 +30,10 @@ EOS_NAMES = (
 """Tokens that end a document, the first one present is taken where ``tokenizer.eos_token`` is empty."""
 
 
+MAX_VOCAB_SIZE = 1 << 24
+"""Ids of a tokenizer. The largest ones in use have a quarter of a million."""
+
+
 class Tokenizer(ABC):
     """Text to ids and back.
 
@@ -123,6 +127,13 @@ class HuggingFaceTokenizer(Tokenizer):
         self._model.encode_special_tokens = True
         self.name = path
         self.vocab_size = 1 + max(self._model.get_vocab(with_added_tokens=True).values(), default=0)
+        if self.vocab_size > MAX_VOCAB_SIZE:
+            raise DataError(
+                f"{path} has a token with id {self.vocab_size - 1:,}; ids above {MAX_VOCAB_SIZE - 1:,} are refused.",
+                where="--tokenizer.path",
+                why="the model has a row for every id up to the largest",
+                fix="number the tokens without gaps",
+            )
         self.eos_id = self._find_eos(eos_token)
         self.fingerprint = f"hf-1-{hashlib.sha256(content).hexdigest()}-{self.eos_id}"
 

@@ -8,6 +8,7 @@ import hashlib
 import logging
 import os
 import re
+import shlex
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -55,22 +56,29 @@ def prepare_compile(
 
     Returns:
         The folder of compiled kernels: ``config.cache_dir``, else ``TORCHINDUCTOR_CACHE_DIR`` of the user's
-        environment, else ``compile/torch-<version>`` below ``cache_root``.
+        environment, else ``compile/torch-<version>`` below ``cache_root``, which only its owner may enter.
 
     Raises:
-        EnvironmentError: the folder cannot be written.
+        EnvironmentError: the folder cannot be written; or it is the last of these three, and another user owns it or
+            may write into it.
     """
-    folder = _cache_folder(config, cache_root)
+    folder, is_own = _cache_folder(config, cache_root)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
             raise PermissionError(13, "Permission denied", str(folder))
+        if is_own:
+            _keep_private(folder)
     except OSError as error:
         raise EnvironmentError(
             f"the folder of compiled kernels {folder} cannot be written: {error.strerror or error}.",
             where="--compile.cache_dir",
             fix="--compile.cache_dir DIR, a folder that can be written",
         ) from error
+    if config.backend == "inductor":
+        from crius.parallel.kernel_cache import keep_whole  # noqa: PLC0415
+
+        keep_whole(folder)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
     if config.cache_dir:
         os.environ["TRITON_CACHE_DIR"] = str(folder / "triton")
@@ -253,16 +261,34 @@ class CompileReport:
         return "cache hit" if hits else "cache miss"
 
 
-def _cache_folder(config: CompileConfig, cache_root: Path | None) -> Path:
+def _cache_folder(config: CompileConfig, cache_root: Path | None) -> tuple[Path, bool]:
+    """The folder of compiled kernels, and whether Crius chose it."""
     if config.cache_dir:
-        return Path(config.cache_dir).expanduser().absolute()
+        return Path(config.cache_dir).expanduser().absolute(), False
     from_user = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     if from_user and from_user != default_cache_dir():  # which inductor writes there when it is imported
-        return Path(from_user).absolute()
+        return Path(from_user).absolute(), False
     if cache_root is None:
         base = os.environ.get("XDG_CACHE_HOME", "")
         cache_root = (Path(base) if base else Path("~/.cache").expanduser()) / "crius"
-    return (cache_root / "compile" / f"torch-{torch.__version__}").absolute()
+    return (cache_root / "compile" / f"torch-{torch.__version__}").absolute(), True
+
+
+def _keep_private(folder: Path) -> None:
+    """Close ``folder`` to other users: inductor unpickles what lies in it, and loads its libraries.
+
+    Raises:
+        EnvironmentError: other users could write into it until now.
+    """
+    status = folder.stat()
+    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        raise EnvironmentError(
+            f"other users may write into the folder of compiled kernels {folder}.",
+            why="what lies in it is executed",
+            fix=f"rm -r {shlex.quote(str(folder))}, or --compile.cache_dir DIR, a folder that you trust",
+        )
+    if status.st_mode & 0o077:
+        folder.chmod(0o700)
 
 
 def _kernels_tag(package: Path = Path(__file__).parents[1]) -> str:

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 import statistics
 import sys
@@ -36,6 +37,8 @@ INTERVAL = 3
 DATA_PARALLEL = ("parallelism.data_parallel_replicate_degree", "parallelism.data_parallel_shard_degree")
 START_SHARE = 0.35
 """Of the moments, those that lie before the steps of an attempt."""
+COLD_SHARE = 6
+"""Where kernels are compiled, one kill in so many comes while the first ones are."""
 _STEP_PHASES = ("data", "forward", "backward", "optimizer")
 
 
@@ -62,6 +65,7 @@ class Draw:
         step: which of the steps that it may come to.
         rank: which one is killed.
         start: which way it is started.
+        is_cold: it starts without compiled kernels, and is killed at a moment of their compilation, at ``place``.
     """
 
     is_timed: bool
@@ -69,12 +73,18 @@ class Draw:
     step: float
     rank: float
     start: float
+    is_cold: bool = False
 
 
-def drawn(kills: int, seed: int) -> list[Draw]:
+def drawn(kills: int, seed: int, *, compiles: bool = False) -> list[Draw]:
     """The draws of so many attempts that are killed, half of them by the clock, and of the one after them.
 
     The places of each half are spread evenly, so that no phase is left out by chance.
+
+    Args:
+        kills: how many.
+        seed: of all draws.
+        compiles: the run compiles with inductor: one kill in ``COLD_SHARE``, and at least one, comes while it does.
     """
     chance = random.Random(seed)
     found = []
@@ -82,7 +92,9 @@ def drawn(kills: int, seed: int) -> list[Draw]:
         for number in range(count):
             found.append(Draw(is_timed, (number + chance.random()) / count, *(chance.random() for _ in range(3))))
     chance.shuffle(found)
-    return [*found, Draw(False, *(chance.random() for _ in range(4)))]
+    last = Draw(False, *(chance.random() for _ in range(4)))
+    cold = chance.sample(range(kills), max(1, kills // COLD_SHARE)) if compiles else ()
+    return [*(dataclasses.replace(draw, is_cold=n in cold) for n, draw in enumerate(found)), last]
 
 
 def pick(values: Sequence[Any], share: float) -> Any:
@@ -97,17 +109,19 @@ class Pace:
     Attributes:
         start: seconds until its first step could begin.
         step: seconds of a step with all that follows it, on average.
+        compile: seconds in which it compiled, from an empty cache.
     """
 
     start: float
     step: float
+    compile: float = 0.0
 
     @classmethod
     def of(cls, life: Life, steps: int) -> "Pace":
         """From the time ledger of a run that came to its end."""
         seconds = life.summary["seconds"]
         start = seconds["initialise"] + seconds.get("load", 0.0)
-        return cls(start, max(0.0, life.seconds - start) / steps)
+        return cls(start, max(0.0, life.seconds - start) / steps, seconds.get("compile", 0.0))
 
 
 class Killer:
@@ -129,6 +143,7 @@ class Killer:
         self._size, self._from, self._delay, self._rank = 0, 0.0, math.inf, 0
         self._timer: threading.Timer | None = None
         self.num_ranks: list[int] = []
+        self.num_cold = sum(draw.is_cold for draw in draws)
 
     @property
     def num_kills(self) -> int:
@@ -156,7 +171,11 @@ class Killer:
             return start.config, start.num_ranks, ""
         self._rank = pick(range(start.num_ranks), draw.rank)
         first, last = self._span(number, start.config.training.steps)
-        if draw.is_timed:
+        if draw.is_cold:
+            shutil.rmtree(start.config.compile.cache_dir, ignore_errors=True)
+            self._from, self._delay = math.inf, draw.place * self._pace.compile
+            place = f"step={first},phase=optimizer"  # if the machine is faster now
+        elif draw.is_timed:
             if draw.place < START_SHARE:
                 self._delay = draw.place / START_SHARE * self._pace.start
             else:
@@ -229,12 +248,12 @@ def chaos(
 ) -> int:
     """Run the real job undisturbed, and once more with one rank killed in each of ``kills`` attempts, and compare.
 
-    Half of the kills come where a rank comes to a phase of a step, start, load and save included; the other half from
-    outside at random moments. Everything is drawn from ``seed``; where a moment meets the run depends on the machine.
+    Half of the kills come where a rank comes to a phase of a step, the other half from outside at random moments, and
+    some while it compiles. Everything is drawn from ``seed``; where a moment meets the run depends on the machine.
 
     Args:
         facts: of the run, on this machine.
-        folder: of both runs.
+        folder: of both runs, and of the kernels that they compile.
         kills: how many.
         seed: of all draws.
         steps: of training.
@@ -244,8 +263,7 @@ def chaos(
         as_json: print JSON instead of lines.
 
     Returns:
-        0; 1 where something differs, a kill did not come, a process is left, or a run did not come to its end; 130 or
-        143 after a signal.
+        0; 1 where runs differ, a kill did not come, a process is left, or a run did not end; 130 or 143 after a signal.
 
     Raises:
         CriusError: the run is refused, an option is wrong, or the data is bad.
@@ -254,7 +272,7 @@ def chaos(
     for name, value in (("--kills", kills), ("--steps", steps)):
         if value < 1:
             raise ConfigError(f"{name} {value} is not positive.", where="command line", fix="--kills 25 --steps 40")
-    starts = _starts(facts, steps, world_sizes)
+    starts = [_with_own_cache(start, folder / "compile") for start in _starts(facts, steps, world_sizes)]
     with own_folder(folder, "verify chaos"):
         try:
             first = Course(
@@ -267,14 +285,28 @@ def chaos(
             calm = live(first)
             if calm.trouble:
                 return report_trouble("the undisturbed run failed", calm, as_json)
-            killer = Killer(drawn(kills, seed), starts, folder / KILLED, Pace.of(calm, steps))
+            killer = Killer(
+                drawn(kills, seed, compiles=_compiles(starts[0].config)), starts, folder / KILLED, Pace.of(calm, steps)
+            )
             with contextlib.closing(killer):
                 killed = live(killer.course(first))
         except Stopped as stopped:
             return stopped.code
     if killed.trouble:
         return report_trouble(f"the run did not come to its end; kills: {len(killed.kills())}", killed, as_json)
-    return _conclude(kills, seed, steps, calm, killed, killer.num_ranks, as_json)
+    return _conclude(kills, seed, steps, calm, killed, killer, as_json)
+
+
+def _compiles(config: RunConfig) -> bool:
+    """Whether a run writes kernels."""
+    return config.compile.enable and config.compile.backend == "inductor"
+
+
+def _with_own_cache(start: Start, cache: Path) -> Start:
+    """``start`` with its kernels in ``cache``, which chaos may remove."""
+    if not _compiles(start.config):
+        return start
+    return dataclasses.replace(start, config=replace_fields(start.config, {"compile.cache_dir": str(cache.absolute())}))
 
 
 def _threads(facts: Facts, starts: Sequence[Start]) -> int:
@@ -318,7 +350,8 @@ def _starts(facts: Facts, steps: int, world_sizes: str) -> list[Start]:
     return found
 
 
-def _conclude(kills: int, seed: int, steps: int, calm: Life, killed: Life, num_ranks: list[int], as_json: bool) -> int:
+def _conclude(kills: int, seed: int, steps: int, calm: Life, killed: Life, killer: Killer, as_json: bool) -> int:
+    num_ranks = killer.num_ranks
     equality = compare(calm.folder, killed.folder, steps)
     came = killed.kills()
     absent = [f"only {len(came)} of {kills} kills came"] if len(came) != kills else []
@@ -335,6 +368,7 @@ def _conclude(kills: int, seed: int, steps: int, calm: Life, killed: Life, num_r
         "seed": seed,
         "kills": len(came),
         "kills_by_phase": phases,
+        "cold_starts": killer.num_cold,
         "restarts": len(killed.failures),
         "num_ranks": num_ranks,
         "recovery_seconds": [recovery["seconds"] for recovery in recoveries],

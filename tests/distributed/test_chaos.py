@@ -14,6 +14,7 @@ from harness import TEXT, parse
 
 from crius.cli.app import facts_of
 from crius.config.checkpoint import CheckpointConfig
+from crius.config.compile import CompileConfig
 from crius.config.run import RunConfig
 from crius.config.training import TrainingConfig
 from crius.data.audit import audit
@@ -30,10 +31,10 @@ TINY = [
 REPRODUCIBLE = ["--training.reproducible", "--training.virtual_shards", "2"]
 
 
-def verify(folder, capsys, flags=(), **options):
+def verify(folder, capsys, flags=(), seconds=150, **options):
     """Exit code, and what the verb found."""
     capsys.readouterr()
-    code = chaos(facts_of(parse([*TINY, *flags]), 0, None), folder, timeout=150, as_json=True, **options)
+    code = chaos(facts_of(parse([*TINY, *flags]), 0, None), folder, timeout=seconds, as_json=True, **options)
     return code, json.loads(capsys.readouterr().out)
 
 
@@ -54,6 +55,33 @@ def test_draws_depend_on_the_seed_alone_and_reach_every_place():
     for is_timed, count in ((True, 12), (False, 13)):
         places = sorted(draw.place for draw in draws[:25] if draw.is_timed == is_timed)
         assert [int(place * count) for place in places] == list(range(count))
+
+
+def test_where_kernels_are_compiled_one_kill_in_six_comes_while_they_are():
+    plain, compiled = drawn(60, 1), drawn(60, 1, compiles=True)
+    assert [replace(draw, is_cold=False) for draw in compiled] == plain
+    assert sum(draw.is_cold for draw in compiled) == 10 and not compiled[-1].is_cold
+    assert sum(draw.is_cold for draw in drawn(3, 1, compiles=True)) == 1
+
+
+def test_a_kill_in_a_compilation_comes_at_a_moment_of_it_and_in_an_empty_cache(tmp_path):
+    (tmp_path / "cache").mkdir()
+    config = RunConfig(
+        training=TrainingConfig(steps=20), compile=CompileConfig(enable=True, cache_dir=str(tmp_path / "cache"))
+    )
+    draw = replace(drawn(2, 1)[0], is_cold=True, place=0.5, rank=0.0)
+    killer = Killer([draw, draw, draw], [Start(config, 1)], tmp_path, Pace(4.0, 0.5, compile=60.0))
+    assert killer.assignment(0)[2] == "kill:step=1,phase=optimizer,rank=0,attempt=0"
+    assert not (tmp_path / "cache").exists()
+    assert (killer._from, killer._delay) == (math.inf, 30.0), "from when the attempt is ready for its first step"
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_while_it_compiles_is_the_undisturbed_one(tmp_path, capsys):
+    flags = ["--compile.enable", "--checkpoint.interval", "1"]
+    code, found = verify(tmp_path, capsys, flags, seconds=1500, kills=6, seed=1, steps=6)
+    assert code == 0 and found["identical"] and not found["problems"], found
+    assert (found["kills"], found["cold_starts"]) == (6, 1)
 
 
 @pytest.mark.parametrize(("kills", "steps", "interval"), [(25, 40, 3), (5, 3, 1), (3, 20, 7), (40, 10, 2)])

@@ -1,17 +1,23 @@
 """Where compiled kernels are kept, and how many threads make them."""
 
+import fcntl
 import os
+import struct
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 import torch._dynamo.config as dynamo_config
 import torch._inductor.config as inductor_config
 import torch.compiler.config as compiler_config
+from torch._inductor import codecache, cpp_builder
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 import crius.parallel.compile as compile_module
 from crius.config.compile import CompileConfig
 from crius.errors import EnvironmentError
+from crius.parallel import kernel_cache
 from crius.parallel.compile import prepare_compile
 
 VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS", "XDG_CACHE_HOME")
@@ -75,3 +81,98 @@ def test_a_folder_of_kernels_that_cannot_be_written_is_named(environ, tmp_path):
     with pytest.raises(EnvironmentError, match="file/kernels cannot be written") as caught:
         prepare_compile(CompileConfig(enable=True, cache_dir=str(tmp_path / "file" / "kernels")))
     assert caught.value.where == "--compile.cache_dir"
+
+
+def test_the_own_folder_of_kernels_is_closed_to_other_users(environ, tmp_path):
+    """What lies in it is unpickled and executed. A folder that the user names stays as it is."""
+    (tmp_path / "open").mkdir(mode=0o755)
+    config = CompileConfig(enable=True, backend="aot_eager")
+    folder = prepare_compile(config, tmp_path)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    environ.delenv("TORCHINDUCTOR_CACHE_DIR")
+    folder.chmod(0o755)
+    assert prepare_compile(config, tmp_path).stat().st_mode & 0o777 == 0o700
+    environ.delenv("TORCHINDUCTOR_CACHE_DIR")
+    folder.chmod(0o770)
+    with pytest.raises(EnvironmentError, match="other users may write into") as caught:
+        prepare_compile(config, tmp_path)
+    assert f"rm -r {folder}" in caught.value.fix
+    prepare_compile(replace(config, cache_dir=str(tmp_path / "open")), tmp_path)
+    assert (tmp_path / "open").stat().st_mode & 0o777 == 0o755
+
+
+def test_files_that_a_killed_compilation_left_are_removed_before_a_run(tmp_path):
+    whole = b"\x7fELF\x02\x01".ljust(40, b"\0") + struct.pack("<Q10xHH2x", 64, 64, 1) + bytes(64)
+    kept = {"aa/a.main.so": whole, "aa/a.py": b"pass", "locks/b.lock": b"", "new.so.1-1.crius-partial": b""}
+    damaged = {
+        "aa/b.main.so": b"",
+        "aa/c.main.so": whole[:-1],
+        "aa/d.o": whole[:20],
+        "aa/e.cpp": b"",
+        "f.so": b"x" * 99,
+    }
+    for name, content in (kept | damaged).items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    old = tmp_path / "old.so.1-1.crius-partial"
+    old.touch()
+    os.utime(old, (0, 0))
+    kernel_cache._remove_damage(tmp_path)
+    assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()} == set(kept)
+
+
+def test_an_incomplete_file_that_another_process_is_writing_stays(tmp_path):
+    (tmp_path / "locks").mkdir()
+    (tmp_path / "b.main.so").touch()
+    with (tmp_path / "locks" / "b.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        kernel_cache._remove_damage(tmp_path)
+        assert (tmp_path / "b.main.so").exists()
+    kernel_cache._remove_damage(tmp_path)
+    assert not (tmp_path / "b.main.so").exists()
+
+
+def test_a_kernel_gets_its_name_when_it_is_whole(environ, tmp_path):
+    """A compiler that is killed, or fails, leaves nothing under the name that the next run looks for."""
+
+    class Builder:
+        def __init__(self):
+            self._output = f"-o {tmp_path}/k.main.so"
+
+        def get_target_file_path(self):
+            return f"{tmp_path}/k.main.so"
+
+    def killed(builder):
+        Path(builder._output.split()[1]).write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    def done(builder):
+        Path(builder._output.split()[1]).write_bytes(b"whole")
+
+    with pytest.raises(KeyboardInterrupt):
+        kernel_cache._renamed_when_done(killed)(Builder())
+    assert [path.suffix for path in tmp_path.iterdir()] == [kernel_cache.PARTIAL]
+    kernel_cache._renamed_when_done(done)(Builder())
+    assert (tmp_path / "k.main.so").read_bytes() == b"whole"
+
+
+def test_inductor_compiles_through_the_folder_that_stays_whole(environ, tmp_path):
+    """The private names of torch that this hangs on are there: a kernel is written in part, then renamed."""
+    environ.setattr(codecache, "_HEADER_DIR", codecache._HEADER_DIR)
+    environ.setattr(codecache, "_HEADER_LOCK_DIR", codecache._HEADER_LOCK_DIR)
+    environ.setattr(cpp_builder.CppBuilder, "build", cpp_builder.CppBuilder.build)
+    commands = []
+    run = cpp_builder.run_compile_cmd
+    environ.setattr(cpp_builder, "run_compile_cmd", lambda line, cwd: (commands.append(line), run(line, cwd)))
+    prepare_compile(CompileConfig(enable=True), tmp_path)
+    assert str(tmp_path) in codecache._HEADER_DIR
+    source = tmp_path / "k.cpp"
+    source.write_text("int f() { return 1; }")
+    options = cpp_builder.CppOptions()
+    builder = cpp_builder.CppBuilder("k", str(source), options, str(tmp_path))
+    builder.build()
+    [command] = commands
+    assert f"-o {tmp_path}/k.so.{os.getpid()}-" in command
+    assert not kernel_cache.is_damaged(tmp_path / "k.so")
+    os.truncate(tmp_path / "k.so", (tmp_path / "k.so").stat().st_size - 1)
+    assert kernel_cache.is_damaged(tmp_path / "k.so")

@@ -16,8 +16,8 @@ from harness import GOLDEN, parse
 
 from crius import cli
 from crius.config.batch import BatchSizes, batch_sizes
-from crius.config.export import flatten, to_toml
-from crius.config.load import ALIASES, MOVED
+from crius.config.export import command_line_flags, flatten, to_toml
+from crius.config.names import ALIASES, MOVED, NOTHING, nearest_typo
 from crius.config.run import RunConfig
 from crius.config.training import TrainingConfig
 
@@ -165,6 +165,10 @@ def test_the_torchtitan_name_of_a_setting_works_as_a_flag_and_in_toml(shown, tom
         (["--compile.enbale"], "unknown flag --compile.enbale, did you mean --compile.enable?"),
         (["--training.seqlen=3"], "did you mean --training.seq_len?"),
         *[([f"--{old}"], f"did you mean --{new}?") for old, new in MOVED.items()],
+        *[([f"--{old}"], f"unknown flag --{old}: nothing stands for it.") for old in NOTHING],
+        (["--training.epochs", "3"], "a run is as long as training.steps"),
+        (["--model.dim", "64"], "the flavor decides it"),
+        (["--zzz"], "unknown flag --zzz: there is no such setting."),
         (["--zzz"], "crius train --help lists every flag"),
         (["--recipe", "llama_debug"], "did you mean llama3_debug?"),
         (["--config", "none.toml"], "none.toml cannot be read: No such file"),
@@ -189,14 +193,24 @@ def test_a_wrong_flag_is_one_message_that_names_it(refused, flags, said):
         ("[float8]\nenable = true", "did you mean quantize.dense.float8.enable?"),
         ("[data]\npaht = 'x'", "did you mean data.path?"),
         ("[compile]\nno_enable = true", "unknown key compile.no_enable"),
-        ("training = 3", "unknown key training,"),
+        ("training = 3", "unknown key training: there is no such setting."),
         ("seq_len = 3", "did you mean training.seq_len?"),
         ("nproc = 2", "unknown key nproc"),
         ("recipe = 'llama3_debug'", "unknown key recipe"),
         ("[training.steps]\nx = 3", "did you mean training.steps?"),
         ("[training]\nsteps = 1.5", "training.steps 1.5 is no whole number"),
-        ("[training]\nsteps = [1, 2]", 'unable to convert "[1, 2]" into int'),
-        ("[training]\nsteps = true", 'unable to convert "True" into int'),
+        ("[training]\nsteps = [1, 2]", "is a list, and the setting takes an integer."),
+        ("[training]\nsteps = true", "training.steps = true is true or false, and the setting takes an integer."),
+        ("[training]\nsteps = '4'", 'training.steps = "4" is text, and the setting takes an integer.'),
+        ("[training]\nsteps = '4'", "steps = 4"),
+        ("[optimizer]\nlr = '1e-3'", 'optimizer.lr = "1e-3" is text, and the setting takes a number.'),
+        ("[compile]\nenable = 'true'", "enable = true"),
+        ("[compile]\nenable = 1", "compile.enable = 1 is an integer, and the setting takes true or false."),
+        ("[tokenizer]\npath = 5", 'path = "5"'),
+        ("[data]\npath = ['a', 5]", "the setting takes a list of which each item is text."),
+        ("[training]\nsteps = 2020-01-01", "is a date or a time"),
+        ("[compile]\ncache_dir = '/tmp/x'", "--compile.cache_dir /tmp/x, where you trust that folder"),
+        ("[model]\ndim = 64", "unknown key model.dim: nothing stands for it."),
         ("[data]\nsource = 'csv'", 'Invalid value "csv" for data.source'),
         ("[metrics]\nlog_freq = 3\nlog_interval = 4", "metrics.log_interval is given twice"),
         ("[training]\nseq-len = 3\nseq_len = 4", "training.seq_len is given twice"),
@@ -209,6 +223,99 @@ def test_a_wrong_toml_key_or_value_is_one_message_that_names_the_file(refused, t
     message = refused("--config", file)
     assert said in message
     assert str(file) in message
+
+
+def test_wrong_keys_and_values_of_files_and_flags_are_reported_together(crius, toml):
+    files = toml("[training]\nstepz = 1\nseq_len = '64'\n", "a.toml"), toml("[optimizer]\nlrr = 1\n", "b.toml")
+    flags = ["--config", files[0], "--config", files[1], "--data.source", "csv", "--model.dim", "8", "--zzz"]
+    code, _, message = crius("train", *flags, "--training.gc_interval", "many")
+    assert code == 2
+    assert message.count("ConfigError: unknown ") == 4
+    for said in ("7 problems", "stepz", '"64" is text', "optimizer.lrr", '"csv"', "--model.dim", "--zzz", '"many"'):
+        assert said in message
+
+
+def test_a_file_of_wrong_keys_alone_is_a_short_message(crius, toml):
+    _, _, message = crius("train", "--config", toml("\n".join(f"[a.b{number}]\nx = 1" for number in range(3000))))
+    assert "2980 more keys are unknown" in message and message.count("\n") < 100
+
+
+def test_a_known_name_is_a_known_name_and_no_table_has_one_twice():
+    known = {*DEFAULTS, *(".no_".join(name.rsplit(".", 1)) for name in DEFAULTS)}
+    assert {value.split()[0] for value in (*MOVED.values(), *ALIASES.values())} <= known
+    assert not (MOVED.keys() | NOTHING.keys() | ALIASES.keys()) & DEFAULTS.keys()
+    assert not MOVED.keys() & NOTHING.keys() and not ALIASES.keys() & (MOVED.keys() | NOTHING.keys())
+
+
+@pytest.mark.parametrize(
+    ("written", "known", "typo_of"),
+    [
+        ("7b", ["8b", "70b", "405b"], ""),
+        ("8B", ["8b", "70b"], "8b"),
+        ("80b", ["8b", "70b"], ""),
+        ("h1000", ["h100"], "h100"),
+        ("llama", ["llama3"], "llama3"),
+        ("job.dir", ["job.name", "job.run_dir"], ""),
+        ("model.dim", ["model.name"], ""),
+        ("training.stpes", ["training.steps", "training.seq_len"], "training.steps"),
+        ("float16", ["float32", "bfloat16"], ""),
+        ("bflaot16", ["float32", "bfloat16"], "bfloat16"),
+    ],
+)
+def test_only_a_typo_is_guessed(written, known, typo_of):
+    assert nearest_typo(written, known) == typo_of
+
+
+@pytest.mark.parametrize("flavor", ["8B", "8b"])
+def test_a_flavor_is_taken_ignoring_case(shown, toml, flavor):
+    assert shown("--model.flavor", flavor)["model.flavor"]["value"] == "8b"
+    assert shown("--config", toml(f"[model]\nflavor = '{flavor}'\nname = 'LLAMA3'\n"))["model.flavor"]["value"] == "8b"
+
+
+@pytest.mark.parametrize(
+    ("flags", "name", "value"),
+    [
+        (["--lr", "0.5"], "optimizer.lr", 0.5),
+        (["--steps=7"], "training.steps", 7),
+        (["--batch", "4"], "training.global_batch_size", 4),
+        (["--seq-len", "32", "--training.seq_len", "16"], "training.seq_len", 16),
+    ],
+)
+def test_short_forms_of_the_most_used_settings(shown, flags, name, value):
+    assert shown(*flags)[name] == {"value": value, "origin": "command line"}
+
+
+def test_a_layout_in_one_word_is_its_degrees_and_options(shown, toml):
+    settings = shown("--layout", "hsdp2x4_tp2+full")
+    for name, value in (
+        ("parallelism.data_parallel_replicate_degree", 2),
+        ("parallelism.data_parallel_shard_degree", 4),
+        ("parallelism.tensor_parallel_degree", 2),
+        ("parallelism.pipeline_parallel_degree", 1),
+        ("activation_checkpoint.mode", "full"),
+    ):
+        assert settings[name] == {"value": value, "origin": "command line"}
+    assert settings["training.local_batch_size"]["value"] == -1
+    file = toml("[training]\nglobal_batch_size = 32\n[parallelism]\ntensor_parallel_degree = 8\n")
+    settings = shown("--config", file, "--layout", "fsdp2_accum4")
+    assert settings["training.global_batch_size"]["value"] == 32
+    assert settings["training.local_batch_size"]["value"] == 4
+    assert settings["parallelism.tensor_parallel_degree"]["value"] == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--layout", "fdsp4"], "fdsp4 is no term of a layout, did you mean fsdp?"),
+        (
+            ["--layout", "tp2", "--parallelism.tensor_parallel_degree", "4"],
+            "both set parallelism.tensor",
+        ),
+        (["--layout", "fsdp4_accum3", "--batch", "8"], "8 is no multiple of 4 data-parallel ranks x 3 microbatches"),
+    ],
+)
+def test_a_wrong_layout_is_one_message(refused, flags, said):
+    assert said in refused(*flags)
 
 
 @pytest.mark.parametrize("written", ["[data]\npath = ['b', 'c']", "[data]\npath = []", "[data]\npath = 'b'"])
@@ -224,7 +331,9 @@ def test_run_toml_gives_back_every_setting_but_the_folder(tmp_path):
     same = [name for name, value in flatten(config).items() if value == DEFAULTS[name]]
     assert all(len(get_args(type_of(name))) == 1 for name in same), "a choice of one cannot be changed, all others can"
     (tmp_path / "run.toml").write_text(to_toml(config))
-    assert parse(["--config", str(tmp_path / "run.toml")]) == replace(config, job=RunConfig().job)
+    flags = ["--config", str(tmp_path / "run.toml"), *command_line_flags(config)]
+    assert parse(flags) == replace(config, job=RunConfig().job)
+    assert command_line_flags(config) == [f"--compile.cache_dir={config.compile.cache_dir}"], "a file may not say it"
 
 
 @pytest.mark.parametrize(
@@ -395,3 +504,41 @@ def everything_changed(config):
 
 def as_json(value):
     return json.loads(json.dumps(value))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"[training]\nsteps = " + b"9" * 5000, "an integer of thousands of digits"),
+        (
+            b"[training]\nsteps = " + b"9" * 4000,
+            "9999999999999999999999999999999999999999... does not fit",
+        ),
+        (b"[training]\nsteps = " + b"[" * 5000, "nested deeper than 50 levels"),
+        (b"[training]\nsteps = " + b"[" * 90 + b"]" * 90, "nested deeper than 50 levels"),
+        (b".".join([b"a"] * 2000) + b" = 1", "nested deeper than 50 levels"),
+        (b"#" * (1 << 20) + b"\n", "larger than 1,048,576 bytes"),
+        (b'["a\\u001b[31m"]\nx = 1', "unknown key 'a\\x1b[31m.x'"),
+        (b"x = '\xff'", "is not valid TOML"),
+        (b"[training]\nsteps = 1e400", "does not fit into 64 bits"),
+    ],
+)
+def test_a_hostile_file_of_settings_is_a_short_message(refused, tmp_path, content, said):
+    (tmp_path / "a.toml").write_bytes(content)
+    message = refused("--config", tmp_path / "a.toml")
+    assert said in message and len(message) < 1000
+
+
+def test_a_flag_of_thousands_of_digits_is_a_short_message(refused):
+    assert "does not fit into 64 bits" in (message := refused("--training.seq_len", "9" * 5000))
+    assert len(message) < 1000
+
+
+def test_an_argument_that_is_not_utf8_is_a_message(refused):
+    assert r"'caf\udce9.toml' is not UTF-8" in refused("--config", "caf\udce9.toml")
+
+
+def test_what_is_not_built_is_not_shown_as_a_setting_that_works(crius):
+    code, out, err = crius("config", "show", "--parallelism.expert_parallel_degree", "2")
+    assert (code, out) == (2, "") and "not built yet" in err
+    assert "Not built yet" in crius("train", "--help")[1]

@@ -1,5 +1,6 @@
 """Tokenizers: ids, end of document, and the bytes that each id stands for."""
 
+import json
 import sys
 
 import numpy as np
@@ -118,4 +119,12 @@ def test_files_that_are_no_tokenizer_are_refused_with_a_fix(tmp_path):
 def test_a_missing_package_is_an_error_with_the_line_to_type(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(EnvironmentError, match="pip install .*tokenizers>=0.20"):
+        build_tokenizer(TokenizerConfig(path=str(tmp_path)))
+
+
+def test_a_tokenizer_with_a_huge_id_is_refused(tmp_path):
+    """Its arrays have an entry for every id: a file of 2 kB took 17 GB."""
+    model = {"type": "WordLevel", "vocab": {"</s>": 0, "a": 2**32 - 1}, "unk_token": "</s>"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+    with pytest.raises(DataError, match="a token with id 4,294,967,295; ids above 16,777,215 are refused"):
         build_tokenizer(TokenizerConfig(path=str(tmp_path)))

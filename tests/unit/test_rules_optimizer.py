@@ -35,7 +35,9 @@ CASES = [
         FIT,
         [GROUPS, "layers.0: optimizer=muon"],
         "gives layers.*.attention_norm.weight, layers.*.ffn_norm.weight to Muon, which takes matrices only",
-        f"{GROUPS} 'layers.0: optimizer=muon' {GROUPS} 'layers.*.attention_norm.weight: optimizer=adamw'",
+        f"{GROUPS} 'layers.*.attention_norm.weight: optimizer=adamw' "
+        f"{GROUPS} 'layers.*.ffn_norm.weight: optimizer=adamw' "
+        f"{GROUPS} 'layers.0: optimizer=muon'",
     ),
     (
         EFFECT,
@@ -67,7 +69,7 @@ def test_an_optimizer_rule_names_the_value_and_a_fix_that_works(rule, flags, wha
 @pytest.mark.parametrize(
     "flags",
     [
-        [GROUPS, "layers.0: optimizer=muon", GROUPS, "attention_norm: lr_factor=1", GROUPS, "ffn_norm: weight_decay=0"],
+        [GROUPS, "attention_norm: lr_factor=1", GROUPS, "ffn_norm: weight_decay=0", GROUPS, "layers.0: optimizer=muon"],
         [GROUPS, "wq: optimizer=muon", "--optimizer.muon_momentum", "0.9"],
         ["--optimizer.name", "muon", "--optimizer.muon_ns_steps", "3"],
         ["--training.dtype", "bfloat16", "--optimizer.no_stochastic_rounding"],

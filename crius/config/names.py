@@ -1,0 +1,250 @@
+"""Names of settings that people know from elsewhere, short forms, and the guess what a misspelt name was to be."""
+
+from collections.abc import Iterable
+
+# torchtitan's names of flags that Crius spells otherwise; accepted wherever a flag or a TOML key is.
+ALIASES = {
+    "job.dump_folder": "job.run_dir",
+    "metrics.log_freq": "metrics.log_interval",
+    "parallelism.fsdp_reshard_after_forward": "parallelism.reshard_after_forward_mode",
+    "profiling.enable_profiling": "profiler.enable",
+    "quantize.dense.float8.exclude": "quantize.dense.exclude",
+    "quantize.dense.float8.pad_inner_dim": "quantize.dense.pad_inner_dim",
+    "quantize.dense.float8.recipe_name": "quantize.dense.float8.recipe",
+    "quantize.dense.mxfp8.exclude": "quantize.dense.exclude",
+    "quantize.dense.float8.precompute_float8_dynamic_scale_for_fsdp": "quantize.dense.float8.precompute_scale",
+    "reproducible": "training.reproducible",
+    "checkpoint.async_mode": "checkpoint.mode",
+    "checkpoint.keep_latest_k": "checkpoint.keep_last",
+    "checkpoint.initial_load_path": "checkpoint.load_path",
+    "training.dataset_path": "data.path",
+    "training.seed": "debug.seed",
+    "training.deterministic": "debug.deterministic",
+    "validation.freq": "validation.interval",
+}
+
+# Short names of flags, for the verbs that take the settings of a run.
+SHORT = {
+    "lr": "optimizer.lr",
+    "steps": "training.steps",
+    "batch": "training.global_batch_size",
+    "seq_len": "training.seq_len",
+}
+
+# More short names of flags, for crius plan.
+PLAN_SHORT = {
+    "model": "model.name",
+    "flavor": "model.flavor",
+    "seq_len": "training.seq_len",
+    "global_batch_size": "training.global_batch_size",
+    "local_batch_size": "training.local_batch_size",
+}
+
+# Names of torchtitan and Hugging Face whose meaning a setting of another name has: only suggested, never applied, for
+# the values may differ. A name without a section is meant in any.
+MOVED = {
+    "activation_checkpoint.selective_ac_option": "activation_checkpoint.selective_option",
+    "checkpoint.enable_checkpoint": "checkpoint.enable",
+    "comm.init_timeout_seconds": "comm.timeout_seconds",
+    "comm.train_timeout_seconds": "comm.timeout_seconds",
+    "context_parallel_rotate_method": "parallelism.context_parallel_method",
+    "debug.deterministic_warn_only": "debug.deterministic",
+    "float8.emulate": "quantize.dense.float8.emulate",
+    "float8.enable": "quantize.dense.float8.enable",
+    "float8.enable_float8_linear": "quantize.dense.float8.enable",
+    "float8.enable_fsdp_float8_all_gather": "quantize.dense.float8.enable_fsdp_float8_all_gather",
+    "float8.filter_fqns": "quantize.dense.exclude",
+    "float8.precompute_float8_dynamic_scale_for_fsdp": "quantize.dense.float8.precompute_scale",
+    "float8.recipe_name": "quantize.dense.float8.recipe",
+    "lr_scheduler.lr_min": "lr_scheduler.min_lr_factor",
+    "model.attn_mask_type": "model.attention_mask",
+    "model.converters": "quantize.dense.float8.enable",
+    "model.n_kv_heads": "model.num_kv_heads",
+    "model.n_layers": "model.num_layers",
+    "model.tokenizer_path": "tokenizer.path",
+    "mx.enable": "quantize.dense.mxfp8.enable",
+    "mx.filter_fqns": "quantize.dense.exclude",
+    "optimizer.fused": "optimizer.implementation",
+    "parallelism.module_fqns_per_model_part": "parallelism.pipeline_parallel_module_names_per_stage",
+    "parallelism.pipeline_parallel_layers_per_stage": "parallelism.pipeline_parallel_stages_per_rank",
+    "parallelism.pipeline_parallel_microbatch_size": "training.local_batch_size",
+    "parallelism.pipeline_parallel_split_points": "parallelism.pipeline_parallel_module_names_per_stage",
+    "profiling.profiler_active": "profiler.num_steps",
+    "training.batch_size": "training.local_batch_size",
+    "training.compile": "compile.enable",
+    "training.data_parallel_degree": "parallelism.data_parallel_shard_degree",
+    "training.data_parallel_replicate_degree": "parallelism.data_parallel_replicate_degree",
+    "training.data_parallel_shard_degree": "parallelism.data_parallel_shard_degree",
+    "training.dataset": "data.source",
+    "training.gc_freq": "training.gc_interval",
+    "training.tensor_parallel_degree": "parallelism.tensor_parallel_degree",
+    "training.lr": "optimizer.lr",
+    "validation.dataset": "validation.path",
+    "validation.dataset_path": "validation.path",
+    "validation.steps": "validation.num_samples",
+    # Hugging Face's TrainingArguments
+    "adam_beta1": "optimizer.beta1",
+    "adam_beta2": "optimizer.beta2",
+    "adam_epsilon": "optimizer.eps",
+    "bf16": "training.mixed_precision_param bfloat16",
+    "ddp_timeout": "comm.timeout_seconds",
+    "eval_steps": "validation.interval",
+    "full_determinism": "debug.deterministic",
+    "gradient_checkpointing": "activation_checkpoint.mode full",
+    "learning_rate": "optimizer.lr",
+    "logging_steps": "metrics.log_interval",
+    "lr_scheduler_type": "lr_scheduler.decay_type",
+    "max_grad_norm": "training.max_norm",
+    "max_seq_len": "training.seq_len",
+    "max_seq_length": "training.seq_len",
+    "max_steps": "training.steps",
+    "model_max_length": "training.seq_len",
+    "num_hidden_layers": "model.num_layers",
+    "num_key_value_heads": "model.num_kv_heads",
+    "optim": "optimizer.name",
+    "output_dir": "job.run_dir",
+    "per_device_train_batch_size": "training.local_batch_size",
+    "resume_from_checkpoint": "checkpoint.load_path",
+    "save_steps": "checkpoint.interval",
+    "save_total_limit": "checkpoint.keep_last",
+    "torch_compile": "compile.enable",
+    "warmup_steps": "lr_scheduler.warmup_steps",
+}
+
+_SIZES = "the flavor decides it; model.num_layers, model.num_kv_heads and model.vocab_size can be changed"
+_EPOCHS = "a run is as long as training.steps; the log says how many steps an epoch has"
+_ACCUMULATION = (
+    "training.global_batch_size / (training.local_batch_size x data-parallel ranks) microbatches are added up"
+)
+_WANDB = "metrics are written to metrics.jsonl in the run folder; none are sent anywhere"
+_EXPORT = "checkpoints are saved in Crius's own format: docs/checkpoints.md"
+
+# Names of torchtitan and Hugging Face that nothing stands for, and what there is to know.
+NOTHING = {
+    "activation_checkpoint.early_stop": "torch's default is taken",
+    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": "activation_checkpoint.save_ops names ops",
+    "checkpoint.create_seed_checkpoint": "weights start alike on every layout, without a checkpoint",
+    "checkpoint.enable_first_step_checkpoint": "the interval decides which steps are saved",
+    "checkpoint.exclude_from_loading": "a checkpoint is loaded whole",
+    "checkpoint.export_dtype": _EXPORT,
+    "checkpoint.initial_load_in_hf": "weights of Hugging Face are not read",
+    "checkpoint.initial_load_model_only": "a checkpoint is loaded whole",
+    "checkpoint.last_save_in_hf": _EXPORT,
+    "checkpoint.last_save_model_only": _EXPORT,
+    "checkpoint.model_weights_only": _EXPORT,
+    "comm.trace_buf_size": "the watchdog reports where each rank hangs",
+    "compile.components": "the blocks are compiled; compile.loss adds the loss",
+    "dataloader_num_workers": "one thread reads ahead; data.prefetch is how far",
+    "dim": _SIZES,
+    "epochs": _EPOCHS,
+    "fp16": "float16 needs a loss scale, which there is not; bfloat16 needs none",
+    "gradient_accumulation_steps": _ACCUMULATION,
+    "hidden_size": _SIZES,
+    "intermediate_size": _SIZES,
+    "job.config_file": "the file is given as --config FILE",
+    "job.custom_config_module": "settings are data: no module is imported for them",
+    "job.description": "job.name names a run",
+    "job.print_args": "crius config show prints all settings",
+    "memory_estimation.enabled": "crius train --dry_run shows the memory of a rank",
+    "metrics.disable_color_printing": "nothing is printed in colours",
+    "metrics.enable_wandb": _WANDB,
+    "metrics.save_for_all_ranks": "rank 0 writes the metrics, which are sums over all ranks",
+    "metrics.save_tb_folder": "TensorBoard's files are in the run folder",
+    "model.hf_assets_path": "tokenizer.path names a tokenizer; weights of Hugging Face are not read",
+    "model.norm_type": "the model decides it",
+    "model.print_after_conversion": "the log says which layers are converted",
+    "model.use_flex_attn": "model.attention_mask and kernels.attention choose among the kernels there are",
+    "n_heads": _SIZES,
+    "num_attention_heads": _SIZES,
+    "num_epochs": _EPOCHS,
+    "num_heads": _SIZES,
+    "num_train_epochs": _EPOCHS,
+    "optimizer.early_step_in_backward": "gradients are clipped by their global norm, which is known after the backward",
+    "parallelism.disable_loss_parallel": "the output layer is split under tensor parallelism, and so is the loss",
+    "parallelism.enable_compiled_autograd": "the blocks are compiled, not the backward as a whole",
+    "parallelism.expert_tensor_parallel_degree": "expert parallelism is not built yet",
+    "profiling.enable_memory_snapshot": "the report of a run that is out of memory says what held it",
+    "profiling.profile_freq": "a run has one trace: profiler.start_step and profiler.num_steps",
+    "profiling.save_traces_folder": "traces are in the run folder",
+    "push_to_hub": "nothing is uploaded",
+    "report_to": _WANDB,
+    "training.enable_loss_parallel": "the output layer is split under tensor parallelism, and so is the loss",
+    "training.gc_debug": "training.gc_interval sets how often garbage is collected",
+    "warmup_ratio": "lr_scheduler.warmup_steps is a number of steps",
+}
+
+
+_NO_TYPOS = {"float16"}
+"""Names that are near to another one, and mean something else."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """``, did you mean X?`` for the known name that ``name`` is a typo of, or an empty string."""
+    near = nearest_typo(name, known)
+    return f", did you mean {near}?" if near else ""
+
+
+def nearest_typo(name: str, known: Iterable[str]) -> str:
+    """The known name that differs from ``name`` by its case or by at most two typed characters; empty without one.
+
+    Short names (of the last part) differ by less: up to seven characters by one, up to two by none. A number in front
+    is a size, and another size is no typo: ``80b`` is not ``70b``.
+    """
+    words = {word.lower(): word for word in known}
+    written = name.lower()
+    if written in words:
+        return words[written]
+    if written in _NO_TYPOS:
+        return ""
+    length = len(written.rpartition(".")[2])
+    limit = 0 if length <= 2 else 1 if length <= 7 else 2
+    size = _leading_number(written)
+    near = [
+        (distance, word)
+        for lower, word in words.items()
+        if abs(len(lower) - len(written)) <= limit and _leading_number(lower) == size
+        if (distance := _edits(written, lower)) <= limit
+    ]
+    return min(near)[1] if near else ""
+
+
+def _leading_number(word: str) -> str:
+    return word[: len(word) - len(word.lstrip("0123456789"))]
+
+
+def _edits(a: str, b: str) -> int:
+    """Insertions, deletions, replacements and swaps of neighbours that make ``b`` of ``a``."""
+    before: list[int] = []
+    row = list(range(len(b) + 1))
+    for i, letter in enumerate(a, start=1):
+        oldest, before, row = before, row, [i]
+        for j, other in enumerate(b, start=1):
+            row.append(min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (letter != other)))
+            if i > 1 and j > 1 and letter == b[j - 2] and a[i - 2] == other:
+                row[j] = min(row[j], oldest[j - 2] + 1)
+    return row[-1]
+
+
+def meant(name: str, known: Iterable[str]) -> tuple[str, str]:
+    """What an unknown setting may have been meant to be.
+
+    Args:
+        name: dotted, with underscores.
+        known: dotted names of all settings.
+
+    Returns:
+        The setting to write instead, with a value where that matters, and why there is none; of both at most one.
+    """
+    names, leaf = list(known), name.rpartition(".")[2]
+    for key in (name, leaf):
+        if key in MOVED:
+            return MOVED[key], ""
+        if key in NOTHING:
+            return "", NOTHING[key]
+    if near := nearest_typo(name, names):
+        return near, ""
+    if "." not in name:
+        homes = [other for other in names if other.count(".") == 1 and other.endswith(f".{name}")]
+        return (homes[0] if len(homes) == 1 else ""), ""
+    parent = name.rpartition(".")[0]
+    return (parent if parent in names else ""), ""

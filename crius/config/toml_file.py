@@ -1,0 +1,96 @@
+"""TOML that somebody else wrote: read with bounds, without an error of Python's own, and by the kind of each value."""
+
+import contextlib
+import tomllib
+import types
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+import tomli_w
+
+from crius.errors import ConfigError
+
+MAX_BYTES = 1 << 20
+"""Of a file. All settings of a run take 10 kB."""
+_MAX_DEPTH = 50
+
+
+def toml_table(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: the file is not TOML, or is larger or nested deeper than any that is meant; says which in words.
+    """
+    with path.open("rb") as file:
+        content = file.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise ValueError(f"it is larger than {MAX_BYTES:,} bytes")
+    try:
+        table = tomllib.loads(content.decode())
+    except RecursionError:
+        raise ValueError(f"it is nested deeper than {_MAX_DEPTH} levels") from None
+    except ValueError as error:
+        if isinstance(error, (tomllib.TOMLDecodeError, UnicodeDecodeError)):
+            raise
+        raise ValueError("it has an integer of thousands of digits") from None  # Python's limit against slow parsing
+    if _depth(table) > _MAX_DEPTH:
+        raise ValueError(f"it is nested deeper than {_MAX_DEPTH} levels")
+    return table
+
+
+def _depth(table: dict[str, Any]) -> int:
+    """Levels of tables and lists, without recursion."""
+    depth = 0
+    level: list[Any] = [table]
+    while level:
+        depth += 1
+        children = [item for node in level for item in (node.values() if isinstance(node, dict) else node)]
+        level = [item for item in children if isinstance(item, (dict, list))]
+    return depth
+
+
+def takes(hint: Any, value: Any) -> bool:
+    """Whether a value of TOML is of the kind of a setting. Whether a number or a choice is right is seen later."""
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType):
+        return any(takes(part, value) for part in get_args(hint))
+    if origin is tuple:
+        return all(takes(get_args(hint)[0], item) for item in (value if isinstance(value, list) else [value]))
+    if origin is Literal or hint in (str, Path):
+        return isinstance(value, str)
+    if isinstance(value, bool) or hint is bool:
+        return hint is bool and isinstance(value, bool)
+    return hint in (int, float) and isinstance(value, (int, float))
+
+
+def wrong_kind(name: str, value: Any, hint: Any, source: str) -> ConfigError:
+    """The error about a value that the setting ``name`` does not take.
+
+    Args:
+        name: dotted field.
+        value: of TOML.
+        hint: type of the setting.
+        source: where the value came from.
+    """
+    shown = tomli_w.dumps({"": value}).partition("=")[2].strip()
+    what = f"{name} = {shown} is {_kind(type(value))}, and the setting takes {_kind(hint)}."
+    leaf, fix = name.rpartition(".")[2], ""
+    if isinstance(value, str):
+        with contextlib.suppress(tomllib.TOMLDecodeError):
+            fix = f"{leaf} = {value}" if takes(hint, tomllib.loads(f"x = {value}")["x"]) else ""
+    elif takes(hint, str(value)):
+        fix = f'{leaf} = "{value}"'
+    return ConfigError(what, where=source, fix=fix)
+
+
+def _kind(hint: Any) -> str:
+    """A type in words."""
+    if get_origin(hint) in (Union, types.UnionType):
+        return " or ".join(_kind(part) for part in get_args(hint) if part is not types.NoneType)
+    if get_origin(hint) is Literal:
+        return f"one of {', '.join(map(str, get_args(hint)))}"
+    if get_origin(hint) is tuple:
+        return f"a list of which each item is {_kind(get_args(hint)[0])}"
+    words = {bool: "true or false", int: "an integer", float: "a number", str: "text", Path: "text", list: "a list"}
+    return words.get(hint, "a date or a time")
