@@ -69,9 +69,9 @@ def train(
     check_save_ops(run)
     folder = run_dir(run, placement)
     from crius.launch.stop import leave_on_stop_signals
-    from crius.train.inputs import resumed_dtype
+    from crius.train.inputs import resumed_dtype, with_boundaries
 
-    run = resumed_dtype(asked, run, folder)
+    run = with_boundaries(resumed_dtype(asked, run, folder), folder)
     rules.check(dataclasses.replace(facts, config=run))
 
     if placement is None and run.checkpoint.is_enabled:

@@ -15,8 +15,9 @@ from typing import Any, get_origin
 import numpy as np
 import numpy.typing as npt
 
+from crius.data.boundary import Boundary
 from crius.data.permutation import mix, permute
-from crius.data.source import Cursor, Int64Array, TokenArray, positions_of
+from crius.data.source import Cursor, Int64Array, Rows, positions_of
 from crius.errors import DataError
 
 FORMAT_VERSION = 1
@@ -152,12 +153,15 @@ class TokenFile:
 class IndexedSource:
     """Sequences of tokens ``[first_token, last_token)`` of a folder, in any order.
 
-    Window i has tokens ``first_token + i * seq_len`` and the ``seq_len`` after it, so neighbours share one token and no
-    token is the label of two. Epoch e is samples ``e * num_samples`` on, each window once, in an order of its own.
+    The first input of window i is token ``first_token + i * seq_len``, its labels are the ``seq_len`` tokens after it,
+    so that neighbours share one token and no token is the label of two. Where documents start with a BOS, the windows
+    begin one place earlier, so that the first document has its BOS too. Epoch e is samples ``e * num_samples`` on, each
+    window once, in an order of its own.
 
     Args:
         file: the folder.
         first_token, last_token: the part of it to use.
+        boundary: what documents start and end with.
         seq_len: tokens in a sequence.
         vocab_size: rows of the model's embedding; each id that is read is checked against it.
         seed: chooses the orders.
@@ -172,44 +176,68 @@ class IndexedSource:
         first_token: int,
         last_token: int,
         *,
+        boundary: Boundary,
         seq_len: int,
         vocab_size: int,
         seed: int,
         shuffle: bool,
     ) -> None:
         assert 0 <= first_token <= last_token <= file.meta.num_tokens and seq_len > 0
-        self.file, self.first_token, self.last_token = file, first_token, last_token
+        self.file, self.first_token, self.last_token, self.boundary = file, first_token, last_token, boundary
         self.seq_len, self.vocab_size, self.seed, self.shuffle = seq_len, vocab_size, seed, shuffle
-        self.num_samples = max(0, last_token - first_token - 1) // seq_len
+        document, next_document = np.searchsorted(file.documents, (first_token, first_token + 1))
+        # the place of the BOS of the first document is that of the end before it; -1 at the start of the file
+        self._first_input = first_token - int(boundary.has_bos and document < next_document)
+        self.num_samples = max(0, last_token - self._first_input - 1) // seq_len
         """Sequences in an epoch."""
-        size = min(seq_len + 1, len(file.tokens))  # a corpus of less has no sequence
-        self._sequences = np.lib.stride_tricks.sliding_window_view(file.tokens, size)  # one at each token, no copies
+        size = min(seq_len, len(file.tokens))  # a corpus of less has no sequence
+        self._labels = np.lib.stride_tricks.sliding_window_view(file.tokens, size)  # one at each token, no copies
         self._order: tuple[int, Int64Array] = (-1, np.empty(0, dtype=np.int64))
 
     @property
     def identity(self) -> str:
         """The tokens and all that decides which of them a sample id stands for."""
         order = f"shuffled {self.seed}" if self.shuffle else "in order"
-        return f"{self.file.identity} [{self.first_token}, {self.last_token}) by {self.seq_len} {order}"
+        part = f"{self.file.identity} [{self.first_token}, {self.last_token})"
+        return f"{part} by {self.seq_len} {order}{self.boundary.identity}"
 
-    def read(self, sample_ids: Sequence[int]) -> tuple[TokenArray, Int64Array]:
-        """Tokens ``(batch, seq_len + 1)`` of the dtype of the file, and positions ``(batch, seq_len)``.
+    def read(self, sample_ids: Sequence[int]) -> Rows:
+        """These samples, in any order.
 
         Raises:
             DataError: a token id is ``vocab_size`` or more; names file, token, sample and position.
         """
-        starts = self.first_token + self.windows(sample_ids) * self.seq_len
-        tokens = self._sequences[starts]
-        if tokens.size and tokens.max() >= self.vocab_size:
-            row = int(np.argmax(tokens.max(axis=1) >= self.vocab_size))
-            self._refuse(tokens[row], sample_ids[row], int(starts[row]))
+        starts = self._first_input + self.windows(sample_ids) * self.seq_len
+        labels = self._labels[starts + 1].astype(np.int64)
+        tokens = np.empty_like(labels)
+        tokens[:, 0], tokens[:, 1:] = self.file.tokens[np.maximum(starts, 0)], labels[:, :-1]
+        largest = max(tokens[:, :1].max(initial=0), labels.max(initial=0))
+        if largest >= self.vocab_size:
+            whole = np.concatenate((tokens[:, :1], labels), axis=1)
+            row = int(np.argmax(whole.max(axis=1) >= self.vocab_size))
+            self._refuse(whole[row], sample_ids[row], int(starts[row]))
+        rows, columns = self._boundaries(starts)
+        inside = columns < self.seq_len
+        tokens[rows[inside], columns[inside]] = self.boundary.start_id
+        behind = columns > 0
+        labels[rows[behind], columns[behind] - 1] = self.boundary.end_label
+        return Rows(tokens, labels, positions_of(rows[inside], columns[inside], labels.shape))
+
+    def _boundaries(self, starts: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Row and place, in [0, seq_len], of each boundary: it ends the document before and starts the next one.
+
+        Args:
+            starts: the token that is at place 0 of each row; -1 for the place before the first one.
+        """
         documents = self.file.documents
-        first, end = np.searchsorted(documents, (starts, starts + self.seq_len))
+        first, end = np.searchsorted(documents, (starts + 1, starts + self.seq_len + 2))
         counts = end - first
         rows = np.repeat(np.arange(len(starts)), counts)
-        # of the n-th document start in all rows together: the first one of its row, plus its place in the row
+        # number of the n-th document of all rows together: the first one of its row, plus its place in the row
         numbers = np.arange(len(rows)) + np.repeat(first - np.cumsum(counts) + counts, counts)
-        return tokens, positions_of(rows, documents[numbers] - starts[rows], (len(starts), self.seq_len))
+        columns = documents[numbers] - 1 - starts[rows]
+        (last,) = np.nonzero(starts + self.seq_len == self.file.meta.num_tokens - 1)  # no document follows the last end
+        return np.append(rows, last), np.append(columns, np.full_like(last, self.seq_len))
 
     def windows(self, sample_ids: Sequence[int]) -> Int64Array:
         """Which window each sample is, ``(batch,)``, in [0, num_samples)."""
@@ -244,7 +272,7 @@ class IndexedSource:
     def restore(self, cursors: Mapping[int, Cursor]) -> None:
         """Nothing to do: a sample id says where it is."""
 
-    def _refuse(self, tokens: TokenArray, sample_id: int, start: int) -> None:
+    def _refuse(self, tokens: Int64Array, sample_id: int, start: int) -> None:
         position = int(np.argmax(tokens >= self.vocab_size))
         raise DataError(
             f"token {start + position:,} of {self.file.folder / TOKENS} has id {tokens[position]}, the model has "
