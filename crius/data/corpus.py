@@ -136,7 +136,7 @@ def _cut(file: TokenFile, fraction: float, seq_len: int) -> int:
     """First held-out token: the start of a document, unless that leaves less than half of what was asked for."""
     total = file.meta.num_tokens
     wanted = round(total * fraction)
-    index = int(np.searchsorted(file.documents, total - wanted))
+    (index,), _ = file.documents_between(*np.array([[total - wanted], [total]]))
     if index < len(file.documents):
         start = int(file.documents[index])
         if total - start >= max(wanted / 2, min(wanted, seq_len + 1)):

@@ -16,13 +16,15 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from crius.config.data import DataConfig
 from crius.config.tokenizer import TokenizerConfig
+from crius.data.checked import BLOCK_BYTES, BlockHasher
 from crius.data.documents import Piece, describe, find_files, read_pieces
 from crius.data.source import TokenArray
 from crius.data.tokenizer import Tokenizer, build_tokenizer
-from crius.data.tokens import DOCUMENTS, DTYPES, FORMAT_VERSION, META, TOKEN_BYTES, TOKENS, TokenMeta
+from crius.data.tokens import DOCUMENTS, DTYPES, FORMAT_VERSION, HASHES, META, TOKEN_BYTES, TOKENS, TokenMeta
 from crius.errors import DataError
 
 CHUNK_CHARACTERS = 4 << 20
@@ -109,11 +111,13 @@ def write_folder(
 def _write(folder: Path, encoded: Iterable[Encoded], tokenizer: Tokenizer, source: str) -> TokenMeta:
     dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
     hashes = {name: hashlib.sha256() for name in (TOKENS, DOCUMENTS, TOKEN_BYTES)}
+    blocks = {name: BlockHasher(BLOCK_BYTES) for name in hashes}
     num_tokens, num_documents, largest, at_start = 0, 0, 0, True
 
     def put(file: IO[bytes], name: str, array: npt.NDArray[Any]) -> None:
         content = array.tobytes()
         hashes[name].update(content)
+        blocks[name].update(content)
         file.write(content)
 
     with (folder / TOKENS).open("wb") as tokens, (folder / DOCUMENTS).open("wb") as documents:
@@ -129,6 +133,8 @@ def _write(folder: Path, encoded: Iterable[Encoded], tokenizer: Tokenizer, sourc
         raise DataError(f"the corpus is empty: no document with text in {source}.", where="--data.path")
     with (folder / TOKEN_BYTES).open("wb") as token_bytes:
         put(token_bytes, TOKEN_BYTES, tokenizer.token_bytes().astype("<i4"))
+    table = np.concatenate([block.hashes() for block in blocks.values()]).tobytes()
+    (folder / HASHES).write_bytes(table)
     meta = TokenMeta(
         version=FORMAT_VERSION,
         dtype=dtype,
@@ -141,9 +147,11 @@ def _write(folder: Path, encoded: Iterable[Encoded], tokenizer: Tokenizer, sourc
         eos_id=tokenizer.eos_id,
         source=source,
         sha256={name: value.hexdigest() for name, value in hashes.items()},
+        block_bytes=BLOCK_BYTES,
+        hashes_xxh3=xxhash.xxh3_128_hexdigest(table),
     )
     (folder / META).write_text(meta.to_json())
-    for name in (*hashes, META):
+    for name in (*hashes, HASHES, META):
         _sync(folder / name)
     return meta
 

@@ -20,6 +20,7 @@ from crius.data.tokens import TokenFile
 from crius.errors import DataError
 
 BYTE = TokenizerConfig()
+FILES = ["documents.bin", "hashes.bin", "meta.json", "token_bytes.bin", "tokens.bin"]
 
 
 def jsonl(folder: Path, texts, name="a.jsonl") -> DataConfig:
@@ -40,7 +41,7 @@ def test_each_document_is_followed_by_the_end_id_and_starts_where_documents_bin_
     assert file.token_bytes.tolist() == [1] * 256 + [0]
     assert (meta.num_tokens, meta.num_documents, meta.max_token_id, meta.dtype) == (8, 3, 256, "uint16")
     assert file.meta == meta
-    assert sorted(contents(tmp_path / "out")) == ["documents.bin", "meta.json", "token_bytes.bin", "tokens.bin"]
+    assert sorted(contents(tmp_path / "out")) == FILES
 
 
 def test_sha256_in_meta_is_that_of_the_files(tmp_path):
