@@ -103,7 +103,7 @@ def check_changes(found: Iterable[Change], allowed: Iterable[str], where: str) -
     # another fingerprint of the data, which a refused setting of data brings, is allowed under the name data
     sections = ("data" if change.name.startswith("data.") else change.name for change in refused)
     names = " ".join(dict.fromkeys([*patterns, *sections]))
-    back = " ".join(_flag(change.name, change.old) for change in refused if change.old is not None)
+    back = " ".join(part for change in refused if change.old is not None for part in flag(change.name, change.old))
     raise ConfigError(
         f"the run cannot go on from its checkpoint with {'another setting' if len(refused) == 1 else 'other settings'}:"
         + "".join(f"\n  {change.name}: {_shown(change.old)} -> {_shown(change.new)}" for change in refused),
@@ -119,9 +119,9 @@ def _shown(value: Any) -> str:
     return " ".join(map(str, value)) or "(empty)" if isinstance(value, list) else str(value) or "(empty)"
 
 
-def _flag(name: str, value: Any) -> str:
-    """The flag that sets ``name``, a dotted field, to ``value``."""
+def flag(name: str, value: Any) -> list[str]:
+    """What sets ``name``, a dotted field, to ``value`` on the command line."""
     if isinstance(value, bool):
         section, _, field = name.rpartition(".")
-        return f"--{section}.{field if value else f'no_{field}'}"
-    return f"--{name} " + (" ".join(map(str, value)) if isinstance(value, list) else str(value))
+        return [f"--{section}.{field if value else f'no_{field}'}"]
+    return [f"--{name}", *map(str, value if isinstance(value, list) else [value])]

@@ -14,8 +14,8 @@ class DataConfig:
     crius[huggingface]``). tokens: a folder written by ``crius data prepare``."""
 
     path: tuple[str, ...] = ()
-    """text, jsonl: files and globs (repeat the flag for more). huggingface: the dataset's name or folder.
-    tokens: the folder. stdlib takes none."""
+    """text, jsonl: files, globs and folders (repeat the flag for more); of a folder all .txt or .jsonl files in it and
+    its subfolders. huggingface: the dataset's name or folder. tokens: the folder. stdlib takes none."""
 
     text_field: str = "text"
     """jsonl, huggingface: the key that holds the document."""

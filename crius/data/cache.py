@@ -89,9 +89,7 @@ def _mend(folder: Path) -> str:
 
 
 def _remove(folder: Path) -> None:
-    """Remove an entry and what a killed writer left beside it. The caller holds the lock."""
-    for leftover in folder.parent.glob(f"{folder.name}.tmp-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
+    """Remove an entry. The caller holds the lock."""
     if folder.exists():
         shutil.rmtree(folder)
 

@@ -86,7 +86,7 @@ class CheckedFile:
         self._block_bytes = block_bytes
         self._is_good = np.zeros(len(hashes), dtype=np.bool_)
         self._is_whole = len(content) < WHOLE_BYTES
-        key = _key(path, xxhash.xxh3_128_hexdigest(hashes))
+        key = _key(path, xxhash.xxh3_128_hexdigest(hashes.data))
         if self._is_whole and key not in _whole:
             for block in range(len(hashes)):
                 self._check_block(block)
@@ -111,7 +111,7 @@ class CheckedFile:
             return
         begin = block * self._block_bytes
         part = self._content[begin : begin + self._block_bytes]
-        if xxhash.xxh3_64_intdigest(part) != self._hashes[block]:
+        if xxhash.xxh3_64_intdigest(part.data) != self._hashes[block]:
             raise damaged(self._path, f"bytes {begin:,} to {begin + len(part) - 1:,}", self._fix)
         self._is_good[block] = True
 
@@ -125,7 +125,7 @@ def check_sha256(path: Path, content: npt.NDArray[np.uint8], digest: str, fix: s
     key = _key(path, digest)
     if key in _whole:
         return
-    if hashlib.sha256(content).hexdigest() != digest:
+    if hashlib.sha256(content.data).hexdigest() != digest:
         raise damaged(path, "its bytes", fix)
     _whole.update([key] if key else [])
 

@@ -244,7 +244,8 @@ def _batch(source: TokenSource | HeldOut, sample_ids: range | list[int]) -> Batc
 
 
 def _to_batch(rows: Rows, sample_ids: tuple[int, ...]) -> Batch:
-    return Batch(*map(torch.from_numpy, rows), sample_ids)
+    tokens, labels, positions = map(torch.from_numpy, rows)
+    return Batch(tokens, labels, positions, sample_ids)
 
 
 def _padded(source: HeldOut, sample_ids: list[int], batch_size: int) -> Batch:

@@ -1,17 +1,23 @@
 """Tokenise a local corpus once, into a token folder that appears whole or not at all."""
 
+import contextlib
+import fcntl
+import glob
 import hashlib
 import logging
 import multiprocessing
 import os
 import shutil
+import signal
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import IO, Any, NamedTuple
 
 import numpy as np
@@ -85,27 +91,56 @@ def write_folder(
 ) -> TokenMeta:
     """Tokenise ``pieces`` in order into ``<out>.tmp-<uuid>`` and rename that to ``out``, which is absent or empty.
 
+    What writers of ``out`` that were killed left behind is removed.
+
     Raises:
         DataError: there is no document, or the folder cannot be written. Nothing is left behind.
     """
     start = time.monotonic()
-    temporary = out.with_name(f"{out.name}.tmp-{uuid.uuid4().hex}")
     try:
-        temporary.mkdir(parents=True)
-        encoded = _encode_all(_chunks(pieces), tokenizer, tokenizer_config, num_workers)
-        meta = _write(temporary, encoded, tokenizer, source)
-        _sync(temporary)
-        temporary.rename(out)
-        _sync(out.parent)
+        with _temporary_folder(out) as temporary:
+            start_worker = partial(_start_worker, tokenizer_config, temporary)
+            with contextlib.closing(_encode_all(_chunks(pieces), tokenizer, start_worker, num_workers)) as encoded:
+                meta = _write(temporary, encoded, tokenizer, source)
+            _sync(temporary)
+            temporary.rename(out)
+            _sync(out.parent)
     except OSError as error:
         raise DataError(
             f"token folder {out} cannot be written: {error.strerror or error}.", where=str(error.filename or out)
         ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     seconds = time.monotonic() - start
     _log.info("tokenised %s: %s tokens in %.1f s", source, f"{meta.num_tokens:,}", seconds)
     return meta
+
+
+@contextlib.contextmanager
+def _temporary_folder(out: Path) -> Iterator[Path]:
+    """A new folder beside ``out``, removed at the end unless it was renamed.
+
+    It is locked while it is open. The kernel frees the lock of a process that dies, which tells what a killed one left
+    from what another process writes now.
+    """
+    for left in out.parent.glob(f"{glob.escape(out.name)}.tmp-*"):
+        with contextlib.suppress(OSError), _locked(left, fcntl.LOCK_NB):
+            shutil.rmtree(left)
+    temporary = out.with_name(f"{out.name}.tmp-{uuid.uuid4().hex}")
+    try:
+        temporary.mkdir(parents=True)
+        with _locked(temporary):
+            yield temporary
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, flag: int = 0) -> Iterator[None]:
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | flag)
+        yield
+    finally:
+        os.close(handle)
 
 
 def _write(folder: Path, encoded: Iterable[Encoded], tokenizer: Tokenizer, source: str) -> TokenMeta:
@@ -190,15 +225,16 @@ def encode_chunk(tokenizer: Tokenizer, chunk: list[Piece]) -> Encoded:
 
 
 def _encode_all(
-    chunks: Iterable[list[Piece]], tokenizer: Tokenizer, config: TokenizerConfig, num_workers: int
-) -> Iterator[Encoded]:
+    chunks: Iterable[list[Piece]], tokenizer: Tokenizer, start_worker: Callable[[], None], num_workers: int
+) -> Generator[Encoded, None, None]:
     """Each chunk encoded, in order; at most two chunks a worker are in memory."""
     if num_workers <= 1:
         yield from (encode_chunk(tokenizer, chunk) for chunk in chunks)
         return
     # not fork: the parent may have threads (torch, a tokenizer), and a forked child can then wait for ever
     context = multiprocessing.get_context("forkserver")
-    pool = ProcessPoolExecutor(num_workers, mp_context=context, initializer=_start_worker, initargs=(config,))
+    others = multiprocessing.active_children()
+    pool = ProcessPoolExecutor(num_workers, mp_context=context, initializer=start_worker)
     waiting: deque[Future[Encoded]] = deque()
     try:
         for chunk in chunks:
@@ -213,6 +249,11 @@ def _encode_all(
             why="most often it was killed because the memory was full",
             fix=f"use {max(1, num_workers // 2)} workers",
         ) from error
+    except BaseException:  # bad data, Ctrl-C, a full disk: nobody needs what the workers are at
+        for worker in multiprocessing.active_children():
+            if worker not in others:
+                worker.terminate()
+        raise
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -220,9 +261,20 @@ def _encode_all(
 _worker_tokenizer: list[Tokenizer] = []
 
 
-def _start_worker(config: TokenizerConfig) -> None:
+def _start_worker(config: TokenizerConfig, temporary: Path) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent ends its workers
+    Thread(target=_end_with_parent, args=(temporary,), daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process a core is enough threads
     _worker_tokenizer.append(build_tokenizer(config))
+
+
+def _end_with_parent(temporary: Path) -> None:
+    """Wait until the parent is gone. A killed one can neither end its workers nor remove what it wrote."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    shutil.rmtree(temporary, ignore_errors=True)
+    os._exit(1)
 
 
 def _encode_in_worker(chunk: list[Piece]) -> Encoded:

@@ -187,7 +187,7 @@ class TokenFile:
             return {}
         counts = [-(-content.nbytes // self.meta.block_bytes) for content in contents.values()]
         hashes = self._map(HASHES, np.dtype("<u8"), sum(counts))
-        if xxhash.xxh3_128_hexdigest(hashes) != self.meta.hashes_xxh3:
+        if xxhash.xxh3_128_hexdigest(hashes.data) != self.meta.hashes_xxh3:
             raise damaged(self.folder / HASHES, "its bytes", self._fix)
         parts = np.split(hashes, np.cumsum(counts)[:-1])
         return {

@@ -34,8 +34,8 @@ TOKENIZERS = {
 }
 
 
-def tokenizer_in(folder, template="", config=None) -> TokenizerConfig:
-    """A tokenizer with the special tokens <s> 0 and </s> 1."""
+def tokenizer_in(folder, template="", config=None, vocabulary=0) -> TokenizerConfig:
+    """A tokenizer with the special tokens <s> 0 and </s> 1, filled up to so many ids."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     tok = Tokenizer(models.BPE())
@@ -46,6 +46,7 @@ def tokenizer_in(folder, template="", config=None) -> TokenizerConfig:
     tok.train_from_iterator(["the cat and the dog "], trainer)
     if template:
         tok.post_processor = processors.TemplateProcessing(single=template, special_tokens=[("<s>", 0), ("</s>", 1)])
+    tok.add_tokens([f"filler {number}" for number in range(vocabulary - tok.get_vocab_size())])
     folder.mkdir(exist_ok=True)
     tok.save(str(folder / "tokenizer.json"))
     if config is not None:
