@@ -1,11 +1,17 @@
 """``crius config``, ``crius data`` and ``crius doctor``."""
 
+import contextlib
 import dataclasses
 import json
 import os
+import shlex
+import shutil
+import signal
+import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from types import FrameType
+from typing import Annotated, Any, NoReturn
 
 from cyclopts import Parameter
 
@@ -24,6 +30,7 @@ from crius.cli.app import (
     facts_of,
 )
 from crius.config import rules
+from crius.config.changes import flag
 from crius.config.data import DataConfig
 from crius.config.export import differences, flatten
 from crius.config.load import recipe_names
@@ -97,7 +104,12 @@ def config_of(place: str) -> RunConfig:
             fix=f"give a folder with a run.toml, a TOML file, or one of {', '.join(recipe_names())}",
         )
     source = ["--recipe", place] if place in recipe_names() else ["--config", str(path)]
-    _, bound, _ = app.parse_args(["config", "show", *source], exit_on_error=False, print_error=False)
+    return _run_of(*source)
+
+
+def _run_of(*flags: str) -> RunConfig:
+    """The settings of a run with these flags."""
+    _, bound, _ = app.parse_args(["config", "show", *flags], exit_on_error=False, print_error=False)
     run: RunConfig = bound.arguments.get("run", RunConfig())
     return run
 
@@ -113,11 +125,47 @@ def prepare(
     """Tokenise a corpus once into the folder OUT, for --data.source tokens --data.path OUT."""
     from crius.data import prepare as preparation
 
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _leave)
     started = time.monotonic()
     meta = preparation.prepare(data, tokenizer, out, num_workers or os.cpu_count() or 1)
     emit(f"{out}: {meta.num_tokens:,} tokens of {meta.num_documents:,} documents in {time.monotonic() - started:.1f} s")
-    emit(f"train on it: crius train --data.source tokens --data.path {out}")
+    crius = "crius" if shutil.which("crius") else f"{sys.executable} -m crius"
+    emit(f"train on it: {crius} train {shlex.join(_train_flags(out, data, tokenizer))}")
     return 0
+
+
+def _leave(number: int, frame: FrameType | None) -> NoReturn:
+    """End by an exception, so that what is half written and the processes that tokenise are removed."""
+    raise SystemExit(128 + number)
+
+
+def _train_flags(out: Path, data: DataConfig, tokenizer: TokenizerConfig) -> list[str]:
+    """Flags with which ``crius train`` takes the folder ``out``: those that it needs, and no more."""
+    from crius.data.tokenizer import build_tokenizer
+    from crius.errors import DataError
+    from crius.train.inputs import model_facts, open_run_corpus
+
+    flags = ["--data.source", "tokens", "--data.path", str(out)]
+    for section, config, names in (
+        ("data", data, ("add_bos", "add_eos")),
+        ("tokenizer", tokenizer, ("path", "eos_token")),
+    ):
+        for name in names:
+            value, default = (getattr(settings, name) for settings in (config, type(config)()))
+            flags += flag(f"{section}.{name}", value) if value != default else []
+    run = _run_of(*flags)
+    if (vocab_size := build_tokenizer(tokenizer).vocab_size) > model_facts(run).vocab_size:
+        flags += flag("model.vocab_size", vocab_size)
+    lengths = [run.training.seq_len >> shift for shift in range(run.training.seq_len.bit_length())]
+    without_validation = [*flag("validation.interval", 0), *flag("validation.fraction", 0)]
+    for seq_len, off in ((seq_len, off) for off in ([], without_validation) for seq_len in lengths):
+        more = [*flags, *(flag("training.seq_len", seq_len) if seq_len != run.training.seq_len else []), *off]
+        with contextlib.suppress(DataError):  # too few tokens for sequences of this length
+            open_run_corpus(_run_of(*more), 1)
+            return more
+    return flags
 
 
 @data_app.command

@@ -71,9 +71,9 @@ def train(
     need_torch()
     check_save_ops(run)
     folder = run_dir(run, placement)
-    from crius.train.inputs import resumed_dtype
+    from crius.train.inputs import resumed_dtype, with_boundaries
 
-    run = resumed_dtype(asked, run, folder)
+    run = with_boundaries(resumed_dtype(asked, run, folder), folder)
     rules.check(dataclasses.replace(facts, config=run))
 
     with contextlib.ExitStack() as stack:

@@ -28,6 +28,8 @@ KINDS: tuple[tuple[str, Kind], ...] = (
     ("quantize.*", "warn"),
     ("stability.*", "warn"),
     ("data.prefetch", "free"),
+    ("data.add_bos", "refuse"),  # other inputs for the same text
+    ("data.add_eos", "refuse"),  # other labels
     ("data.*", "warn"),  # the fingerprint of the data says whether it is another
     ("validation.*", "warn"),
     ("debug.*", "warn"),
@@ -36,6 +38,11 @@ KINDS: tuple[tuple[str, Kind], ...] = (
 )
 """What a changed setting means; the first pattern that fits. ``refuse``: the curve would not be that of the run any
 more. ``warn``: the curve changes, as it may be meant to. ``free``: it stays, up to the order of sums."""
+
+
+FIRST_BOUNDARIES: dict[str, Any] = {"data.add_bos": False, "data.add_eos": True}
+"""The rule of checkpoints that lack these settings. With the document mask it was another one: positions restarted
+behind the end of a document, which saw the next document's first token as its label."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +68,8 @@ class Change:
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
     """The differences of two flat configs, in the order of the new one, settings that only one knows included."""
     plain_old, plain_new = (json.loads(json.dumps(dict(config))) for config in (old, new))
+    if plain_old.get("model.attention_mask") != "document":
+        plain_old = FIRST_BOUNDARIES | plain_old
     names = [*plain_new, *(name for name in plain_old if name not in plain_new)]
     return [
         Change(name, plain_old.get(name), plain_new.get(name), kind_of(name))
@@ -91,14 +100,16 @@ def check_changes(found: Iterable[Change], allowed: Iterable[str], where: str) -
     ]
     if not refused:
         return
-    names = " ".join(dict.fromkeys([*patterns, *(change.name for change in refused)]))
-    back = " ".join(f"--{change.name} {_typed(change.old)}" for change in refused if change.old is not None)
+    # another fingerprint of the data, which a refused setting of data brings, is allowed under the name data
+    sections = ("data" if change.name.startswith("data.") else change.name for change in refused)
+    names = " ".join(dict.fromkeys([*patterns, *sections]))
+    back = " ".join(part for change in refused if change.old is not None for part in flag(change.name, change.old))
     raise ConfigError(
         f"the run cannot go on from its checkpoint with {'another setting' if len(refused) == 1 else 'other settings'}:"
         + "".join(f"\n  {_plain(change.name)}: {_shown(change.old)} -> {_shown(change.new)}" for change in refused),
         where=where,
         why="it would not be the same run any more",
-        fix=f"{back}, or --job.run_dir NEW for a new run, or --checkpoint.allow_changes {names}",
+        fix=f"{back + ', or ' if back else ''}--job.run_dir NEW for a new run, or --checkpoint.allow_changes {names}",
     )
 
 
@@ -113,5 +124,9 @@ def _plain(text: str) -> str:
     return text if text.isprintable() else ascii(text)
 
 
-def _typed(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+def flag(name: str, value: Any) -> list[str]:
+    """What sets ``name``, a dotted field, to ``value`` on the command line."""
+    if isinstance(value, bool):
+        section, _, field = name.rpartition(".")
+        return [f"--{section}.{field if value else f'no_{field}'}"]
+    return [f"--{name}", *map(str, value if isinstance(value, list) else [value])]

@@ -14,8 +14,8 @@ class DataConfig:
     crius[huggingface]``). tokens: a folder written by ``crius data prepare``."""
 
     path: tuple[str, ...] = ()
-    """text, jsonl: files and globs (repeat the flag for more). huggingface: the dataset's name or folder.
-    tokens: the folder. stdlib takes none."""
+    """text, jsonl: files, globs and folders (repeat the flag for more); of a folder all .txt or .jsonl files in it and
+    its subfolders. huggingface: the dataset's name or folder. tokens: the folder. stdlib takes none."""
 
     text_field: str = "text"
     """jsonl, huggingface: the key that holds the document."""
@@ -29,6 +29,14 @@ class DataConfig:
     virtual_shards: int = 8
     """huggingface: the stream is read as this many shards with a cursor each, whatever the number of ranks. The
     data-parallel ranks must divide it."""
+
+    add_bos: bool | None = None
+    """Start each document with the tokenizer's BOS token, which is never a label. Left out: where the tokenizer itself
+    puts a BOS in front of a text (its post-processor, or add_bos_token of tokenizer_config.json); a run that resumes
+    keeps the rule that it began with. Without a BOS a document starts with the end-of-document token."""
+
+    add_eos: bool = True
+    """Predict the end-of-document token after the last token of each document. no_add_eos predicts nothing there."""
 
     shuffle: bool = True
     """Visit the sequences of an indexed corpus in a random order, a new one each epoch. Streams are not shuffled."""

@@ -5,6 +5,7 @@ import hashlib
 import json
 import logging
 import os
+import shlex
 import shutil
 import time
 import uuid
@@ -14,15 +15,12 @@ from pathlib import Path
 
 from crius.config.data import DataConfig
 from crius.config.tokenizer import TokenizerConfig
+from crius.data.checked import SETTLED_NS
 from crius.data.documents import describe, find_files, read_pieces
 from crius.data.prepare import write_folder
 from crius.data.tokenizer import Tokenizer
 from crius.data.tokens import FORMAT_VERSION, TokenFile
 from crius.errors import DataError
-
-SETTLED_NS = 2_000_000_000
-"""A file changed less than 2 s before it was hashed is hashed again next time: another change could have the same
-time stamp, because file systems count time in steps."""
 
 _log = logging.getLogger("crius.data")
 
@@ -64,7 +62,7 @@ def open_cached(
             if _signature(file) != signature:
                 _remove(folder)
                 raise DataError(f"{file} changed while it was read.", where=str(file), fix="start again")
-    return TokenFile(folder)
+    return TokenFile(folder, _mend(folder))
 
 
 def cache_folder(data: DataConfig) -> Path:
@@ -80,16 +78,18 @@ def _open(folder: Path) -> TokenFile | None:
     if not folder.exists():
         return None
     try:
-        return TokenFile(folder)
+        return TokenFile(folder, _mend(folder))
     except DataError as error:
         _log.warning("cache: %s It is tokenised again.", error.what)
         return None
 
 
+def _mend(folder: Path) -> str:
+    return f"rm -r {shlex.quote(str(folder))}: the next start tokenises the corpus again"
+
+
 def _remove(folder: Path) -> None:
-    """Remove an entry and what a killed writer left beside it. The caller holds the lock."""
-    for leftover in folder.parent.glob(f"{folder.name}.tmp-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
+    """Remove an entry. The caller holds the lock."""
     if folder.exists():
         shutil.rmtree(folder)
 

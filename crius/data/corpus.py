@@ -10,6 +10,7 @@ import numpy.typing as npt
 from crius.config.data import DataConfig
 from crius.config.tokenizer import TokenizerConfig
 from crius.config.validation import ValidationConfig
+from crius.data.boundary import boundary_of
 from crius.data.cache import open_cached
 from crius.data.huggingface import open_huggingface
 from crius.data.source import HeldOut, TokenSource
@@ -74,10 +75,11 @@ def open_corpus(
         )
     token_bytes = np.zeros(vocab_size, dtype=np.int32)
     token_bytes[: tok.vocab_size] = tok.token_bytes()
+    boundary = boundary_of(data, tok)
     _check_fraction(validation)
     if data.source == "huggingface":
-        source, held_out, lines = open_huggingface(data, tok, validation, seq_len=seq_len)
-        return Corpus(source, held_out, tok, token_bytes, lines)
+        source, held_out, lines = open_huggingface(data, tok, boundary, validation, seq_len=seq_len)
+        return Corpus(source, held_out, tok, token_bytes, (f"{lines[0]}; {boundary.describe()}", *lines[1:]))
     file = _token_file(data, tokenizer, tok, vocab_size, "--data.path")
     held_file, scores = file, validation.interval > 0
     if scores and validation.path:
@@ -86,7 +88,7 @@ def open_corpus(
     # held out also where nothing is scored, so that switching validation on or off never changes what is trained on
     holds_out = validation.fraction > 0 and not validation.path
     cut = _cut(file, validation.fraction, seq_len) if holds_out else file.meta.num_tokens
-    windows = partial(IndexedSource, seq_len=seq_len, vocab_size=vocab_size, seed=seed)
+    windows = partial(IndexedSource, boundary=boundary, seq_len=seq_len, vocab_size=vocab_size, seed=seed)
     train = windows(file, 0, cut, shuffle=data.shuffle)
     held = None
     if scores:
@@ -94,7 +96,8 @@ def open_corpus(
     _check_train(train, held, global_batch_size)
     if held is not None:
         _check_held_out(train, held, validation, global_batch_size)
-    return Corpus(train, held, tok, token_bytes, _describe(train, held, tok, global_batch_size))
+    lines = _describe(train, held, tok, global_batch_size)
+    return Corpus(train, held, tok, token_bytes, (f"{lines[0]}; {boundary.describe()}", *lines[1:]))
 
 
 def _check_fraction(validation: ValidationConfig) -> None:
@@ -133,7 +136,7 @@ def _cut(file: TokenFile, fraction: float, seq_len: int) -> int:
     """First held-out token: the start of a document, unless that leaves less than half of what was asked for."""
     total = file.meta.num_tokens
     wanted = round(total * fraction)
-    index = int(np.searchsorted(file.documents, total - wanted))
+    (index,), _ = file.documents_between(*np.array([[total - wanted], [total]]))
     if index < len(file.documents):
         start = int(file.documents[index])
         if total - start >= max(wanted / 2, min(wanted, seq_len + 1)):

@@ -41,7 +41,7 @@ def find_files(data: DataConfig, flag: str = "--data.path") -> tuple[Path, ...]:
         flag: where ``data.path`` came from, for messages.
 
     Raises:
-        DataError: no path, a path that does not exist, a pattern without a match, or a folder.
+        DataError: no path, a path that does not exist, a pattern without a match, or a folder without such files.
     """
     if data.source == "stdlib":
         if data.path:
@@ -129,8 +129,7 @@ def _stdlib_files() -> tuple[Path, ...]:
 def _matches(pattern: str, source: str, flag: str) -> list[Path]:
     path = Path(pattern).expanduser()
     if path.is_dir():
-        example = path / ("*.jsonl" if source == "jsonl" else "*.txt")
-        raise DataError(f"{pattern} is a folder, not a file.", where=flag, fix=f"{flag} '{example}'")
+        return _files_of_folder(path, ".jsonl" if source == "jsonl" else ".txt", source, flag)
     if path.exists():
         if not path.is_file():
             raise DataError(f"{pattern} is not a regular file.", where=flag)
@@ -151,6 +150,19 @@ def _matches(pattern: str, source: str, flag: str) -> list[Path]:
         where=flag,
         fix=f"ls {pattern}; ** goes into subfolders",
     )
+
+
+def _files_of_folder(folder: Path, suffix: str, source: str, flag: str) -> list[Path]:
+    try:
+        return _matches(f"{glob.escape(str(folder))}/**/*{suffix}", source, flag)
+    except DataError:
+        others = sorted({file.suffix for file in folder.iterdir() if file.suffix and file.is_file()})
+        raise DataError(
+            f"folder {folder} has no {suffix} file, nor has a subfolder.",
+            where=flag,
+            why=f"it has {', '.join(others)} files" if others else "",
+            fix=f"{flag} '{folder}/*{others[0] if others else suffix}'",
+        ) from None
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from typing import Any
 
 from crius.config.data import DataConfig
 from crius.config.validation import ValidationConfig
+from crius.data.boundary import Boundary
 from crius.data.source import HeldOut
 from crius.data.stream import Row, ShardReader, StreamSample, StreamSource
 from crius.data.tokenizer import Tokenizer
@@ -27,7 +28,8 @@ class Split:
         num_shards: shards.
         hold_out: one document of this many is left out of training, 0 for none.
         tokenizer: the tokenizer.
-        seq_len: tokens in a sequence.
+        boundary: what documents start and end with.
+        seq_len: inputs in a sequence.
         sleep: waits that many seconds between attempts.
 
     Raises:
@@ -43,6 +45,7 @@ class Split:
         num_shards: int,
         hold_out: int,
         tokenizer: Tokenizer,
+        boundary: Boundary,
         seq_len: int,
         sleep: Callable[[float], None],
     ) -> None:
@@ -51,7 +54,8 @@ class Split:
         self.num_files = int(self.dataset.num_shards)
         self.by_file = self.num_files >= num_shards
         self.label = " ".join(filter(None, (data.path[0], data.name, split)))
-        self._data, self._tokenizer, self._seq_len, self._sleep = data, tokenizer, seq_len, sleep
+        self._data, self._tokenizer, self._boundary = data, tokenizer, boundary
+        self._seq_len, self._sleep = seq_len, sleep
 
     def rows(self, shard: int, document: int) -> Iterator[Row]:
         """Rows of a shard from its n-th document on."""
@@ -109,6 +113,7 @@ class Split:
             rows,
             label,
             self._tokenizer,
+            boundary=self._boundary,
             seq_len=self._seq_len,
             text_field=self._data.text_field,
             keep=keep,
@@ -120,6 +125,7 @@ class Split:
 def open_huggingface(
     data: DataConfig,
     tokenizer: Tokenizer,
+    boundary: Boundary,
     validation: ValidationConfig,
     *,
     seq_len: int,
@@ -142,14 +148,19 @@ def open_huggingface(
         )
     validates = validation.interval > 0
     hold_out = max(2, round(1 / validation.fraction)) if validation.fraction > 0 and not validation.path else 0
-    shared: dict[str, Any] = {"tokenizer": tokenizer, "seq_len": seq_len, "sleep": sleep}
+    shared: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "boundary": boundary,
+        "seq_len": seq_len,
+        "sleep": sleep,
+    }
     train = Split(data, data.split, num_shards=data.virtual_shards, hold_out=hold_out, **shared)
     source = StreamSource(
         train.train_reader,
         num_shards=data.virtual_shards,
         seq_len=seq_len,
         identity=f"{train.label} as {data.virtual_shards} by {seq_len} without 1 of {hold_out}, "
-        f"{tokenizer.fingerprint}",
+        f"{tokenizer.fingerprint}{boundary.identity}",
     )
     for shard in {0, data.virtual_shards - 1}:  # the last one is empty first, where documents are few
         train.train_reader(shard).check()

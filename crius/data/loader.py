@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from crius.data.batch import IGNORE_INDEX, Batch
-from crius.data.source import HeldOut, Int64Array, TokenArray, TokenSource
+from crius.data.source import HeldOut, Rows, TokenSource
 from crius.errors import ConfigError, DataError
 
 _log = logging.getLogger("crius.data")
@@ -240,26 +240,24 @@ def validation_batches(
 
 
 def _batch(source: TokenSource | HeldOut, sample_ids: range | list[int]) -> Batch:
-    tokens, positions = source.read(sample_ids)
-    return _to_batch(tokens, positions, tuple(sample_ids))
+    return _to_batch(source.read(sample_ids), tuple(sample_ids))
 
 
-def _to_batch(tokens: TokenArray, positions: Int64Array, sample_ids: tuple[int, ...]) -> Batch:
-    inputs, labels = tokens[:, :-1].astype(np.int64), tokens[:, 1:].astype(np.int64)
-    return Batch(torch.from_numpy(inputs), torch.from_numpy(labels), torch.from_numpy(positions), sample_ids)
+def _to_batch(rows: Rows, sample_ids: tuple[int, ...]) -> Batch:
+    tokens, labels, positions = map(torch.from_numpy, rows)
+    return Batch(tokens, labels, positions, sample_ids)
 
 
 def _padded(source: HeldOut, sample_ids: list[int], batch_size: int) -> Batch:
     missing = batch_size - len(sample_ids)
     if not missing:
         return _batch(source, sample_ids)
-    tokens = np.zeros((batch_size, source.seq_len + 1), dtype=np.int64)
-    positions = np.tile(np.arange(source.seq_len, dtype=np.int64), (batch_size, 1))
+    shape = (missing, source.seq_len)
+    positions = np.tile(np.arange(source.seq_len), (missing, 1))
+    rows = Rows(np.zeros(shape, dtype=np.int64), np.full(shape, IGNORE_INDEX, dtype=np.int64), positions)
     if sample_ids:
-        tokens[:-missing], positions[:-missing] = source.read(sample_ids)
-    batch = _to_batch(tokens, positions, (*sample_ids, *[-1] * missing))
-    batch.labels_BT[-missing:] = IGNORE_INDEX
-    return batch
+        rows = Rows(*map(np.concatenate, zip(source.read(sample_ids), rows, strict=True)))
+    return _to_batch(rows, (*sample_ids, *[-1] * missing))
 
 
 def _check_divides(name: str, value: int, num_ranks: int) -> None:

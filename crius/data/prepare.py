@@ -1,28 +1,36 @@
 """Tokenise a local corpus once, into a token folder that appears whole or not at all."""
 
+import contextlib
+import fcntl
+import glob
 import hashlib
 import logging
 import multiprocessing
 import os
 import shutil
+import signal
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import IO, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from crius.config.data import DataConfig
 from crius.config.tokenizer import TokenizerConfig
+from crius.data.checked import BLOCK_BYTES, BlockHasher
 from crius.data.documents import Piece, describe, find_files, read_pieces
 from crius.data.source import TokenArray
 from crius.data.tokenizer import Tokenizer, build_tokenizer
-from crius.data.tokens import DOCUMENTS, DTYPES, FORMAT_VERSION, META, TOKEN_BYTES, TOKENS, TokenMeta
+from crius.data.tokens import DOCUMENTS, DTYPES, FORMAT_VERSION, HASHES, META, TOKEN_BYTES, TOKENS, TokenMeta
 from crius.errors import DataError
 
 CHUNK_CHARACTERS = 4 << 20
@@ -83,37 +91,68 @@ def write_folder(
 ) -> TokenMeta:
     """Tokenise ``pieces`` in order into ``<out>.tmp-<uuid>`` and rename that to ``out``, which is absent or empty.
 
+    What writers of ``out`` that were killed left behind is removed.
+
     Raises:
         DataError: there is no document, or the folder cannot be written. Nothing is left behind.
     """
     start = time.monotonic()
-    temporary = out.with_name(f"{out.name}.tmp-{uuid.uuid4().hex}")
     try:
-        temporary.mkdir(parents=True)
-        encoded = _encode_all(_chunks(pieces), tokenizer, tokenizer_config, num_workers)
-        meta = _write(temporary, encoded, tokenizer, source)
-        _sync(temporary)
-        temporary.rename(out)
-        _sync(out.parent)
+        with _temporary_folder(out) as temporary:
+            start_worker = partial(_start_worker, tokenizer_config, temporary)
+            with contextlib.closing(_encode_all(_chunks(pieces), tokenizer, start_worker, num_workers)) as encoded:
+                meta = _write(temporary, encoded, tokenizer, source)
+            _sync(temporary)
+            temporary.rename(out)
+            _sync(out.parent)
     except OSError as error:
         raise DataError(
             f"token folder {out} cannot be written: {error.strerror or error}.", where=str(error.filename or out)
         ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     seconds = time.monotonic() - start
     _log.info("tokenised %s: %s tokens in %.1f s", source, f"{meta.num_tokens:,}", seconds)
     return meta
 
 
+@contextlib.contextmanager
+def _temporary_folder(out: Path) -> Iterator[Path]:
+    """A new folder beside ``out``, removed at the end unless it was renamed.
+
+    It is locked while it is open. The kernel frees the lock of a process that dies, which tells what a killed one left
+    from what another process writes now.
+    """
+    for left in out.parent.glob(f"{glob.escape(out.name)}.tmp-*"):
+        with contextlib.suppress(OSError), _locked(left, fcntl.LOCK_NB):
+            shutil.rmtree(left)
+    temporary = out.with_name(f"{out.name}.tmp-{uuid.uuid4().hex}")
+    try:
+        temporary.mkdir(parents=True)
+        with _locked(temporary):
+            yield temporary
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, flag: int = 0) -> Iterator[None]:
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | flag)
+        yield
+    finally:
+        os.close(handle)
+
+
 def _write(folder: Path, encoded: Iterable[Encoded], tokenizer: Tokenizer, source: str) -> TokenMeta:
     dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
     hashes = {name: hashlib.sha256() for name in (TOKENS, DOCUMENTS, TOKEN_BYTES)}
+    blocks = {name: BlockHasher(BLOCK_BYTES) for name in hashes}
     num_tokens, num_documents, largest, at_start = 0, 0, 0, True
 
     def put(file: IO[bytes], name: str, array: npt.NDArray[Any]) -> None:
         content = array.tobytes()
         hashes[name].update(content)
+        blocks[name].update(content)
         file.write(content)
 
     with (folder / TOKENS).open("wb") as tokens, (folder / DOCUMENTS).open("wb") as documents:
@@ -129,6 +168,8 @@ def _write(folder: Path, encoded: Iterable[Encoded], tokenizer: Tokenizer, sourc
         raise DataError(f"the corpus is empty: no document with text in {source}.", where="--data.path")
     with (folder / TOKEN_BYTES).open("wb") as token_bytes:
         put(token_bytes, TOKEN_BYTES, tokenizer.token_bytes().astype("<i4"))
+    table = np.concatenate([block.hashes() for block in blocks.values()]).tobytes()
+    (folder / HASHES).write_bytes(table)
     meta = TokenMeta(
         version=FORMAT_VERSION,
         dtype=dtype,
@@ -141,9 +182,11 @@ def _write(folder: Path, encoded: Iterable[Encoded], tokenizer: Tokenizer, sourc
         eos_id=tokenizer.eos_id,
         source=source,
         sha256={name: value.hexdigest() for name, value in hashes.items()},
+        block_bytes=BLOCK_BYTES,
+        hashes_xxh3=xxhash.xxh3_128_hexdigest(table),
     )
     (folder / META).write_text(meta.to_json())
-    for name in (*hashes, META):
+    for name in (*hashes, HASHES, META):
         _sync(folder / name)
     return meta
 
@@ -182,15 +225,16 @@ def encode_chunk(tokenizer: Tokenizer, chunk: list[Piece]) -> Encoded:
 
 
 def _encode_all(
-    chunks: Iterable[list[Piece]], tokenizer: Tokenizer, config: TokenizerConfig, num_workers: int
-) -> Iterator[Encoded]:
+    chunks: Iterable[list[Piece]], tokenizer: Tokenizer, start_worker: Callable[[], None], num_workers: int
+) -> Generator[Encoded, None, None]:
     """Each chunk encoded, in order; at most two chunks a worker are in memory."""
     if num_workers <= 1:
         yield from (encode_chunk(tokenizer, chunk) for chunk in chunks)
         return
     # not fork: the parent may have threads (torch, a tokenizer), and a forked child can then wait for ever
     context = multiprocessing.get_context("forkserver")
-    pool = ProcessPoolExecutor(num_workers, mp_context=context, initializer=_start_worker, initargs=(config,))
+    others = multiprocessing.active_children()
+    pool = ProcessPoolExecutor(num_workers, mp_context=context, initializer=start_worker)
     waiting: deque[Future[Encoded]] = deque()
     try:
         for chunk in chunks:
@@ -205,6 +249,11 @@ def _encode_all(
             why="most often it was killed because the memory was full",
             fix=f"use {max(1, num_workers // 2)} workers",
         ) from error
+    except BaseException:  # bad data, Ctrl-C, a full disk: nobody needs what the workers are at
+        for worker in multiprocessing.active_children():
+            if worker not in others:
+                worker.terminate()
+        raise
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -212,9 +261,20 @@ def _encode_all(
 _worker_tokenizer: list[Tokenizer] = []
 
 
-def _start_worker(config: TokenizerConfig) -> None:
+def _start_worker(config: TokenizerConfig, temporary: Path) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent ends its workers
+    Thread(target=_end_with_parent, args=(temporary,), daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process a core is enough threads
     _worker_tokenizer.append(build_tokenizer(config))
+
+
+def _end_with_parent(temporary: Path) -> None:
+    """Wait until the parent is gone. A killed one can neither end its workers nor remove what it wrote."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    shutil.rmtree(temporary, ignore_errors=True)
+    os._exit(1)
 
 
 def _encode_in_worker(chunk: list[Piece]) -> Encoded:

@@ -1,7 +1,7 @@
 """What a loader needs from a source of sequences: read by sample id, and a cursor where reading is in order only."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -12,12 +12,26 @@ Cursor = Sequence[int]
 """``[epoch, document, token_offset]`` of the next token that a shard has not trained on."""
 
 
+class Rows(NamedTuple):
+    """Sequences as a model takes them, all int64 ``(batch, seq_len)``.
+
+    Attributes:
+        tokens: inputs.
+        labels: what to predict after each input; ``NO_LABEL`` where nothing is.
+        positions: of each input in its document, counted from 0 at the start of the document and of the sequence.
+    """
+
+    tokens: Int64Array
+    labels: Int64Array
+    positions: Int64Array
+
+
 class TokenSource(Protocol):
     """An endless supply of sequences, numbered from 0. Sample id g is the same sequence on every rank and layout."""
 
     @property
     def seq_len(self) -> int:
-        """Tokens in a sequence that are trained on; a sequence is read with one token more, the last label."""
+        """Inputs in a sequence, each with a label."""
 
     @property
     def num_shards(self) -> int:
@@ -31,8 +45,8 @@ class TokenSource(Protocol):
     def identity(self) -> str:
         """Changes when sample ids stand for other sequences; a resume under another identity is reported."""
 
-    def read(self, sample_ids: Sequence[int]) -> tuple[TokenArray, Int64Array]:
-        """Tokens ``(batch, seq_len + 1)`` and positions ``(batch, seq_len)`` of these samples.
+    def read(self, sample_ids: Sequence[int]) -> Rows:
+        """These samples.
 
         With shards, the samples of each shard have to be asked for in order, each one once.
 
@@ -52,14 +66,14 @@ class HeldOut(Protocol):
 
     @property
     def seq_len(self) -> int:
-        """Tokens in a sequence that are scored."""
+        """Inputs in a sequence, each with a label that is scored."""
 
     @property
     def num_samples(self) -> int:
         """Sequences there are; the same on every rank."""
 
-    def read(self, sample_ids: Sequence[int]) -> tuple[TokenArray, Int64Array]:
-        """Tokens ``(batch, seq_len + 1)`` and positions ``(batch, seq_len)`` of samples below ``num_samples``."""
+    def read(self, sample_ids: Sequence[int]) -> Rows:
+        """The samples of these numbers below ``num_samples``."""
 
 
 def positions_of(rows: Int64Array, columns: Int64Array, shape: tuple[int, int]) -> Int64Array:

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
+from crius.data.boundary import Boundary
 from crius.data.documents import document_text
-from crius.data.source import Cursor, Int64Array, TokenArray, positions_of
+from crius.data.source import Cursor, Int64Array, Rows, positions_of
 from crius.data.tokenizer import Tokenizer
 from crius.errors import DataError
 
@@ -31,16 +32,18 @@ class ShardReader:
     Args:
         open_rows: opens the shard at a document.
         label: dataset and shard, for messages.
-        tokenizer: the tokenizer; its end-of-document id follows each document.
-        seq_len: tokens in a sequence.
+        tokenizer: the tokenizer.
+        boundary: what documents start and end with.
+        seq_len: inputs in a sequence.
         text_field: key of the text in a row.
         keep: False for the numbers of documents to leave out.
         repeat: start again at the end, with the next epoch.
         sleep: waits that many seconds.
 
     Attributes:
-        cursor: ``(epoch, document, token_offset)`` of the first token of the next sequence. Documents are counted
-            in the shard, those left out included.
+        cursor: ``(epoch, document, token_offset)`` of the first input of the next sequence. Documents are counted
+            in the shard, those left out included. The offset counts from the BOS; without one from the first token of
+            the text, and the EOS of a document is the first input of the next.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class ShardReader:
         label: str,
         tokenizer: Tokenizer,
         *,
+        boundary: Boundary,
         seq_len: int,
         text_field: str,
         keep: Callable[[int], bool],
@@ -56,47 +60,45 @@ class ShardReader:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.open_rows, self.label, self.tokenizer, self.seq_len = open_rows, label, tokenizer, seq_len
-        self.text_field, self.keep, self.repeat, self.sleep = text_field, keep, repeat, sleep
+        self.boundary, self.text_field, self.keep, self.repeat, self.sleep = boundary, text_field, keep, repeat, sleep
+        self._origin = 0 if boundary.has_bos else 1  # place in a document at which the offset of a cursor is 0
         self.restore((0, 0, 0))
 
     def restore(self, cursor: Cursor) -> None:
         """Go on at ``cursor``."""
         epoch, document, offset = cursor
         self.cursor = (epoch, document, offset)
-        self._epoch, self._document, self._offset = epoch, document, offset
+        self._epoch, self._document, self._place = epoch, document, offset + self._origin
         self._rows: Iterator[Row] | None = None
-        self._tokens: TokenArray | None = None
-        self._last: int | None = None  # last token of the sequence before, which is the first of the next one
+        self._begin = self._origin  # place at which the next document begins: a stream without BOS begins with its text
+        self._tokens: Int64Array | None = None  # start, text and end of the document at the cursor
         self._nothing_yet = document == 0
 
-    def next_window(self) -> tuple[Int64Array, Int64Array] | None:
-        """Tokens ``(seq_len + 1,)`` and positions ``(seq_len,)``; None at the end, unless the shard repeats.
+    def next_window(self) -> Rows | None:
+        """The next sequence, as one row; None at the end, unless the shard repeats.
 
         Raises:
             DataError: a row is bad, the shard has no document, or it could not be read in ``RETRIES`` + 1 attempts.
         """
-        size = self.seq_len + 1
-        window = np.empty(size, dtype=np.int64)
+        inputs, labels = np.empty((2, 1, self.seq_len), dtype=np.int64)
         starts: list[int] = []
         filled = 0
-        if self._last is not None:
-            window[0], filled = self._last, 1
-        while filled < size:
+        while filled < self.seq_len:
             tokens = self._tokens if self._tokens is not None else self._load()
             if tokens is None:
                 return None
-            part = tokens[self._offset : self._offset + size - filled]
-            if self._offset == 0 and filled < self.seq_len:
+            if self._place == 0:
                 starts.append(filled)
-            window[filled : filled + len(part)] = part
-            filled += len(part)
-            self._offset += len(part)
-            self.cursor = (self._epoch, self._document, self._offset - 1)
-            if self._offset == len(tokens):
+            count = min(self.seq_len - filled, len(tokens) - 1 - self._place)
+            inputs[0, filled : filled + count] = tokens[self._place : self._place + count]
+            labels[0, filled : filled + count] = tokens[self._place + 1 : self._place + 1 + count]
+            filled += count
+            self._place += count
+            self.cursor = (self._epoch, self._document, self._place - self._origin)
+            if self._place == len(tokens) - 1:
                 self._step()
-        self._last = int(window[-1])
         columns = np.array(starts, dtype=np.int64)
-        return window, positions_of(np.zeros_like(columns), columns, (1, self.seq_len))[0]
+        return Rows(inputs, labels, positions_of(np.zeros_like(columns), columns, inputs.shape))
 
     def check(self) -> None:
         """Read the first document, so that bad data is found before anything is trained.
@@ -108,10 +110,13 @@ class ShardReader:
             self._load()
 
     def _step(self) -> None:
-        self._document, self._offset, self._tokens = self._document + 1, 0, None
+        self._document, self._place, self._tokens = self._document + 1, self._begin, None
 
-    def _load(self) -> TokenArray | None:
-        """Tokens of the document at the cursor, or of the next one that is kept and has text; None at the end."""
+    def _load(self) -> Int64Array | None:
+        """Start, text and end of the document at the cursor, or of the next that is kept and has text; None at the end.
+
+        The cursor may be at the last place of the document, after which nothing of it is an input.
+        """
         while True:
             where = f"{self.label}, document {self._document:,}"
             row = self._row(where)
@@ -124,11 +129,13 @@ class ShardReader:
             if not text:
                 self._step()
                 continue
-            self._tokens = np.append(self.tokenizer.encode(text).astype(np.int64), self.tokenizer.eos_id)
-            self._nothing_yet = False
-            if self._offset >= len(self._tokens):
+            start, end = self.boundary.start_id, self.boundary.end_label
+            self._tokens = np.concatenate(([start], self.tokenizer.encode(text), [end]), dtype=np.int64)
+            self._nothing_yet, self._begin = False, 0
+            if self._place >= len(self._tokens):
                 raise DataError(
-                    f"the document has {len(self._tokens):,} tokens, the checkpoint was at token {self._offset:,}.",
+                    f"the document has {len(self._tokens) - self._origin:,} tokens, the checkpoint was at token "
+                    f"{self._place - self._origin:,}.",
                     where=where,
                     why="the dataset or the tokenizer changed since the checkpoint",
                 )
@@ -164,7 +171,7 @@ class ShardReader:
                 fix="more documents, or fewer shards: --data.virtual_shards",
             )
         _log.info("%s: epoch %d begins", self.label, self._epoch + 1)
-        self._epoch, self._document, self._offset = self._epoch + 1, 0, 0
+        self._epoch, self._document, self._place = self._epoch + 1, 0, self._begin
         self._rows, self._nothing_yet = None, True
 
 
@@ -174,7 +181,7 @@ class StreamSource:
     Args:
         new_reader: makes the reader of a shard, at its start.
         num_shards: shards; the data-parallel ranks must divide it.
-        seq_len: tokens in a sequence.
+        seq_len: inputs in a sequence.
         identity: names the dataset and all that decides what a sample is.
     """
 
@@ -188,22 +195,22 @@ class StreamSource:
         self._readers: dict[int, ShardReader] = {}
         self._next: dict[int, int] = {}
 
-    def read(self, sample_ids: Sequence[int]) -> tuple[Int64Array, Int64Array]:
-        """Tokens ``(batch, seq_len + 1)`` and positions ``(batch, seq_len)``.
+    def read(self, sample_ids: Sequence[int]) -> Rows:
+        """These samples.
 
         Raises:
             DataError: as ``ShardReader.next_window``.
         """
-        tokens = np.empty((len(sample_ids), self.seq_len + 1), dtype=np.int64)
-        positions = np.empty((len(sample_ids), self.seq_len), dtype=np.int64)
-        for row, sample_id in enumerate(sample_ids):
+        rows = Rows(*np.empty((3, len(sample_ids), self.seq_len), dtype=np.int64))
+        for number, sample_id in enumerate(sample_ids):
             shard = sample_id % self.num_shards
             assert self._next.get(shard, sample_id) == sample_id, "the samples of a shard are read in order, each once"
             window = self.reader(shard).next_window()
             assert window is not None, "the shards of a source repeat"
-            tokens[row], positions[row] = window
+            for array, part in zip(rows, window, strict=True):
+                array[number] = part[0]
             self._next[shard] = sample_id + self.num_shards
-        return tokens, positions
+        return rows
 
     def cursors(self, shards: Iterable[int]) -> dict[int, list[int]]:
         """``[epoch, document, token_offset]`` of the next sequence of each of ``shards``."""
@@ -238,7 +245,7 @@ class StreamSample:
     Args:
         readers: makes the readers, none of which repeats; each is read to its end before the next.
         num_samples: sequences at most.
-        seq_len: tokens in a sequence.
+        seq_len: inputs in a sequence.
         label: names the data, for messages.
     """
 
@@ -247,7 +254,7 @@ class StreamSample:
     ) -> None:
         self.seq_len = seq_len
         self._readers, self._wanted, self._label = readers, num_samples, label
-        self._windows: list[tuple[Int64Array, Int64Array]] = []
+        self._windows: list[Rows] = []
 
     @property
     def num_samples(self) -> int:
@@ -258,10 +265,10 @@ class StreamSample:
         """
         return len(self._load())
 
-    def read(self, sample_ids: Sequence[int]) -> tuple[Int64Array, Int64Array]:
-        """Tokens ``(batch, seq_len + 1)`` and positions ``(batch, seq_len)``."""
-        rows = [self._load()[sample_id] for sample_id in sample_ids]
-        return np.stack([tokens for tokens, _ in rows]), np.stack([positions for _, positions in rows])
+    def read(self, sample_ids: Sequence[int]) -> Rows:
+        """The samples of these numbers below ``num_samples``."""
+        windows = [self._load()[sample_id] for sample_id in sample_ids]
+        return Rows(*map(np.concatenate, zip(*windows, strict=True)))
 
     def check(self) -> None:
         """Read the first sequence, so that too little text is found before anything is trained.
@@ -271,14 +278,14 @@ class StreamSample:
         """
         self._first(1)
 
-    def _load(self) -> list[tuple[Int64Array, Int64Array]]:
+    def _load(self) -> list[Rows]:
         if not self._windows:
             self._windows = self._first(self._wanted)
         return self._windows
 
-    def _first(self, count: int) -> list[tuple[Int64Array, Int64Array]]:
-        """Tokens and positions of the first ``count`` sequences, or of all where there are fewer; at least 1."""
-        windows: list[tuple[Int64Array, Int64Array]] = []
+    def _first(self, count: int) -> list[Rows]:
+        """The first ``count`` sequences, or all where there are fewer; at least 1."""
+        windows: list[Rows] = []
         for reader in self._readers():
             while len(windows) < count and (window := reader.next_window()) is not None:
                 windows.append(window)

@@ -2,6 +2,7 @@
 
 import difflib
 import hashlib
+import itertools
 import json
 import re
 from abc import ABC, abstractmethod
@@ -33,6 +34,19 @@ EOS_NAMES = (
 MAX_VOCAB_SIZE = 1 << 24
 """Ids of a tokenizer. The largest ones in use have a quarter of a million."""
 
+BOS_NAMES = (
+    "<|begin_of_text|>",  # Llama 3
+    "<s>",  # Llama 2, Mistral
+    "<bos>",  # Gemma
+    "<｜begin▁of▁sentence｜>",  # DeepSeek
+    "<|startoftext|>",
+    "[BOS]",
+    "[CLS]",  # BERT
+)
+"""Tokens that begin a document, where neither the post-processor nor tokenizer_config.json names one."""
+
+_CONFIG = "tokenizer_config.json"
+
 
 class Tokenizer(ABC):
     """Text to ids and back.
@@ -42,12 +56,16 @@ class Tokenizer(ABC):
         fingerprint: hash of all that changes the ids of a text; part of the cache key.
         vocab_size: one more than the largest id.
         eos_id: id that follows each document.
+        bos_id: id that can begin a document; None where the tokenizer has none.
+        adds_bos: whether encoding a text with special tokens puts ``bos_id`` in front.
     """
 
     name: str
     fingerprint: str
     vocab_size: int
     eos_id: int
+    bos_id: int | None = None
+    adds_bos: bool = False
 
     @abstractmethod
     def encode(self, text: str) -> TokenArray:
@@ -135,6 +153,7 @@ class HuggingFaceTokenizer(Tokenizer):
                 fix="number the tokens without gaps",
             )
         self.eos_id = self._find_eos(eos_token)
+        self.bos_id, self.adds_bos = self._find_bos(_tokenizer_file(path).with_name(_CONFIG))
         self.fingerprint = f"hf-1-{hashlib.sha256(content).hexdigest()}-{self.eos_id}"
 
     def encode(self, text: str) -> TokenArray:
@@ -162,6 +181,24 @@ class HuggingFaceTokenizer(Tokenizer):
         for token_id, added in self._model.get_added_tokens_decoder().items():
             counts[token_id] = 0 if added.special else len(added.content.encode())
         return counts
+
+    def _find_bos(self, config_file: Path) -> tuple[int | None, bool]:
+        """The id of BOS, and whether a text gets it: from the post-processor, or from ``add_bos_token``.
+
+        To have a ``bos_token`` is not enough: SmolLM2 has one and does not put it in front of a text.
+        """
+        encoded = self._model.encode("a", add_special_tokens=True)
+        special = itertools.takewhile(bool, encoded.special_tokens_mask)
+        in_front = encoded.ids[: sum(special)]
+        config = _read_config(config_file)
+        if in_front and in_front[-1] != self.eos_id:
+            return in_front[-1], True
+        named = config.get("bos_token")
+        name = named.get("content") if isinstance(named, dict) else named
+        for token in (name,) if isinstance(name, str) else BOS_NAMES:
+            if (token_id := self._model.token_to_id(token)) is not None:
+                return int(token_id), config.get("add_bos_token") is True
+        return None, False
 
     def _find_eos(self, eos_token: str) -> int:
         for name in (eos_token,) if eos_token else EOS_NAMES:
@@ -205,6 +242,26 @@ def _read(path: str) -> bytes:
         return file.read_bytes()
     except OSError as error:
         raise DataError(f"{file} cannot be read: {error.strerror or error}.", where="--tokenizer.path") from error
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    """tokenizer_config.json; empty where there is none.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    try:
+        config = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(
+            f"{file} cannot be read: {error}.",
+            where="--tokenizer.path",
+            why="it says whether a document starts with a BOS token",
+            fix="download the file again, or remove it",
+        ) from error
+    return config if isinstance(config, dict) else {}
 
 
 def _tokenizer_file(path: str) -> Path:

@@ -3,24 +3,30 @@
 tokens.bin       token ids of all documents, each followed by the end-of-document id; uint16 or uint32, little-endian
 documents.bin    int64, index in tokens.bin of the first token of each document
 token_bytes.bin  int32, bytes of source text that each id stands for
+hashes.bin       uint64, hashes of the blocks of these three files, one file after the other, see ``checked``
 meta.json        TokenMeta
 """
 
 import json
+import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, get_origin
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
+from crius.data.boundary import Boundary
+from crius.data.checked import WHOLE_BYTES, CheckedFile, check_sha256, damaged
 from crius.data.permutation import mix, permute
-from crius.data.source import Cursor, Int64Array, TokenArray, positions_of
+from crius.data.source import Cursor, Int64Array, Rows, TokenArray, positions_of
 from crius.errors import DataError
 
 FORMAT_VERSION = 1
 TOKENS, DOCUMENTS, TOKEN_BYTES, META = "tokens.bin", "documents.bin", "token_bytes.bin", "meta.json"
+HASHES = "hashes.bin"
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
 ORDER_BLOCK = 1024
@@ -28,10 +34,16 @@ ORDER_BLOCK = 1024
 
 _PREPARE = "crius data prepare writes a new folder"
 
+_log = logging.getLogger("crius.data")
+
 
 @dataclass(frozen=True, kw_only=True)
 class TokenMeta:
-    """What meta.json says of a token folder; counts of tokens include the end-of-document ids."""
+    """What meta.json says of a token folder; counts of tokens include the end-of-document ids.
+
+    ``block_bytes`` are the bytes of a block of hashes.bin and ``hashes_xxh3`` is the 128-bit xxh3 of that file. Folders
+    that were written before it lack both.
+    """
 
     version: int
     dtype: str
@@ -44,6 +56,8 @@ class TokenMeta:
     eos_id: int
     source: str
     sha256: dict[str, str]
+    block_bytes: int = 0
+    hashes_xxh3: str = ""
 
     def to_json(self) -> str:
         """The text of meta.json."""
@@ -74,6 +88,8 @@ class TokenMeta:
                 fix=_PREPARE,
             )
         for field in fields(cls):
+            if field.default is not MISSING:
+                record.setdefault(field.name, field.default)
             expected: Any = get_origin(field.type) or field.type
             if not isinstance(record.get(field.name), expected):
                 raise DataError(
@@ -90,7 +106,14 @@ class TokenMeta:
 
 
 class TokenFile:
-    """A token folder, opened read-only; nothing is read until it is asked for.
+    """A token folder, opened read-only and held against its hashes.
+
+    A file of less than ``WHOLE_BYTES`` is checked here, a larger one where it is read: ``check`` and
+    ``documents_between`` come before its bytes are used.
+
+    Args:
+        folder: the folder.
+        fix: what to do about a damaged file.
 
     Attributes:
         folder: the folder.
@@ -100,17 +123,43 @@ class TokenFile:
         token_bytes: ``(meta.vocab_size,)`` int32.
 
     Raises:
-        DataError: a file is missing or has another size than meta.json implies.
+        DataError: a file is missing, has another size than meta.json implies, or does not match its hashes.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, fix: str = _PREPARE) -> None:
+        self.folder, self._fix = folder, fix
         self.meta = TokenMeta.from_file(folder / META)
         if self.meta.num_tokens < 1 or self.meta.num_documents < 1:
             raise DataError(f"token folder {folder} has no tokens.", where=str(folder), fix=_PREPARE)
         self.tokens = self._map(TOKENS, DTYPES[self.meta.dtype], self.meta.num_tokens)
         self.documents = self._map(DOCUMENTS, np.dtype("<i8"), self.meta.num_documents)
         self.token_bytes = self._map(TOKEN_BYTES, np.dtype("<i4"), self.meta.vocab_size)
+        self._checked = self._hold_against_hashes()
+
+    def check(self, name: str, begins: Int64Array, ends: Int64Array) -> None:
+        """Check the blocks that hold the elements ``[begin, end)`` of a file, ``(ranges,)`` each.
+
+        A range may reach beyond the file.
+
+        Raises:
+            DataError: one of them is damaged.
+        """
+        if name in self._checked:
+            size = {TOKENS: self.tokens, DOCUMENTS: self.documents}[name].itemsize
+            self._checked[name].check(begins * size, ends * size)
+
+    def documents_between(self, begins: Int64Array, ends: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Numbers ``[first, end)`` of the documents that start in ``[begin, end)``, ``(ranges,)`` each.
+
+        The blocks of the documents next to them are checked too. With these right, so is what the search found,
+        whatever the places are that it looked at on its way.
+
+        Raises:
+            DataError: documents.bin is damaged there.
+        """
+        first, end = np.searchsorted(self.documents, (begins, ends))
+        self.check(DOCUMENTS, first - 1, end + 1)
+        return first, end
 
     @property
     def identity(self) -> str:
@@ -130,6 +179,33 @@ class TokenFile:
                 where=str(self.folder / META),
                 fix=f"--model.vocab_size {max(self.meta.vocab_size, largest + 1)}",
             )
+
+    def _hold_against_hashes(self) -> dict[str, CheckedFile]:
+        contents = {TOKENS: self.tokens, DOCUMENTS: self.documents, TOKEN_BYTES: self.token_bytes}
+        if self.meta.block_bytes < 1:
+            self._hold_against_sha256(contents)
+            return {}
+        counts = [-(-content.nbytes // self.meta.block_bytes) for content in contents.values()]
+        hashes = self._map(HASHES, np.dtype("<u8"), sum(counts))
+        if xxhash.xxh3_128_hexdigest(hashes.data) != self.meta.hashes_xxh3:
+            raise damaged(self.folder / HASHES, "its bytes", self._fix)
+        parts = np.split(hashes, np.cumsum(counts)[:-1])
+        return {
+            name: CheckedFile(self.folder / name, content.view(np.uint8), part, self.meta.block_bytes, self._fix)
+            for (name, content), part in zip(contents.items(), parts, strict=True)
+        }
+
+    def _hold_against_sha256(self, contents: Mapping[str, npt.NDArray[Any]]) -> None:
+        """The same for a folder without hashes.bin: only what is small enough for a check of all its bytes."""
+        for name, content in contents.items():
+            if content.nbytes < WHOLE_BYTES:
+                check_sha256(self.folder / name, content.view(np.uint8), self.meta.sha256.get(name, ""), self._fix)
+            else:
+                _log.warning(
+                    "%s is not checked for damage: the folder was written before there were hashes of its blocks; %s",
+                    self.folder / name,
+                    self._fix,
+                )
 
     def _map(self, name: str, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:
         path = self.folder / name
@@ -152,12 +228,15 @@ class TokenFile:
 class IndexedSource:
     """Sequences of tokens ``[first_token, last_token)`` of a folder, in any order.
 
-    Window i has tokens ``first_token + i * seq_len`` and the ``seq_len`` after it, so neighbours share one token and no
-    token is the label of two. Epoch e is samples ``e * num_samples`` on, each window once, in an order of its own.
+    The first input of window i is token ``first_token + i * seq_len``, its labels are the ``seq_len`` tokens after it,
+    so that neighbours share one token and no token is the label of two. Where documents start with a BOS, the windows
+    begin one place earlier, so that the first document has its BOS too. Epoch e is samples ``e * num_samples`` on, each
+    window once, in an order of its own.
 
     Args:
         file: the folder.
         first_token, last_token: the part of it to use.
+        boundary: what documents start and end with.
         seq_len: tokens in a sequence.
         vocab_size: rows of the model's embedding; each id that is read is checked against it.
         seed: chooses the orders.
@@ -172,44 +251,65 @@ class IndexedSource:
         first_token: int,
         last_token: int,
         *,
+        boundary: Boundary,
         seq_len: int,
         vocab_size: int,
         seed: int,
         shuffle: bool,
     ) -> None:
         assert 0 <= first_token <= last_token <= file.meta.num_tokens and seq_len > 0
-        self.file, self.first_token, self.last_token = file, first_token, last_token
+        self.file, self.first_token, self.last_token, self.boundary = file, first_token, last_token, boundary
         self.seq_len, self.vocab_size, self.seed, self.shuffle = seq_len, vocab_size, seed, shuffle
-        self.num_samples = max(0, last_token - first_token - 1) // seq_len
+        (document,), (next_document,) = file.documents_between(*np.array([[first_token], [first_token + 1]]))
+        # the place of the BOS of the first document is that of the end before it; -1 at the start of the file
+        self._first_input = first_token - int(boundary.has_bos and document < next_document)
+        self.num_samples = max(0, last_token - self._first_input - 1) // seq_len
         """Sequences in an epoch."""
-        size = min(seq_len + 1, len(file.tokens))  # a corpus of less has no sequence
-        self._sequences = np.lib.stride_tricks.sliding_window_view(file.tokens, size)  # one at each token, no copies
+        size = min(seq_len, len(file.tokens))  # a corpus of less has no sequence
+        self._labels = np.lib.stride_tricks.sliding_window_view(file.tokens, size)  # one at each token, no copies
         self._order: tuple[int, Int64Array] = (-1, np.empty(0, dtype=np.int64))
 
     @property
     def identity(self) -> str:
         """The tokens and all that decides which of them a sample id stands for."""
         order = f"shuffled {self.seed}" if self.shuffle else "in order"
-        return f"{self.file.identity} [{self.first_token}, {self.last_token}) by {self.seq_len} {order}"
+        part = f"{self.file.identity} [{self.first_token}, {self.last_token})"
+        return f"{part} by {self.seq_len} {order}{self.boundary.identity}"
 
-    def read(self, sample_ids: Sequence[int]) -> tuple[TokenArray, Int64Array]:
-        """Tokens ``(batch, seq_len + 1)`` of the dtype of the file, and positions ``(batch, seq_len)``.
+    def read(self, sample_ids: Sequence[int]) -> Rows:
+        """These samples, in any order.
 
         Raises:
-            DataError: a token id is ``vocab_size`` or more; names file, token, sample and position.
+            DataError: a token id is ``vocab_size`` or more; names file, token, sample and position. Or what is read is
+                damaged.
         """
-        starts = self.first_token + self.windows(sample_ids) * self.seq_len
-        tokens = self._sequences[starts]
-        if tokens.size and tokens.max() >= self.vocab_size:
-            row = int(np.argmax(tokens.max(axis=1) >= self.vocab_size))
-            self._refuse(tokens[row], sample_ids[row], int(starts[row]))
-        documents = self.file.documents
-        first, end = np.searchsorted(documents, (starts, starts + self.seq_len))
+        starts = self._first_input + self.windows(sample_ids) * self.seq_len
+        self.file.check(TOKENS, starts, starts + self.seq_len + 1)
+        stored, first = self._labels[starts + 1], self.file.tokens[np.maximum(starts, 0)]
+        if stored.size and max(stored.max(), first.max()) >= self.vocab_size:
+            self._refuse(np.column_stack((first, stored)), sample_ids, starts)
+        labels = stored.astype(np.int64)
+        tokens = np.empty_like(labels)
+        tokens[:, 0], tokens[:, 1:] = first, stored[:, :-1]
+        rows, columns = self._boundaries(starts)
+        tokens[rows, columns] = self.boundary.start_id
+        if self.boundary.end_label != self.boundary.eos_id:
+            labels[self._boundaries(starts + 1)] = self.boundary.end_label
+            labels[starts + self.seq_len == self.file.meta.num_tokens - 1, -1] = self.boundary.end_label
+        return Rows(tokens, labels, positions_of(rows, columns, labels.shape))
+
+    def _boundaries(self, firsts: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Row and column of each place in ``[first, first + seq_len)`` that ends a document and starts the next one.
+
+        Args:
+            firsts: the first place of each row, ``(batch,)``; -1 is the place before the first token.
+        """
+        first, end = self.file.documents_between(firsts + 1, firsts + self.seq_len + 1)
         counts = end - first
-        rows = np.repeat(np.arange(len(starts)), counts)
-        # of the n-th document start in all rows together: the first one of its row, plus its place in the row
+        rows = np.repeat(np.arange(len(firsts)), counts)
+        # number of the n-th document of all rows together: the first one of its row, plus its place in the row
         numbers = np.arange(len(rows)) + np.repeat(first - np.cumsum(counts) + counts, counts)
-        return tokens, positions_of(rows, documents[numbers] - starts[rows], (len(starts), self.seq_len))
+        return rows, self.file.documents[numbers] - 1 - firsts[rows]
 
     def windows(self, sample_ids: Sequence[int]) -> Int64Array:
         """Which window each sample is, ``(batch,)``, in [0, num_samples)."""
@@ -244,14 +344,16 @@ class IndexedSource:
     def restore(self, cursors: Mapping[int, Cursor]) -> None:
         """Nothing to do: a sample id says where it is."""
 
-    def _refuse(self, tokens: TokenArray, sample_id: int, start: int) -> None:
-        position = int(np.argmax(tokens >= self.vocab_size))
+    def _refuse(self, stored: TokenArray, sample_ids: Sequence[int], starts: Int64Array) -> None:
+        """Raise DataError for the first id that is too large; ``stored`` are the tokens from ``starts`` on."""
+        row, position = np.argwhere(stored >= self.vocab_size)[0].tolist()
+        token = stored[row, position]
         raise DataError(
-            f"token {start + position:,} of {self.file.folder / TOKENS} has id {tokens[position]}, the model has "
+            f"token {starts[row] + position:,} of {self.file.folder / TOKENS} has id {token}, the model has "
             f"{self.vocab_size} ids.",
-            where=f"sample {sample_id}, position {position}",
+            where=f"sample {sample_ids[row]}, position {position}",
             why=f"meta.json says that the largest id is {self.file.meta.max_token_id}: the file was changed since"
-            if self.file.meta.max_token_id < tokens[position]
+            if self.file.meta.max_token_id < token
             else "",
             fix=_PREPARE,
         )

@@ -12,12 +12,13 @@ from crius.checkpoint.names import step_name
 from crius.checkpoint.state import read_state
 from crius.checkpoint.verify import read_manifest
 from crius.config.batch import BatchSizes, batch_sizes
-from crius.config.changes import changes, check_changes
+from crius.config.changes import FIRST_BOUNDARIES, changes, check_changes
 from crius.config.dtype import auto_dtype
 from crius.config.export import shown
 from crius.config.pipeline import microbatch_unit, settle_stages
 from crius.config.run import RunConfig
 from crius.data.corpus import Corpus, open_corpus
+from crius.data.tokenizer import build_tokenizer
 from crius.errors import CheckpointError, ConfigError, EnvironmentError
 from crius.models.registry import SPECS
 from crius.models.spec import ModelFacts, ModuleFacts
@@ -131,6 +132,22 @@ def resumed_dtype(asked: RunConfig, config: RunConfig, run_dir: Path) -> RunConf
     found = _resumed(config, run_dir)
     dtype = found.settings.get("training.mixed_precision_param") if found else None
     return _with_dtype(config, dtype) if dtype in ("float32", "bfloat16") else config
+
+
+def with_boundaries(config: RunConfig, run_dir: Path) -> RunConfig:
+    """``config`` with ``data.add_bos`` decided: that of the checkpoint it would resume from, else the tokenizer's.
+
+    Raises:
+        DataError: there is no such tokenizer.
+    """
+    if config.data.add_bos is not None:
+        return config
+    found = _resumed(config, run_dir)
+    settings = None if found is None or found.is_import else FIRST_BOUNDARIES | dict(found.settings)
+    add_bos = settings.get("data.add_bos") if settings else None
+    if not isinstance(add_bos, bool):
+        add_bos = build_tokenizer(config.tokenizer).adds_bos
+    return replace(config, data=replace(config.data, add_bos=add_bos))
 
 
 def check_resume(config: RunConfig, run_dir: Path) -> None:

@@ -60,9 +60,7 @@ class Meter:
     """Rates over the steps since the last report."""
 
     def __init__(self, flops_per_token: float, peak_tflops: float | None, world: World) -> None:
-        self._flops = flops_per_token
-        self._peak = peak_tflops
-        self._world = world
+        self._flops, self._peak, self._world = flops_per_token, peak_tflops, world
         self._tokens = self._steps = 0
         self._seconds = self._data_seconds = 0.0
 

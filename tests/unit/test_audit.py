@@ -15,6 +15,7 @@ from crius.data import sample_log
 from crius.data.audit import audit
 from crius.data.loader import BatchLoader
 from crius.data.sample_log import Attempt, SampleLog, next_attempt, samples_path, to_ranges
+from crius.data.source import Rows
 from crius.errors import ConfigError
 
 BATCH, EPOCH = 12, 100
@@ -26,7 +27,7 @@ class Counting:
     seq_len, num_shards, num_samples, identity = 2, 0, EPOCH, "counting"
 
     def read(self, sample_ids):
-        return np.zeros((len(sample_ids), 3), np.int64), np.zeros((len(sample_ids), 2), np.int64)
+        return Rows(*np.zeros((3, len(sample_ids), 2), np.int64))
 
     def cursors(self, shards):
         return {}

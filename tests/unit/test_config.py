@@ -488,7 +488,7 @@ def changed(kind, default):
         return next((choice for choice in get_args(kind) if choice != default), default)
     if kind in (int, float):
         return kind(default + 3) + (0.0625 if kind is float else 0)
-    return changed(next(part for part in get_args(kind) if part in (int, float)), 1)
+    return changed(next(part for part in get_args(kind) if part in (bool, int, float)), 1)
 
 
 def everything_changed(config):

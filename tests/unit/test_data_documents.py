@@ -30,6 +30,22 @@ def test_files_and_globs_are_read_sorted_and_once(tmp_path):
     assert pieces == [Piece("a.txt", True), Piece("b.txt", True), Piece("c.md", True)]
 
 
+@pytest.mark.parametrize("source, suffix, other", [("text", ".txt", ".jsonl"), ("jsonl", ".jsonl", ".txt")])
+def test_a_folder_stands_for_the_files_of_its_kind_in_it_and_below(tmp_path, source, suffix, other):
+    folder = tmp_path / "my [books]"
+    (folder / "sub" / "deep").mkdir(parents=True)
+    for name in ("b", "a", "sub/c", "sub/deep/d"):
+        write(folder / (name + suffix), '{"text": "x"}')
+        write(folder / (name + other), "x")
+    want = [folder / (name + suffix) for name in ("a", "b", "sub/c", "sub/deep/d")]
+    assert list(find_files(DataConfig(source=source, path=(str(folder),)))) == want
+    assert len(read(source, folder, folder / "sub", folder / f"a{suffix}")) == 4
+    (tmp_path / "notes").mkdir()
+    write(tmp_path / "notes" / "a.md", "x")
+    with pytest.raises(DataError, match=rf"no {suffix} file(?s:.)*it has .md files(?s:.)*--data.path '.*/notes/\*.md'"):
+        read(source, tmp_path / "notes")
+
+
 def test_jsonl_skips_blank_lines_and_empty_texts_and_a_byte_order_mark(tmp_path):
     file = write(tmp_path / "a.jsonl", b'\xef\xbb\xbf{"text": "one"}\n\n  \n{"text": ""}\n{"text": "tw\\u00f6"}')
     assert read("jsonl", file) == [Piece("one", True), Piece("twö", True)]

@@ -8,17 +8,21 @@ import numpy as np
 import pytest
 import torch
 
+from crius.config.data import DataConfig
 from crius.config.tokenizer import TokenizerConfig
 from crius.data.batch import IGNORE_INDEX, Batch
+from crius.data.boundary import boundary_of
 from crius.data.documents import Piece
 from crius.data.loader import BatchLoader, validation_batches
 from crius.data.prepare import write_folder
+from crius.data.source import Rows
 from crius.data.stream import ShardReader, StreamSource
 from crius.data.tokenizer import ByteTokenizer
 from crius.data.tokens import IndexedSource, TokenFile
 from crius.errors import ConfigError, DataError
 
 B, T, V = 8, 16, 8
+BOUNDARY = boundary_of(DataConfig(), ByteTokenizer())
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +34,8 @@ def file(tmp_path_factory):
 
 
 def indexed(file, shuffle=True):
-    return IndexedSource(file, 0, file.meta.num_tokens, seq_len=T, vocab_size=257, seed=0, shuffle=shuffle)
+    sizes = {"seq_len": T, "vocab_size": 257, "seed": 0}
+    return IndexedSource(file, 0, file.meta.num_tokens, boundary=BOUNDARY, **sizes, shuffle=shuffle)
 
 
 def stream():
@@ -40,6 +45,7 @@ def stream():
             lambda document: iter([{"text": text} for text in texts[document:]]),
             f"shard {shard}",
             ByteTokenizer(),
+            boundary=BOUNDARY,
             seq_len=T,
             text_field="text",
             keep=lambda document: True,
@@ -170,7 +176,7 @@ def test_an_epoch_trains_on_no_sequence_twice(file):
     data = indexed(file)
     (loader,) = loaders(lambda: data, 1, size=1)
     tokens = [tuple(next(loader).tokens_BT[0].tolist()) for _ in range(2 * data.num_samples)]
-    all_windows = sorted(map(tuple, indexed(file, shuffle=False).read(range(data.num_samples))[0][:, :-1].tolist()))
+    all_windows = sorted(map(tuple, indexed(file, shuffle=False).read(range(data.num_samples)).tokens.tolist()))
     assert sorted(tokens[: data.num_samples]) == sorted(tokens[data.num_samples :]) == all_windows
     assert tokens[: data.num_samples] != tokens[data.num_samples :]
     loader.close()
@@ -212,8 +218,7 @@ class Breaks:
     def read(self, sample_ids):
         if sample_ids[0] >= 2 * B:
             raise DataError("the disk is gone.")
-        shape = (len(sample_ids), T)
-        return np.zeros((shape[0], T + 1), np.int64), np.zeros(shape, np.int64)
+        return Rows(*np.zeros((3, len(sample_ids), T), np.int64))
 
     def cursors(self, shards):
         return {}

@@ -2,13 +2,20 @@
 
 import json
 import logging
+import os
+import re
+import shlex
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from harness import ROOT, crius, parse
 
+from crius import cli
 from crius.config.data import DataConfig
 from crius.config.tokenizer import TokenizerConfig
 from crius.data import cache, documents
@@ -18,8 +25,10 @@ from crius.data.prepare import prepare
 from crius.data.tokenizer import ByteTokenizer
 from crius.data.tokens import TokenFile
 from crius.errors import DataError
+from crius.train.inputs import open_run_corpus
 
 BYTE = TokenizerConfig()
+FILES = ["documents.bin", "hashes.bin", "meta.json", "token_bytes.bin", "tokens.bin"]
 
 
 def jsonl(folder: Path, texts, name="a.jsonl") -> DataConfig:
@@ -40,7 +49,7 @@ def test_each_document_is_followed_by_the_end_id_and_starts_where_documents_bin_
     assert file.token_bytes.tolist() == [1] * 256 + [0]
     assert (meta.num_tokens, meta.num_documents, meta.max_token_id, meta.dtype) == (8, 3, 256, "uint16")
     assert file.meta == meta
-    assert sorted(contents(tmp_path / "out")) == ["documents.bin", "meta.json", "token_bytes.bin", "tokens.bin"]
+    assert sorted(contents(tmp_path / "out")) == FILES
 
 
 def test_sha256_in_meta_is_that_of_the_files(tmp_path):
@@ -92,6 +101,28 @@ def test_an_empty_corpus_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"corpus is empty(?s:.)*a.txt"):
         prepare(DataConfig(source="text", path=(str(tmp_path / "a.txt"),)), BYTE, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("words", [5, 400, 6000])
+def test_the_train_command_that_is_printed_works_as_printed(tmp_path, monkeypatch, capsys, words):
+    """A tokenizer with more ids than the default model has rows, and less text than default sequences need."""
+    from test_data_boundary import tokenizer_in
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my books").mkdir()
+    (tmp_path / "my books" / "a.txt").write_text("the cat and the dog " * words)
+    tokenizer_in(tmp_path / "tok", template="<s> $A", vocabulary=600)
+    given = ["--data.source", "text", "--data.path", "my books/", "--tokenizer.path", "tok"]
+    assert cli.main(["data", "prepare", "my data", *given, "--data.no_add_bos", "--tokenizer.eos_token", "</s>"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"my data: [\d,]+ tokens of 1 documents in [\d.]+ s", printed[0])
+    command = shlex.split(printed[1].removeprefix("train on it: "))
+    flags = command[command.index("train") + 1 :]
+    assert {"tok", "my data", "</s>", "--data.no_add_bos"} <= set(flags)
+    assert ("--training.seq_len" in flags) == (words < 6000) and ("--validation.interval" in flags) == (words == 5)
+    config = parse(flags)
+    assert config.model.vocab_size == 600
+    open_run_corpus(config, 1)
 
 
 def test_a_folder_that_is_in_use_is_refused_and_an_empty_one_taken(tmp_path):
@@ -230,6 +261,80 @@ def test_processes_that_open_at_once_tokenise_once(tmp_path):
     logs = [worker.communicate(timeout=60)[0] for worker in workers]
     assert all("tokens [97, 256, 98, 256]" in log for log in logs)
     assert sum(log.count("tokenised jsonl") for log in logs) == 1
+
+
+def test_what_a_killed_writer_left_is_removed_and_what_another_writes_now_is_not(tmp_path):
+    data = jsonl(tmp_path, ["a"])
+    left, written = tmp_path / "out.tmp-left", tmp_path / "out.tmp-written"
+    left.mkdir()
+    written.mkdir()
+    with prepare_module._locked(written):
+        prepare(data, BYTE, tmp_path / "out")
+    assert not left.exists() and written.exists()
+
+
+ENDLESS = """
+import itertools, sys, time
+from crius import cli
+from crius.data import prepare
+from crius.data.documents import Piece
+prepare.CHUNK_PIECES = 1
+def endless(data, files):
+    for number in itertools.count():
+        if number == 20:
+            print("writes", flush=True)
+        time.sleep(0.01)
+        yield Piece("some text", True)
+prepare.read_pieces = endless
+if __name__ == "__main__":
+    sys.exit(cli.main(["data", "prepare", "out", "--num_workers", "2"]))
+"""
+
+
+def descendants(pid: int) -> list[int]:
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [found for child in map(int, children) for found in (child, *descendants(child))]
+
+
+def test_the_train_command_that_is_printed_trains(tmp_path):
+    from test_data_boundary import tokenizer_in
+
+    (tmp_path / "books").mkdir()
+    (tmp_path / "books" / "a.txt").write_text("the cat and the dog " * 400)
+    tokenizer_in(tmp_path / "tok", template="<s> $A", vocabulary=600)
+    flags = ["--data.source", "text", "--data.path", "books/", "--tokenizer.path", "tok/", "--num_workers", "1"]
+    done = crius("data", "prepare", "mydata", *flags, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    printed = done.stdout.splitlines()[1].removeprefix("train on it: ")
+    ran = subprocess.run(
+        f"{printed} --training.steps 1 --model.num_layers 1",
+        **{"shell": True, "cwd": tmp_path, "capture_output": True, "text": True, "timeout": 120, "check": False},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert ran.returncode == 0 and "step 1/1" in ran.stdout + ran.stderr, ran.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_stopped_or_killed_preparation_leaves_no_process_semaphore_or_folder(tmp_path, number):
+    (tmp_path / "endless.py").write_text(ENDLESS)
+    writer = subprocess.Popen([sys.executable, "endless.py"], stdout=subprocess.PIPE, cwd=tmp_path)
+    assert writer.stdout.readline() == b"writes\n"
+    processes = descendants(writer.pid)
+    semaphores = set(re.findall(r"/dev/shm/sem\S+", Path(f"/proc/{writer.pid}/maps").read_text()))
+    assert len(processes) >= 4 and semaphores and list(tmp_path.glob("out.tmp-*"))
+    writer.send_signal(number)
+    assert writer.wait(30) == (143 if number == signal.SIGTERM else -number)
+    writer.stdout.close()
+
+    def left():
+        paths = [*(Path(f"/proc/{pid}") for pid in processes), *map(Path, semaphores), *tmp_path.glob("out*")]
+        return [path for path in paths if path.exists()]
+
+    deadline = time.monotonic() + 20
+    while left() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left()
 
 
 def test_the_standard_library_is_a_corpus(tmp_path, caplog):

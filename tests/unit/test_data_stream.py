@@ -9,11 +9,13 @@ import pytest
 
 from crius.config.data import DataConfig
 from crius.config.validation import ValidationConfig
+from crius.data.boundary import boundary_of
 from crius.data.huggingface import open_huggingface
 from crius.data.stream import ShardReader, StreamSource
 from crius.data.tokenizer import ByteTokenizer
 from crius.errors import DataError
 
+BOUNDARY = boundary_of(DataConfig(), ByteTokenizer())
 TEXTS = [f"<{number}>" + "x" * (number * 7 % 23) for number in range(40)]
 
 
@@ -43,6 +45,7 @@ class Flaky:
             self.rows,
             "some/data train, shard 0 of 1",
             ByteTokenizer(),
+            boundary=BOUNDARY,
             seq_len=seq_len,
             text_field="text",
             keep=keep,
@@ -60,7 +63,7 @@ def stream_of(texts):
 
 
 def joined(found):
-    return np.concatenate([tokens[:-1] for tokens, _ in found])
+    return np.concatenate([rows.tokens[0] for rows in found])
 
 
 def test_windows_are_the_documents_one_after_the_other_over_epochs(caplog):
@@ -68,10 +71,10 @@ def test_windows_are_the_documents_one_after_the_other_over_epochs(caplog):
     found = windows(Flaky(TEXTS[:5]).reader(), 40)
     stream = np.tile(stream_of(TEXTS[:5]), 20)
     np.testing.assert_array_equal(joined(found), stream[:320])
-    for (one, positions), (two, _) in zip(found, found[1:], strict=False):
-        assert one[-1] == two[0]
-        restarts = np.append(0, np.flatnonzero(one[:-2] == 256) + 1)
-        np.testing.assert_array_equal(np.flatnonzero(positions == 0), np.unique(restarts))
+    np.testing.assert_array_equal(np.concatenate([rows.labels[0] for rows in found]), stream[1:321])
+    for rows in found:
+        restarts = np.append(0, np.flatnonzero(rows.tokens == 256))
+        np.testing.assert_array_equal(np.flatnonzero(rows.positions == 0), np.unique(restarts))
     assert "shard 0 of 1: epoch 1 begins" in caplog.text
 
 
@@ -87,11 +90,7 @@ def test_it_resumes_at_every_boundary_with_nothing_lost_or_repeated():
             resumed = Flaky(texts).reader()
             resumed.restore(cursor)
             assert list(resumed.cursor) == cursor
-        for (tokens, positions), (want_tokens, want_positions) in zip(
-            windows(resumed, 30 - at), want[at:], strict=True
-        ):
-            np.testing.assert_array_equal(tokens, want_tokens)
-            np.testing.assert_array_equal(positions, want_positions)
+        np.testing.assert_array_equal(windows(resumed, 30 - at), want[at:])
 
 
 def test_a_broken_connection_is_opened_again_where_it_broke():
@@ -133,7 +132,7 @@ def test_a_document_that_shrank_since_the_checkpoint_is_named():
 def test_a_dataset_that_lost_its_end_goes_on_with_the_next_epoch():
     reader = Flaky(["abc", "defghi"]).reader()
     reader.restore((0, 5, 2))
-    np.testing.assert_array_equal(reader.next_window()[0], stream_of(["abc", "defghi"])[:9])
+    np.testing.assert_array_equal(reader.next_window().tokens[0], stream_of(["abc", "defghi"])[:8])
 
 
 def test_documents_that_are_left_out_are_not_in_the_sequences():
@@ -171,13 +170,13 @@ def numbers_in(rows):
 
 def shard_stream(source, shard, count):
     ids = range(shard, shard + count * source.num_shards, source.num_shards)
-    return source.read(ids)[0][:, :-1].ravel()
+    return source.read(ids).tokens.ravel()
 
 
 @pytest.mark.parametrize("num_files, suffix", [(1, "jsonl"), (4, "parquet"), (6, "jsonl")])
 def test_the_shards_of_a_local_folder_have_every_document_once(tmp_path, num_files, suffix):
     data = folder_of(tmp_path, num_files, suffix=suffix)
-    source, _, lines = open_huggingface(data, ByteTokenizer(), ValidationConfig(interval=0), seq_len=8)
+    source, _, lines = open_huggingface(data, ByteTokenizer(), BOUNDARY, ValidationConfig(interval=0), seq_len=8)
     assert (f"{4} times the download" in lines[0]) == (num_files < 4)
     found = []
     for shard in range(4):
@@ -191,11 +190,11 @@ def test_the_shards_of_a_local_folder_have_every_document_once(tmp_path, num_fil
 def test_held_out_documents_are_validated_on_and_never_trained_on(tmp_path, num_files):
     data = folder_of(tmp_path, num_files)
     validation = ValidationConfig(fraction=0.2, num_samples=6)
-    source, held, _ = open_huggingface(data, ByteTokenizer(), validation, seq_len=8)
+    source, held, _ = open_huggingface(data, ByteTokenizer(), BOUNDARY, validation, seq_len=8)
     trained = numbers_in([shard_stream(source, shard, 100) for shard in range(4)])
-    tokens, positions = held.read(range(held.num_samples))
-    assert held.num_samples == 6 and tokens.shape == (6, 9) and positions.shape == (6, 8)
-    scored = numbers_in(tokens)
+    rows = held.read(range(held.num_samples))
+    assert held.num_samples == 6 and {part.shape for part in rows} == {(6, 8)}
+    scored = numbers_in(rows.tokens)
     assert len(scored) >= 3 and len(trained) == 32
     assert not scored & trained
 
@@ -205,17 +204,17 @@ def test_a_split_for_validation_is_used_whole(tmp_path):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": f"{name} {n}"}) + "\n" for n in range(9)))
     data = DataConfig(source="huggingface", path=(str(tmp_path),), virtual_shards=2)
     validation = ValidationConfig(path=("validation",), num_samples=99)
-    source, held, _ = open_huggingface(data, ByteTokenizer(), validation, seq_len=8)
-    tokens, _ = held.read(range(held.num_samples))
+    source, held, _ = open_huggingface(data, ByteTokenizer(), BOUNDARY, validation, seq_len=8)
+    tokens = held.read(range(held.num_samples)).tokens
     stream = stream_of([f"validation {n}" for n in range(9)])
-    np.testing.assert_array_equal(tokens[:, :-1].ravel(), stream[: held.num_samples * 8])
+    np.testing.assert_array_equal(tokens.ravel(), stream[: held.num_samples * 8])
     assert held.num_samples == (len(stream) - 1) // 8
     assert documents_in(shard_stream(source, 0, 5))[0] == "train 0"
 
 
 def test_a_local_folder_resumes_in_the_middle_of_a_file(tmp_path):
     data = folder_of(tmp_path, 4)
-    new = lambda: open_huggingface(data, ByteTokenizer(), ValidationConfig(interval=0), seq_len=8)[0]  # noqa: E731
+    new = lambda: open_huggingface(data, ByteTokenizer(), BOUNDARY, ValidationConfig(interval=0), seq_len=8)[0]  # noqa: E731
     source = new()
     source.read(range(20))
     cursors = source.cursors(range(4))
@@ -237,7 +236,7 @@ def test_samples_of_a_shard_cannot_be_read_out_of_order():
 
 def test_what_cannot_be_opened_is_one_error(tmp_path):
     open_ = lambda data, **v: open_huggingface(  # noqa: E731
-        data, ByteTokenizer(), ValidationConfig(**v), seq_len=8, sleep=lambda seconds: None
+        data, ByteTokenizer(), BOUNDARY, ValidationConfig(**v), seq_len=8, sleep=lambda seconds: None
     )
     data = folder_of(tmp_path, 1)
     with pytest.raises(DataError, match="takes one dataset, got 0"):

@@ -1,12 +1,15 @@
 """Token folders and the sequences in them: no token is the label of two, no sequence is read twice in an epoch."""
 
+import hashlib
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from crius.config.data import DataConfig
 from crius.config.tokenizer import TokenizerConfig
+from crius.data.boundary import boundary_of
 from crius.data.documents import Piece
 from crius.data.permutation import mix, permute
 from crius.data.prepare import write_folder
@@ -27,7 +30,18 @@ def folder(tmp_path) -> Path:
 def source(folder, first=0, last=None, *, seq_len=16, vocab_size=257, seed=0, shuffle=True):
     file = TokenFile(folder)
     last = file.meta.num_tokens if last is None else last
-    return IndexedSource(file, first, last, seq_len=seq_len, vocab_size=vocab_size, seed=seed, shuffle=shuffle)
+    boundary = boundary_of(DataConfig(), ByteTokenizer())
+    sizes = {"boundary": boundary, "seq_len": seq_len, "vocab_size": vocab_size}
+    return IndexedSource(file, first, last, **sizes, seed=seed, shuffle=shuffle)
+
+
+def without_block_hashes(folder):
+    """Make ``folder`` one of before there were hashes of blocks, whose sha256 are right."""
+    meta = json.loads((folder / "meta.json").read_text())
+    del meta["block_bytes"], meta["hashes_xxh3"]
+    meta["sha256"] = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in meta["sha256"]}
+    (folder / "meta.json").write_text(json.dumps(meta))
+    (folder / "hashes.bin").unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 17, 1000, 4097])
@@ -62,16 +76,16 @@ def test_positions_restart_at_each_document():
 @pytest.mark.parametrize("seq_len", [1, 7, 16])
 def test_windows_cover_the_stream_and_share_no_label(folder, first, seq_len):
     data = source(folder, first, seq_len=seq_len, shuffle=False)
-    tokens, positions = data.read(range(data.num_samples))
+    tokens, labels, positions = data.read(range(data.num_samples))
     stream = data.file.tokens[first:].astype(np.int64)
     used = data.num_samples * seq_len
-    np.testing.assert_array_equal(tokens[:, 1:].ravel(), stream[1 : used + 1])
-    np.testing.assert_array_equal(tokens[:, :-1].ravel(), stream[:used])
+    np.testing.assert_array_equal(labels.ravel(), stream[1 : used + 1])
+    np.testing.assert_array_equal(tokens.ravel(), stream[:used])
     assert len(stream) - 1 - used < seq_len
-    after_eos = tokens[:, :-2] == 256
+    starts = tokens[:, 1:] == 256  # the end of a document, as an input, is the start of the next
     assert (positions[:, 0] == 0).all()
-    np.testing.assert_array_equal(positions[:, 1:] == 0, after_eos)
-    np.testing.assert_array_equal(positions[:, 1:][~after_eos], (positions[:, :-1] + 1)[~after_eos])
+    np.testing.assert_array_equal(positions[:, 1:] == 0, starts)
+    np.testing.assert_array_equal(positions[:, 1:][~starts], (positions[:, :-1] + 1)[~starts])
 
 
 def test_an_epoch_has_each_sequence_once_and_the_next_another_order(folder):
@@ -115,6 +129,7 @@ def test_an_id_that_was_edited_in_is_named_with_file_sample_and_position(folder)
     content = np.fromfile(folder / "tokens.bin", "<u2")
     content[16 * 3 + 5] = 9999
     content.tofile(folder / "tokens.bin")
+    without_block_hashes(folder)
     data = source(folder, shuffle=False)
     data.read([0, 1, 2])
     with pytest.raises(DataError) as caught:

@@ -1,0 +1,149 @@
+"""Files held against their hashes: a table of xxh3 hashes, one for each block, and the bytes checked before use.
+
+The hash finds accidents: a bad disk, a copy that was cut, a file that was edited. It does not stop an attacker.
+"""
+
+import hashlib
+import time
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from crius.errors import DataError
+
+BLOCK_BYTES = 128 << 10
+"""Bytes of a block: what a random read fetches from disk anyway, by the readahead of Linux."""
+
+WHOLE_BYTES = 1 << 30
+"""A file of fewer bytes is checked whole when it is opened, a larger one block by block when a block is first read."""
+
+SETTLED_NS = 2_000_000_000
+"""A file changed less than 2 s before it was hashed is hashed again next time: another change could have the same
+time stamp, because file systems count time in steps."""
+
+_whole: set[tuple[object, ...]] = set()
+"""Files that this process, or the one that it was forked from, found good as a whole."""
+
+
+class BlockHasher:
+    """The hashes of the blocks of a file that is being written.
+
+    Args:
+        block_bytes: bytes of a block.
+    """
+
+    def __init__(self, block_bytes: int) -> None:
+        self._block_bytes, self._room = block_bytes, block_bytes
+        self._part = xxhash.xxh3_64()
+        self._hashes: list[int] = []
+
+    def update(self, content: bytes) -> None:
+        """Take the next bytes of the file."""
+        rest = memoryview(content)
+        while rest:
+            self._part.update(rest[: self._room])
+            taken = min(self._room, len(rest))
+            rest, self._room = rest[taken:], self._room - taken
+            if not self._room:
+                self._close_block()
+
+    def hashes(self) -> npt.NDArray[np.uint64]:
+        """The hashes ``(blocks,)``, little-endian; the last block may be short. No update may follow."""
+        if self._room < self._block_bytes:
+            self._close_block()
+        return np.array(self._hashes, dtype="<u8")
+
+    def _close_block(self) -> None:
+        self._hashes.append(self._part.intdigest())
+        self._part, self._room = xxhash.xxh3_64(), self._block_bytes
+
+
+class CheckedFile:
+    """A memory-mapped file whose bytes are checked before they are used.
+
+    Args:
+        path: the file.
+        content: its bytes, mapped, ``(bytes,)`` uint8.
+        hashes: of its blocks, ``(blocks,)`` uint64.
+        block_bytes: bytes of a block.
+        fix: what to do about damage.
+
+    Raises:
+        DataError: it has less than ``WHOLE_BYTES`` and does not match its hashes.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        content: npt.NDArray[np.uint8],
+        hashes: npt.NDArray[np.uint64],
+        block_bytes: int,
+        fix: str,
+    ) -> None:
+        self._path, self._content, self._hashes, self._fix = path, content, hashes, fix
+        self._block_bytes = block_bytes
+        self._is_good = np.zeros(len(hashes), dtype=np.bool_)
+        self._is_whole = len(content) < WHOLE_BYTES
+        key = _key(path, xxhash.xxh3_128_hexdigest(hashes.data))
+        if self._is_whole and key not in _whole:
+            for block in range(len(hashes)):
+                self._check_block(block)
+            _whole.update([key] if key else [])
+
+    def check(self, begins: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> None:
+        """Check the blocks of these ranges of bytes, ``(ranges,)`` each, that were not checked before.
+
+        Raises:
+            DataError: a block does not match its hash.
+        """
+        if self._is_whole:
+            return
+        firsts, lasts = np.maximum(begins, 0) // self._block_bytes, (ends - 1) // self._block_bytes
+        for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True):
+            if not self._is_good[first : last + 1].all():
+                for block in range(first, min(last + 1, len(self._is_good))):
+                    self._check_block(block)
+
+    def _check_block(self, block: int) -> None:
+        if self._is_good[block]:
+            return
+        begin = block * self._block_bytes
+        part = self._content[begin : begin + self._block_bytes]
+        if xxhash.xxh3_64_intdigest(part.data) != self._hashes[block]:
+            raise damaged(self._path, f"bytes {begin:,} to {begin + len(part) - 1:,}", self._fix)
+        self._is_good[block] = True
+
+
+def check_sha256(path: Path, content: npt.NDArray[np.uint8], digest: str, fix: str) -> None:
+    """Check a whole file against the hash of folders that were written before there was a table of blocks.
+
+    Raises:
+        DataError: it does not match.
+    """
+    key = _key(path, digest)
+    if key in _whole:
+        return
+    if hashlib.sha256(content.data).hexdigest() != digest:
+        raise damaged(path, "its bytes", fix)
+    _whole.update([key] if key else [])
+
+
+def damaged(path: Path, part: str, fix: str) -> DataError:
+    """The error for ``part`` of a file that does not match its hash."""
+    return DataError(
+        f"{path} is damaged: {part} do not match their hash.",
+        where=str(path),
+        why="the file was changed after it was written, or the disk or a copy is bad",
+        fix=fix,
+    )
+
+
+def _key(path: Path, digest: str) -> tuple[object, ...] | None:
+    """Names a file, its last change and what it is held against; None where a change could have the same time stamp."""
+    status = path.stat()
+    times = status.st_mtime_ns, status.st_ctime_ns
+    if max(times) + SETTLED_NS >= time.time_ns():
+        return None
+    return (str(path), status.st_dev, status.st_ino, status.st_size, *times, digest)
