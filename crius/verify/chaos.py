@@ -90,9 +90,11 @@ def drawn(kills: int, seed: int, *, compiles: bool = False) -> list[Draw]:
     found = []
     for is_timed, count in ((True, kills // 2), (False, kills - kills // 2)):
         for number in range(count):
-            found.append(Draw(is_timed, (number + chance.random()) / count, *(chance.random() for _ in range(3))))
+            place, step, rank, start = (chance.random() for _ in range(4))
+            found.append(Draw(is_timed, (number + place) / count, step, rank, start))
     chance.shuffle(found)
-    last = Draw(False, *(chance.random() for _ in range(4)))
+    place, step, rank, start = (chance.random() for _ in range(4))
+    last = Draw(False, place, step, rank, start)
     cold = chance.sample(range(kills), max(1, kills // COLD_SHARE)) if compiles else ()
     return [*(dataclasses.replace(draw, is_cold=n in cold) for n, draw in enumerate(found)), last]
 
