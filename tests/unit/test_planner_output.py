@@ -100,7 +100,7 @@ def run_dry(flags, placement):
     "flags",
     [
         ["--flavor", "debug", "--gpus", "2", "--seq_len", "256"],
-        *(pytest.param(PLANNED[name], marks=pytest.mark.slow) for name in ("J4", "one card", "a CPU")),
+        *(pytest.param(PLANNED[name], marks=pytest.mark.slow) for name in ("J4", "a CPU")),
     ],
 )
 def test_the_command_of_a_plan_runs_dry(plan, flags, tmp_path):
