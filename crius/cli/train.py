@@ -30,6 +30,7 @@ from crius.config import rules
 from crius.config.run import RunConfig
 from crius.errors import ConfigError
 from crius.launch.environment import Placement
+from crius.launch.lock import RunLock
 
 
 @app.command
@@ -77,39 +78,47 @@ def train(
     if placement is None and run.checkpoint.is_enabled:
         leave_on_stop_signals()  # until there are workers that have something to save
     with contextlib.ExitStack() as stack:
-        if placement is None or placement.rank == 0:
-            _own(run, folder, stack)
+        locks = _own(run, folder, stack) if placement is None or placement.rank == 0 else []
         if placement is None and run.data.source != "huggingface":
             # bad data is one message here, before there are workers to say it N times; a stream's threads cannot be
             # forked
             from crius.train.inputs import open_run_corpus
 
             open_run_corpus(run, facts.data_parallel_ranks)
-        code = _start(run, folder, placement, facts.num_ranks, strict)
+        code = _start(run, folder, placement, facts.num_ranks, strict, locks)
     if code == 0 and (placement is None or placement.rank == 0):
         _say_next(run, folder, facts.num_ranks)
     return code
 
 
-def _own(run: RunConfig, folder: Path, stack: contextlib.ExitStack) -> None:
+def _own(run: RunConfig, folder: Path, stack: contextlib.ExitStack) -> list[RunLock]:
     """Make the folders of a run its own while ``stack`` is open, and see whether it can go on from what is in them."""
     from crius.launch.lock import run_lock
     from crius.train.inputs import check_resume, own_checkpoint_folder
 
-    stack.enter_context(run_lock(folder, "train"))  # before anything of a run that is there is touched
+    locks = [stack.enter_context(run_lock(folder, "train"))]  # before anything of a run that is there is touched
     checkpoints = own_checkpoint_folder(run, folder)
     if checkpoints and not checkpoints.resolve().is_relative_to(folder.resolve()):
-        stack.enter_context(run_lock(checkpoints, "train"))  # another run may have the same one
+        locks.append(stack.enter_context(run_lock(checkpoints, "train")))  # another run may have the same one
     check_resume(run, folder)
+    return locks
 
 
-def _start(run: RunConfig, folder: Path, placement: Placement | None, num_ranks: int, strict: bool) -> int:
+def _start(
+    run: RunConfig,
+    folder: Path,
+    placement: Placement | None,
+    num_ranks: int,
+    strict: bool,
+    locks: list[RunLock],
+) -> int:
     """Train in workers of this host, or in this process; returns the exit code.
 
     Workers, also where one is enough, are what can be started again: a run with checkpoints has them.
     """
     from crius.launch.environment import single_placement
     from crius.launch.local import run_single, run_workers
+    from crius.launch.lock import kept
     from crius.launch.stop import STOPPED, ignore_stop_signals
     from crius.launch.supervision import Supervision
     from crius.launch.worker import leave
@@ -119,12 +128,15 @@ def _start(run: RunConfig, folder: Path, placement: Placement | None, num_ranks:
     if placement is None and (num_ranks > 1 or run.checkpoint.is_enabled):
         # without checkpoints a restart would begin again at step 1: that is for a person to decide
         launch = run.launch if run.checkpoint.is_enabled else dataclasses.replace(run.launch, max_restarts=0)
-        supervision = Supervision(launch=launch, watchdog=run.watchdog)
+        supervision = Supervision(
+            launch=launch, watchdog=run.watchdog, on_poll=lambda attempt, pids: [lock.keep() for lock in locks]
+        )
         code = run_workers(target, num_ranks, folder, supervision=supervision)
         if code in STOPPED:
             ignore_stop_signals()
         return code
-    code = run_single(target, placement or single_placement(), folder, run.watchdog)
+    with kept(locks):
+        code = run_single(target, placement or single_placement(), folder, run.watchdog)
     if code and placement:
         leave(code)  # a normal exit would wait for peers that may be gone
     return code

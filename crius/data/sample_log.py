@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from crius.run_file import RunFile
+
 _log = logging.getLogger("crius.data")
 _TAIL_BYTES = 1 << 16  # holds the last line: one of a step has about 60 bytes, that of an attempt a few hundred
 
@@ -65,52 +67,25 @@ class SampleLog:
 
     def __init__(self, run_dir: Path, rank: int | None, start: Attempt) -> None:
         self._attempt = start.attempt
-        self._file: int | None = None
-        self._path = samples_path(run_dir, rank or 0)
-        self._needs_newline = self._has_warned = False
-        if rank is None:
-            return
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            flags = os.O_CREAT | os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
-            self._file = os.open(self._path, flags, 0o644)
-            size = os.fstat(self._file).st_size
-            self._needs_newline = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
-        except OSError as error:
-            self._warn(error)
-        self._append(asdict(start))
+        self._file = None
+        if rank is not None:
+            loss = "crius data audit will miss steps"
+            self._file = RunFile(samples_path(run_dir, rank), _log.warning, loss, head=_line(asdict(start)))
 
     def write(self, step: int, sample_ids: Sequence[int]) -> None:
         """Note that ``step`` is done and that this rank trained on ``sample_ids`` in it, in any order."""
-        ids = [[part.start, part.stop, part.step] for part in to_ranges(sample_ids)]
-        self._append({"attempt": self._attempt, "step": step, "ids": ids})
+        if self._file is not None:
+            ids = [[part.start, part.stop, part.step] for part in to_ranges(sample_ids)]
+            self._file.append(_line({"attempt": self._attempt, "step": step, "ids": ids}))
 
     def close(self) -> None:
         """Close the file."""
         if self._file is not None:
-            os.close(self._file)
-            self._file = None
+            self._file.close()
 
-    def _append(self, record: dict[str, object]) -> None:
-        """Write one line, at once: a process that is killed loses none."""
-        if self._file is None:
-            return
-        line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
-        if self._needs_newline:
-            line = b"\n" + line
-        try:
-            written = os.write(self._file, line)
-            self._needs_newline = written != len(line)
-            if self._needs_newline:
-                raise OSError(f"{written} of {len(line)} bytes written")
-        except OSError as error:
-            self._warn(error)
 
-    def _warn(self, error: OSError) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            why = error.strerror or error
-            _log.warning("%s cannot be written (%s): crius data audit will miss steps", self._path, why)
+def _line(record: dict[str, object]) -> str:
+    return json.dumps(record, separators=(",", ":")) + "\n"
 
 
 def to_ranges(sample_ids: Sequence[int]) -> Iterator[range]:

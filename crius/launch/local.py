@@ -82,6 +82,8 @@ class _Run:
         """Start the workers and wait until all have ended."""
         for stale in self.log_dir.glob("rank-*.error.json"):
             stale.unlink()
+        with contextlib.suppress(OSError):
+            self.log_dir.mkdir(parents=True, exist_ok=True)  # somebody may have removed it since the last attempt
         self.folder.mkdir()
         self.crew, self.started = Crew(), time.monotonic()
         target, num_ranks, watch = self.target, self.num_ranks, None

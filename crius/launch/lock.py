@@ -9,15 +9,21 @@ import os
 import platform
 import stat
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from crius.errors import ConfigError, EnvironmentError
+from crius.launch.report import say
+from crius.launch.worker import leave
 
 NAME = "run.lock"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _MAX_BYTES = 4096
+_LOOK_SECONDS = 1.0
+_MAX_TAKEN = 3  # a second run that is refused for another reason frees the folder at once
 
 
 @dataclass(frozen=True)
@@ -41,12 +47,8 @@ class Holder:
         return f"crius {self.command}, process {self.pid} on {place}, since {self.started}"
 
 
-@contextlib.contextmanager
-def run_lock(run_dir: Path, command: str) -> Iterator[None]:
-    """Have ``run_dir`` for this process alone while the context is open.
-
-    The lock is ``flock``'s on ``run.lock``: the kernel, and over NFS the server, frees it when this process ends,
-    however that happens. A process that is forked from this one does not keep it.
+class RunLock:
+    """A run folder that this process has for itself; see ``run_lock``.
 
     Args:
         run_dir: folder of the run; it exists.
@@ -56,19 +58,109 @@ def run_lock(run_dir: Path, command: str) -> Iterator[None]:
         ConfigError: another process has it.
         EnvironmentError: ``run.lock`` cannot be opened, or is no plain file.
     """
-    file = _open(run_dir / NAME)
-    try:
+
+    def __init__(self, run_dir: Path, command: str) -> None:
+        self._run_dir, self._command = run_dir, command
+        self._looked = time.monotonic()
+        self._num_taken = 0
+        self._file = self._taken_file()
+
+    def _taken_file(self) -> int:
+        file = _open(self._run_dir / NAME)
         if not _take(file):
-            raise _taken(run_dir, file)
+            error = _taken(self._run_dir, file)
+            os.close(file)
+            raise error
         now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-        os.ftruncate(file, 0)
-        os.pwrite(file, json.dumps(asdict(Holder(os.getpid(), platform.node(), now, command))).encode(), 0)
+        with contextlib.suppress(OSError):  # a full disk: then the holder is not known
+            os.ftruncate(file, 0)
+            os.pwrite(file, json.dumps(asdict(Holder(os.getpid(), platform.node(), now, self._command))).encode(), 0)
         _OURS.add(file)
-        yield
-        os.ftruncate(file, 0)  # the file stays: who removes it may remove the one that another process just locked
+        return file
+
+    def keep(self) -> None:
+        """Take the folder again where it was removed meanwhile. Call it often: it looks once a second.
+
+        Raises:
+            ConfigError: another run has taken it since, and kept it for some looks.
+        """
+        if time.monotonic() - self._looked < _LOOK_SECONDS:
+            return
+        self._looked = time.monotonic()
+        try:
+            if os.path.samestat(os.lstat(self._run_dir / NAME), os.fstat(self._file)):
+                return
+        except FileNotFoundError:
+            pass
+        except OSError:
+            return  # a file server that does not answer says nothing
+        try:
+            self._run_dir.mkdir(parents=True, exist_ok=True)
+            file = self._taken_file()
+        except ConfigError:
+            self._num_taken += 1
+            if self._num_taken == _MAX_TAKEN:
+                raise
+        except (OSError, EnvironmentError) as error:
+            self._warn(f"it cannot be made again ({str(error).splitlines()[0]})")
+        else:
+            self._warn("it is made again; what was in it is gone")
+            self.release()
+            self._file, self._num_taken = file, 0
+
+    def _warn(self, what: str) -> None:
+        say(f"warning: the run folder {self._run_dir} was removed, or renamed, while this run writes to it: {what}")
+
+    def release(self) -> None:
+        """Let another process have the folder."""
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._file, 0)  # the file stays: who removes it may remove one that another just locked
+        _OURS.discard(self._file)
+        os.close(self._file)
+
+
+@contextlib.contextmanager
+def run_lock(run_dir: Path, command: str) -> Iterator[RunLock]:
+    """Have ``run_dir`` for this process alone while the context is open.
+
+    The lock is ``flock``'s on ``run.lock``: the kernel, and over NFS the server, frees it when this process ends,
+    however that happens. A process that is forked from this one does not keep it. Where the folder is removed, the
+    lock goes with it: ``RunLock.keep`` takes it again.
+
+    Raises:
+        ConfigError, EnvironmentError: as ``RunLock``.
+    """
+    lock = RunLock(run_dir, command)
+    try:
+        yield lock
     finally:
-        _OURS.discard(file)
-        os.close(file)
+        lock.release()
+
+
+@contextlib.contextmanager
+def kept(locks: Sequence[RunLock]) -> Iterator[None]:
+    """Keep ``locks`` from a thread while the context is open; a folder that is lost to another run ends this process.
+
+    For a process that does not fork; the launcher keeps them where it looks after its workers.
+    """
+    ended = threading.Event()
+
+    def keep() -> None:
+        while not ended.wait(_LOOK_SECONDS):
+            try:
+                for lock in locks:
+                    lock.keep()
+            except ConfigError as error:
+                say(str(error))
+                leave(error.exit_code)
+
+    thread = threading.Thread(target=keep, name="crius-lock", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 _OURS: set[int] = set()

@@ -1,8 +1,8 @@
 """``incidents/step-N.json``: what is known of a step that would harm the weights."""
 
 import json
+import logging
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +13,11 @@ from torch import Tensor
 
 from crius.parallel.runtime import World
 from crius.redact import redact
+from crius.run_file import write_run_file
 from crius.train.stability import Score
 from crius.train.step import StepResult
+
+log = logging.getLogger("crius.train")
 
 
 @dataclass(frozen=True)
@@ -146,11 +149,7 @@ class IncidentReporter:
             so_far = layers.get(layer_of(name), (0.0, 0.0))
             layers[layer_of(name)] = (so_far[0] + grad, so_far[1] + weight)
         report = {**facts, "layers": _norms(layers), "parameters": _norms(parameters)}
-        path = self.path(result.step)
-        self._folder.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(redact(to_json(report)))
-        os.replace(temporary, path)
+        write_run_file(self.path(result.step), redact(to_json(report)), log.warning)
 
 
 def layer_of(name: str) -> str:

@@ -41,6 +41,7 @@ from crius.parallel.context import ContextShard
 from crius.parallel.dims import ParallelDims
 from crius.parallel.mesh import Mesh, build_mesh
 from crius.parallel.runtime import World, pick_device, world
+from crius.run_file import write_run_file
 from crius.shards import named_parameters
 from crius.train.agreement import one_layout
 from crius.train.build import Built, build_gradients, build_model, build_runner, run_optimizer
@@ -298,7 +299,7 @@ def _sinks(
 ) -> list[Sink]:
     if ranks.rank != 0:
         return []
-    (run_dir / "run.toml").write_text(to_toml(config), encoding="utf-8")
+    write_run_file(run_dir / "run.toml", to_toml(config), log.warning)
     sinks = build_sinks(config.metrics, run_dir, config.training.steps, total_memory_gib(ranks.device), resumed_step)
     for sink in sinks:
         stack.callback(sink.close)
@@ -373,6 +374,6 @@ def _finish(
         "goodput": ledger.goodput(),
         "plan": compared.as_dict() if compared.plan.hardware else None,
     }
-    (run_dir / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    write_run_file(run_dir / SUMMARY, json.dumps(summary, indent=2) + "\n", log.warning)
     if validation:
         log.info("final validation: loss %.4f, %.4f bits per byte", validation.val_loss, validation.val_bits_per_byte)

@@ -1,20 +1,55 @@
 """Log lines: rank 0 speaks on the console and in its file, other ranks only in theirs."""
 
+import contextlib
 import logging
 import socket
 import sys
 from pathlib import Path
 
 from crius.redact import redact
+from crius.run_file import RunFile
+
+log = logging.getLogger("crius.train")
 
 
 class _ConsoleHandler(logging.Handler):
-    """Prints to whatever ``sys.stdout`` is now, so that a progress bar can redirect it."""
+    """Prints to whatever ``sys.stdout`` is now, so that a progress bar can redirect it.
+
+    A terminal that was closed, or a disk that is full, ends no run: what cannot be printed is lost.
+    """
+
+    _has_failed = False
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print one line."""
-        sys.stdout.write(self.format(record) + "\n")
-        sys.stdout.flush()
+        try:
+            sys.stdout.write(self.format(record) + "\n")
+            sys.stdout.flush()
+        except OSError as error:
+            if not self._has_failed:
+                self._has_failed = True  # before the next line, which comes here too
+                log.warning("standard output cannot be written (%s): its lines are lost", error.strerror or error)
+
+
+class _FileHandler(logging.Handler):
+    """Adds lines to a log file of the run folder."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._file = RunFile(path, self._warn, "its lines are lost, and the run goes on")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Add one line."""
+        self._file.append(self.format(record) + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+        super().close()
+
+    def _warn(self, text: str) -> None:
+        with contextlib.suppress(OSError):
+            sys.stderr.write(f"warning: {text}\n")
 
 
 class _Formatter(logging.Formatter):
@@ -42,9 +77,7 @@ def start_logging(rank: int, run_dir: Path, is_own_file: bool) -> None:
     prefix = "" if rank == 0 else f"[rank {rank}, host {socket.gethostname()}] "
     handlers: list[logging.Handler] = [_ConsoleHandler()]
     if not is_own_file:
-        folder = run_dir / "logs"
-        folder.mkdir(parents=True, exist_ok=True)
-        handlers.append(logging.FileHandler(folder / f"rank-{rank}.log", encoding="utf-8"))
+        handlers.append(_FileHandler(run_dir / "logs" / f"rank-{rank}.log"))
     for handler in handlers:
         handler.setFormatter(_Formatter(prefix.replace("%", "%%") + "%(message)s"))
         logger.addHandler(handler)

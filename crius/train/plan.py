@@ -19,6 +19,7 @@ from crius.models.spec import ModelFacts
 from crius.planner.compare import PLAN, Comparison, Reports
 from crius.planner.hardware import Hardware
 from crius.planner.of_run import GIB, Machine, RunPlan, plan_run, summed
+from crius.run_file import write_run_file
 
 SLOW = 1.3
 """Times the planned step that are worth a warning."""
@@ -91,7 +92,7 @@ class PlanWatch:
         self._so_far = Load()
         self._window: deque[Load] = deque()
         self._has_warned = False
-        (run_dir / PLAN).write_text(json.dumps(plan.as_dict(), indent=2) + "\n", encoding="utf-8")
+        write_run_file(run_dir / PLAN, json.dumps(plan.as_dict(), indent=2) + "\n", log.warning)
 
     def write(self, record: Record) -> None:
         """See ``Sink``."""

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import time
 
@@ -101,3 +102,57 @@ def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(lock.fcntl, "flock", refuse)
     with lock.run_lock(tmp_path, "train"):
         assert "has no locks" in capsys.readouterr().err
+
+
+@pytest.fixture
+def often(monkeypatch):
+    monkeypatch.setattr(lock, "_LOOK_SECONDS", 0.0)
+
+
+def test_a_removed_folder_is_taken_again(tmp_path, often, capsys):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    with lock.run_lock(run_dir, "train") as held:
+        shutil.rmtree(run_dir)
+        for _ in range(3):
+            held.keep()
+        with pytest.raises(ConfigError, match=f"crius train, process {os.getpid()} on"):
+            lock.run_lock(run_dir, "train").__enter__()
+    assert capsys.readouterr().err == (
+        f"\nwarning: the run folder {run_dir} was removed, or renamed, while this run writes to it: it is made again; "
+        "what was in it is gone\n"
+    )
+    with lock.run_lock(run_dir, "train"):
+        pass
+
+
+def test_a_removed_folder_that_another_run_took_and_keeps_is_lost(tmp_path, often, holder):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    with lock.run_lock(run_dir, "train") as held:
+        os.unlink(run_dir / "run.lock")
+        os.link(tmp_path / "run.lock", run_dir / "run.lock")  # the other process has that file
+        for _ in range(lock._MAX_TAKEN - 1):
+            held.keep()  # it may be refused for another reason
+        with pytest.raises(ConfigError, match=f"crius train, process {holder.pid} on"):
+            held.keep()
+
+
+def test_a_lock_is_kept_from_a_thread_where_nobody_else_looks(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "_LOOK_SECONDS", 0.01)
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    with lock.run_lock(run_dir, "train") as held, lock.kept([held]):
+        shutil.rmtree(run_dir)
+        while not (run_dir / "run.lock").exists():
+            time.sleep(0.01)
+
+
+def test_a_full_disk_does_not_keep_a_run_from_its_folder(tmp_path, monkeypatch):
+    def fail(*args):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lock.os, "pwrite", fail)
+        with lock.run_lock(tmp_path, "train"), pytest.raises(ConfigError, match="a process that has not said who"):
+            lock.run_lock(tmp_path, "train").__enter__()

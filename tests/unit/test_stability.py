@@ -176,6 +176,15 @@ def test_a_skipped_step_leaves_weights_moments_and_schedule_to_the_bit(tmp_path,
     assert report["sample_ids"] == [10, 11]
 
 
+def test_a_report_that_cannot_be_written_does_not_end_the_run(tmp_path, caplog):
+    (tmp_path / "incidents").touch()
+    bench = make_bench(tmp_path, nonfinite="skip")
+    with caplog.at_level(logging.WARNING, logger="crius.train"):
+        bench.take_step(loss=math.nan)
+    assert bench.state.skipped_steps == 1
+    assert caplog.messages[0].startswith(f"{tmp_path}/incidents/step-1.json cannot be written")
+
+
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
 def test_so_many_lost_steps_in_a_row_stop_the_run(policy, tmp_path):
     bench = make_bench(tmp_path, nonfinite=policy, max_consecutive=3)

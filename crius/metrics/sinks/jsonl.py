@@ -2,10 +2,14 @@
 
 import dataclasses
 import json
+import logging
 import math
 from pathlib import Path
 
 from crius.metrics.record import Record
+from crius.run_file import RunFile
+
+log = logging.getLogger("crius.metrics")
 
 
 class JsonlSink:
@@ -20,13 +24,16 @@ class JsonlSink:
     def __init__(self, run_dir: Path, resumed_step: int = 0) -> None:
         path = run_dir / "metrics.jsonl"
         if resumed_step and path.exists():
-            _go_back(path, resumed_step)
+            try:
+                _go_back(path, resumed_step)
+            except OSError as error:
+                log.warning("%s keeps steps that come again: it cannot be written (%s)", path, error.strerror)
         elif path.exists():
             number = 1
             while (kept := run_dir / f"metrics.{number}.jsonl").exists():
                 number += 1
             path.rename(kept)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = RunFile(path, log.warning, "its records are lost, and the run goes on")
 
     def write(self, record: Record) -> None:
         """Write one line."""
@@ -34,8 +41,7 @@ class JsonlSink:
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in dataclasses.asdict(record).items()  # JSON has no NaN
         }
-        self._file.write(json.dumps(finite) + "\n")
-        self._file.flush()
+        self._file.append(json.dumps(finite) + "\n")
 
     def close(self) -> None:
         """Close the file."""

@@ -1,10 +1,15 @@
 """TensorBoard, with torchtitan's tag names, so that curves of both lie in one plot."""
 
+import contextlib
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
 
 from crius.metrics.record import Record, StepMetrics
+
+log = logging.getLogger("crius.metrics")
 
 
 class TensorBoardSink:
@@ -12,16 +17,31 @@ class TensorBoardSink:
 
     def __init__(self, run_dir: Path, resumed_step: int = 0) -> None:
         purge = resumed_step + 1 if resumed_step else None  # records of steps that come again are taken away
-        self._writer = SummaryWriter(str(run_dir / "tb"), purge_step=purge)
+        self._writer: SummaryWriter | None = None
+        with self._warned():
+            self._writer = SummaryWriter(str(run_dir / "tb"), purge_step=purge)
 
     def write(self, record: Record) -> None:
         """Write the scalars of one record."""
-        for tag, value in _scalars(record).items():
-            self._writer.add_scalar(tag, value, record.step)
+        with self._warned():
+            for tag, value in _scalars(record).items():
+                if self._writer:
+                    self._writer.add_scalar(tag, value, record.step)
 
     def close(self) -> None:
         """Flush and close."""
-        self._writer.close()
+        with self._warned():
+            if self._writer:
+                self._writer.close()
+
+    @contextlib.contextmanager
+    def _warned(self) -> Iterator[None]:
+        """A disk that fails ends the curves and not the run: the writer's thread does not survive it."""
+        try:
+            yield
+        except OSError as error:
+            self._writer = None
+            log.warning("the files of TensorBoard cannot be written (%s): its curves end here", error.strerror)
 
 
 def _scalars(record: Record) -> dict[str, float]:

@@ -1,0 +1,90 @@
+"""Files of a run folder that are worth less than the run: where they cannot be written, it goes on without them."""
+
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+
+class RunFile:
+    """A file that lines are added to. A full disk costs lines and a warning; a file that was removed is begun again.
+
+    Args:
+        path: of the file; its folder is made.
+        warn: takes the sentence that says that lines are lost, once.
+        loss: ends that sentence: what the reader of the file will miss.
+        head: text that the file gets whenever it is opened.
+    """
+
+    def __init__(self, path: Path, warn: Callable[[str], None], loss: str, head: str = "") -> None:
+        self._path, self._warn, self._loss, self._head = path, warn, loss, head
+        self._file: int | None = None
+        self._has_warned = False
+        self.append("")
+
+    def append(self, text: str) -> None:
+        """Write whole lines, at once: a process that is killed loses none."""
+        try:
+            if not self._is_there():
+                self._open()
+            self._write(text)
+        except OSError as error:
+            self._complain(f"cannot be written ({error.strerror or error})")
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _is_there(self) -> bool:
+        """Whether what is open is still what lies at the path."""
+        if self._file is None:
+            return False
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(self._path.lstat(), os.fstat(self._file)):
+                return True
+        self._complain("was removed or replaced, and is begun again")
+        self.close()
+        return False
+
+    def _open(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        flags = os.O_CREAT | os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._file = os.open(self._path, flags, 0o644)
+        size = os.fstat(self._file).st_size
+        is_cut_off = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"  # by a kill
+        try:
+            self._write(("\n" if is_cut_off else "") + self._head)
+        except OSError:
+            self.close()
+            raise
+
+    def _write(self, text: str) -> None:
+        assert self._file is not None
+        data = text.encode("utf-8", "backslashreplace")
+        if not data:
+            return
+        size = os.fstat(self._file).st_size
+        written = os.write(self._file, data)
+        if written != len(data):
+            os.ftruncate(self._file, size)  # half a line is none
+            raise OSError(f"{written} of {len(data)} bytes written")
+
+    def _complain(self, what: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            self._warn(f"{self._path} {what}: {self._loss}")
+
+
+def write_run_file(path: Path, text: str, warn: Callable[[str], None]) -> None:
+    """Write ``text`` so that a reader sees all of it or nothing; where that cannot be, ``warn`` gets a sentence."""
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        warn(f"{path} cannot be written ({error.strerror or error})")
