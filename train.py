@@ -2,7 +2,7 @@
 
 import sys
 
-from crius.cli import main
+from crius.__main__ import main
 
 if __name__ == "__main__":
     raise SystemExit(main(["train", *sys.argv[1:]]))

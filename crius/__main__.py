@@ -1,6 +1,20 @@
-"""``python -m crius`` is the ``crius`` command."""
+"""``crius``, and ``python -m crius``: says what a signal does before anything slow is imported."""
 
-from crius.cli import main
+import sys
+from collections.abc import Sequence
+
+from crius.launch.stop import leave_on_stop_signals
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command, see ``crius.cli.main``. A signal before training starts ends it as one that saved."""
+    arguments = sys.argv[1:] if argv is None else argv
+    if arguments[:1] == ["train"]:
+        leave_on_stop_signals()
+    from crius import cli  # takes about a second
+
+    return cli.main(arguments)
+
 
 if __name__ == "__main__":
     raise SystemExit(main())

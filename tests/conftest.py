@@ -1,11 +1,16 @@
 """One thread, no network, a cache of its own: the same for every test, before torch runs anything."""
 
 import os
+import signal
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["OMP_NUM_THREADS"] = "1"  # results depend on the thread count in the last bits
 for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
     os.environ.pop(name, None)
+
+for number in (signal.SIGHUP, signal.SIGINT):  # ignored under nohup, or in the background: Crius would leave them so
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 import pytest
 import torch

@@ -69,14 +69,11 @@ def train(
     need_torch()
     check_save_ops(run)
     folder = run_dir(run, placement)
-    from crius.launch.stop import leave_on_stop_signals
     from crius.train.inputs import resumed_dtype
 
     run = resumed_dtype(asked, run, folder)
     rules.check(dataclasses.replace(facts, config=run))
 
-    if placement is None and run.checkpoint.is_enabled:
-        leave_on_stop_signals()  # until there are workers that have something to save
     with contextlib.ExitStack() as stack:
         locks = _own(run, folder, stack) if placement is None or placement.rank == 0 else []
         if placement is None and run.data.source != "huggingface":

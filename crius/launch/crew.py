@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 
 from crius.launch.environment import Placement
-from crius.launch.stop import PREEMPTED, STOP_SIGNALS
+from crius.launch.stop import PREEMPTED, STOP_SIGNALS, heeded_signals
 from crius.launch.witness import QUESTIONS
 from crius.launch.worker import worker_main
 
@@ -108,6 +108,7 @@ def worker_processes(
     *,
     number: int = 0,
     is_watched: bool = False,
+    takes_signals: bool = False,
 ) -> Iterator[tuple[int, BaseProcess]]:
     """The workers of one attempt, not started, by rank.
 
@@ -119,6 +120,7 @@ def worker_processes(
         threads: of each worker; None keeps the user's, else the cores are shared out.
         number: the attempt.
         is_watched: the launcher may ask the workers where they hang.
+        takes_signals: ``target`` says what the stop signals do, see ``crius.launch.stop``; they wait until it does.
     """
     num_threads = str(threads or os.environ.get("OMP_NUM_THREADS") or max(1, _num_cores() // num_ranks))
     loopback = "lo0" if sys.platform == "darwin" else "lo"  # so that nothing listens on a network
@@ -136,7 +138,7 @@ def worker_processes(
             "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME") or loopback,
             "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME") or loopback,
         }
-        args = (target, placement, exports, folder, os.getpid(), is_watched)
+        args = (target, placement, exports, folder, os.getpid(), is_watched, takes_signals)
         yield rank, _Process(target=worker_main, args=args, name=f"rank-{rank}")
 
 
@@ -146,7 +148,7 @@ def _num_cores() -> int:
 
 @contextlib.contextmanager
 def caught_signals() -> Iterator[list[Stop]]:
-    """The list that the stop signals to this process go to, instead of ending it."""
+    """The list that the stop signals to this process go to, instead of ending it. What is ignored stays ignored."""
     stops: list[Stop] = []
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -154,7 +156,7 @@ def caught_signals() -> Iterator[list[Stop]]:
         if not stops or now - stops[-1].monotonic > _ECHO_SECONDS:
             stops.append(Stop(signal.Signals(number), now))
 
-    before = {number: signal.signal(number, note) for number in STOP_SIGNALS}
+    before = {number: signal.signal(number, note) for number in heeded_signals()}
     try:
         yield stops
     finally:

@@ -35,7 +35,7 @@ from crius.launch.report import (
 )
 from crius.launch.sentry import sentry
 from crius.launch.status import Heartbeat, mirror_path, read_mirror
-from crius.launch.stop import PREEMPTED, STOP_SIGNALS
+from crius.launch.stop import PREEMPTED, STOP_SIGNALS, messenger, tell_stop_signal
 from crius.launch.supervision import Attempt, History, Supervision, reason_to_stop
 from crius.launch.watchdog import Hang, Watch
 from crius.launch.worker import attempt
@@ -101,6 +101,7 @@ class _Run:
                 self.threads,
                 number=self.number,
                 is_watched=watch is not None,
+                takes_signals=self.supervision is not None,
             )
         )
         self._supervise(watch)
@@ -114,7 +115,8 @@ class _Run:
             if self.supervision and self.supervision.on_poll:
                 self.supervision.on_poll(self.number, crew.pids())
             if self.stops and crew.signalled_at == math.inf:
-                crew.send(signal.SIGTERM)
+                tell_stop_signal(self.scratch, self.stops[0].signal)
+                crew.send(messenger())
                 kill_at = min(kill_at, now + self.stop_seconds)
             if crew.failed() and term_at == math.inf:
                 term_at = now + self.grace_seconds
@@ -219,8 +221,9 @@ def run_workers(
     ``torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))``. Elsewhere ``target`` must be picklable.
 
     The first rank that fails ends the attempt. Under ``supervision`` all ranks may then start again, and go on from
-    their newest checkpoint; the last thing on stderr is one block about the root cause. SIGINT, SIGTERM and SIGUSR1
-    reach the workers as SIGTERM; a second one kills them. No worker outlives this process.
+    their newest checkpoint; the last thing on stderr is one block about the root cause. SIGHUP, SIGINT,
+    SIGTERM and SIGUSR1 reach the workers as SIGTERM, with a word which it was; a second one kills them. No worker
+    outlives this process.
 
     Args:
         target: the job of one rank. It returns, raises, or leaves with ``SystemExit(75)`` for "preempted and saved".
@@ -229,13 +232,14 @@ def run_workers(
         grace_seconds: after a failure, time for the other ranks to report, and without ``supervision`` again to end
             after SIGTERM.
         stop_seconds: after a signal to this process, time for the workers to save and end; under ``supervision`` it is
-            ``launch.grace_seconds``.
+            ``launch.grace_seconds``. Under ``supervision`` ``target`` calls ``catch_stop_signals`` or
+            ``die_of_stop_signals``: signals wait until then.
         threads: ``OMP_NUM_THREADS`` of a worker; None keeps the user's, else the cores are shared out.
         supervision: restarts and the watchdog; None: one attempt, and a rank may hang for ever.
 
     Returns:
-        0, 75 when all ranks left with it, 1 or the CriusError's code after a failure, 1 after a hang, 130 or 143 after
-        a signal.
+        0, 75 when all ranks left with it, 1 or the CriusError's code after a failure, 1 after a hang, 128 + number
+        after a signal.
 
     Raises:
         EnvironmentError: ``run_dir`` cannot be written.

@@ -1,14 +1,18 @@
 """The wish that a run ends: a signal that a worker notes and its training loop asks for between two steps."""
 
+import contextlib
 import os
 import signal
 import sys
 import time
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""What a person, a scheduler or a container sends to stop a run; the launcher hands them on as SIGTERM."""
+STOP_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""What a person, a terminal that closes, a scheduler or a container sends to stop a run."""
+
+_MESSENGERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 PREEMPTED = 75
 """Exit code of a process that was asked to stop and saved first: no failure."""
@@ -33,8 +37,19 @@ class StopRequest:
         self.monotonic = 0.0
 
 
-def catch_stop_signals(*, has_launcher: bool = False) -> StopRequest:
-    """Note the first of SIGTERM, SIGUSR1 and SIGINT in the returned object instead of dying of it.
+def heeded_signals() -> list[signal.Signals]:
+    """The stop signals that this process does not ignore: ``nohup``, or a shell for a background job, may say so."""
+    return [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+
+
+def messenger() -> signal.Signals:
+    """The signal that hands a stop signal on to workers, which ignore what this process ignores."""
+    heeded = heeded_signals()
+    return next((number for number in _MESSENGERS if number in heeded), signal.SIGTERM)
+
+
+def catch_stop_signals(*, has_launcher: bool = False, scratch: Path | None = None) -> StopRequest:
+    """Note the first of the stop signals in the returned object instead of dying of it.
 
     A second one, more than ``ECHO_SECONDS`` later, ends this process at once with ``128 + number``. What is ignored,
     such as SIGINT in a local worker or in a background job, stays ignored. Call it in the main thread.
@@ -42,20 +57,41 @@ def catch_stop_signals(*, has_launcher: bool = False) -> StopRequest:
     Args:
         has_launcher: Crius' own launcher started this process. It hands signals on, and it is the one that kills
             after a second signal, so that this process only ever notes the first.
+        scratch: where that launcher says which signal it hands on, see ``tell_stop_signal``.
     """
     request = StopRequest()
 
     def note(number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if request.number is None:
-            request.number, request.monotonic = number, now
+            request.number, request.monotonic = _told(scratch) or number, now
         elif not has_launcher and now - request.monotonic > ECHO_SECONDS:
             os._exit(128 + number)
 
-    for number in STOP_SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, note)
+    for number in heeded_signals():
+        signal.signal(number, note)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # a worker is forked with them blocked
     return request
+
+
+def die_of_stop_signals() -> None:
+    """Let the stop signals end this process as they would any other; what is ignored stays ignored."""
+    for number in heeded_signals():
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+def tell_stop_signal(scratch: Path, number: signal.Signals) -> None:
+    """Say in ``scratch`` which signal the one that ``messenger`` names stands for."""
+    with contextlib.suppress(OSError):
+        (scratch / "stop").write_text(str(int(number)))
+
+
+def _told(scratch: Path | None) -> int:
+    try:
+        return int((scratch / "stop").read_text()) if scratch else 0
+    except (OSError, ValueError):
+        return 0
 
 
 def leave_on_stop_signals() -> None:
@@ -66,13 +102,13 @@ def leave_on_stop_signals() -> None:
 
     def leave(number: int, frame: FrameType | None) -> NoReturn:
         name = signal.Signals(number).name
-        sys.stderr.write(f"\nstopped by {name} before anything was started; all that was saved is as it was\n")
-        sys.stderr.flush()
+        with contextlib.suppress(OSError, RuntimeError):  # a terminal that is gone, a line that is being written
+            sys.stderr.write(f"\nstopped by {name} before anything was started; all that was saved is as it was\n")
+            sys.stderr.flush()
         os._exit(128 + number if number == signal.SIGINT else PREEMPTED)  # an import may swallow an exception
 
-    for number in STOP_SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, leave)
+    for number in heeded_signals():
+        signal.signal(number, leave)
 
 
 def ignore_stop_signals() -> None:

@@ -18,7 +18,7 @@ from typing import NoReturn
 from crius.launch.environment import Placement
 from crius.launch.report import ErrorReport, log_path, report_of, write_report
 from crius.launch.status import mirror_path, status
-from crius.launch.stop import STOP_SIGNALS
+from crius.launch.stop import STOP_SIGNALS, heeded_signals
 from crius.launch.witness import testify
 from crius.redact import redact
 
@@ -33,6 +33,7 @@ def worker_main(
     folder: Path,
     parent: int,
     is_watched: bool,
+    takes_signals: bool,
 ) -> NoReturn:
     """Run ``target`` as one local worker and end the process.
 
@@ -44,11 +45,12 @@ def worker_main(
             launcher reads even when the disk of the run is full.
         parent: process id of the launcher.
         is_watched: the launcher may ask where this process hangs.
+        takes_signals: ``target`` says what the stop signals do; they wait until it does.
     """
     code = 1
     try:
         _end_with(parent)
-        _take_signals()
+        _reset_signals(takes_signals)
         gc.freeze()  # a collection writes to all that it looks at: it would copy the launcher's memory, page by page
         _redirect(placement)
         os.environ.update(exports)
@@ -116,11 +118,12 @@ def _watch(parent: int) -> None:
     os._exit(1)
 
 
-def _take_signals() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all; the launcher hands it on as SIGTERM
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # blocked while the launcher forked
+def _reset_signals(takes_signals: bool) -> None:
+    for number in heeded_signals():  # the launcher's handlers are no use here
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all; the launcher hands it on
+    if not takes_signals:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # blocked while the launcher forked
 
 
 def _redirect(placement: Placement) -> None:

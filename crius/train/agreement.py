@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from crius.errors import LayoutError
+from crius.launch.stop import StopRequest
 from crius.parallel.dims import ParallelDims
 from crius.parallel.runtime import World
 
@@ -34,6 +35,11 @@ def agree(stop: int | None, save: bool, give_up: bool) -> Decision:
     dist.all_reduce(words, op=dist.ReduceOp.MAX)
     found, has_to_save, gives_up = words.tolist()
     return Decision(found, bool(has_to_save), bool(gives_up))
+
+
+def is_asked_to_stop(request: StopRequest | None) -> bool:
+    """Whether one of the ranks is asked to stop, the same on all of them; False where no signal is caught."""
+    return request is not None and agree(request.number, save=False, give_up=False).stop > 0
 
 
 def one_layout(dims: ParallelDims, ranks: World) -> ParallelDims:

@@ -1,5 +1,6 @@
 """Validation: the same sequences every time, the same result under every layout, no effect on training."""
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -16,6 +17,8 @@ from crius.parallel.runtime import World
 from crius.train.loss import count_valid
 from crius.train.step import Runner
 
+log = logging.getLogger("crius.train")
+
 
 @torch.no_grad()
 def evaluate(
@@ -27,8 +30,9 @@ def evaluate(
     world: World,
     dims: ParallelDims,
     step: int,
-) -> ValidationMetrics:
-    """Score ``batches``, of which every rank brings as many.
+    must_stop: Callable[[], bool],
+) -> ValidationMetrics | None:
+    """Score ``batches``, of which every rank brings as many; None where the run was asked to stop meanwhile.
 
     Args:
         parts: this rank's stages; left in training mode, their gathered weights freed.
@@ -39,13 +43,18 @@ def evaluate(
         world: ranks to sum over.
         dims: the degrees, to count once what several ranks have.
         step: the optimizer step after which this runs.
+        must_stop: asked before each batch; all ranks get the same answer.
     """
     started = time.monotonic()
     nats = torch.zeros((), dtype=torch.float64, device=world.device)
     counts = torch.zeros(3, dtype=torch.float64)
     for part in parts:
         part.eval()
+    is_whole = True
     for batch in batches:
+        if must_stop():
+            is_whole = False
+            break
         status.update()  # a long validation is no hang
         labels = batch.labels_BT
         valid = labels != IGNORE_INDEX
@@ -56,6 +65,9 @@ def evaluate(
         part.train()
         for module in fsdp_modules(part):
             module.reshard()
+    if not is_whole:
+        log.info("validation at step %d is given up: the run is asked to stop", step)
+        return None
     same_rows = dims.num_ranks // dims.batch
     sums = world.sum(torch.cat((nats[None] / dims.tp, counts.to(world.device) / same_rows)))
     total, tokens, num_bytes, rows = sums.tolist()

@@ -26,7 +26,7 @@ from crius.data.sample_log import Attempt, SampleLog, next_attempt
 from crius.host_memory import keep_freed_memory
 from crius.kernels import choice as kernels
 from crius.launch.environment import Placement
-from crius.launch.stop import PREEMPTED, catch_stop_signals
+from crius.launch.stop import PREEMPTED, StopRequest, catch_stop_signals, die_of_stop_signals
 from crius.metrics.build import build_sinks
 from crius.metrics.device import peak_tflops, total_memory_gib
 from crius.metrics.ledger import TimeLedger
@@ -93,7 +93,7 @@ def run(
     start_logging(placement.rank, run_dir, is_own_file=placement.launcher == "local" and placement.rank > 0)
     faults = read_faults(os.environ, config.training.steps, placement.world_size, placement.attempt)
     # before anything slow, so that a signal during the start is not lost
-    stop = catch_stop_signals(has_launcher=placement.launcher == "local") if config.checkpoint.is_enabled else None
+    stop = _stop_request(config, placement)
     ledger = TimeLedger(started)
     recovery = Recovery(placement, ledger)
     with explained(run_dir, placement.rank) as story, contextlib.ExitStack() as stack:
@@ -128,6 +128,14 @@ def run(
         validation = _run(prepare(loop), placement)
         if loop.state.step > step or not (run_dir / SUMMARY).exists():
             _finish(config, run_dir, ledger, loop.state, validation, watch)
+
+
+def _stop_request(config: RunConfig, placement: Placement) -> StopRequest | None:
+    """What notes the stop signals; None for a run that saves nothing, which they end at once."""
+    if config.checkpoint.is_enabled:
+        return catch_stop_signals(has_launcher=placement.launcher == "local", scratch=placement.scratch)
+    die_of_stop_signals()
+    return None
 
 
 def _resume(loop: Loop, checkpoints: Checkpoints, recovery: Recovery, mesh: Mesh) -> tuple[Loop, int]:

@@ -26,7 +26,7 @@ from crius.metrics.sinks.base import Sink
 from crius.parallel.dims import ParallelDims
 from crius.parallel.gradients import Gradients
 from crius.parallel.runtime import World
-from crius.train.agreement import agree
+from crius.train.agreement import agree, is_asked_to_stop
 from crius.train.checkpoints import Checkpoints
 from crius.train.evaluate import evaluate
 from crius.train.guard import UpdateGuard
@@ -341,7 +341,7 @@ class Loop:
             self.meter.wait(self.clock.lap())
             self._write_next()
 
-    def _validate(self, validation: Validation) -> ValidationMetrics:
+    def _validate(self, validation: Validation) -> ValidationMetrics | None:
         status.update(step=self.state.step, phase="validation")
         self.finish_reports()
         with self.ledger.phase("validation"):
@@ -354,7 +354,10 @@ class Loop:
                 self.world,
                 self.dims,
                 self.state.step,
+                lambda: is_asked_to_stop(self.stop),
             )
+            if record is None:
+                return None
             if not math.isfinite(record.val_loss):
                 raise NonFiniteError(
                     f"the validation loss after step {record.step} is {record.val_loss}.",

@@ -133,7 +133,7 @@ def test_other_data_is_refused(tmp_path, capfd):
     assert run(flags("1", *mine, "--checkpoint.allow_changes", "data", steps=2), tmp_path / "run") == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_saves_on_all_ranks_and_ends_with_75(number, tmp_path):
     def send():
         while not (tmp_path / "metrics.jsonl").exists() or len(read_metrics(tmp_path)) < 3:
@@ -173,6 +173,18 @@ def test_a_folder_that_cannot_be_written_is_found_before_anything_starts(tmp_pat
         "train", *flags("1", "--checkpoint.enable", "--checkpoint.folder", str(tmp_path / "file")), cwd=tmp_path
     )
     assert done.returncode == 1 and "--checkpoint.folder" in done.stderr and "model:" not in done.stdout
+
+
+def test_a_signal_that_is_handed_on_is_named_as_it_was_sent(tmp_path):
+    def send():
+        while not (tmp_path / "metrics.jsonl").exists():
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=send, daemon=True).start()
+    assert run(flags("1", "--checkpoint.enable", steps=500), tmp_path, is_supervised=True) == 130
+    assert "stopped by SIGINT at step" in log_of(tmp_path)
+    assert "SIGTERM" not in log_of(tmp_path)
 
 
 def test_asked_to_stop_before_there_is_anything_to_save_it_leaves_with_75(tmp_path):

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import random
 import signal
+import subprocess
 import sys
 import time
 from datetime import timedelta
@@ -143,10 +144,11 @@ def test_an_attempt_may_have_other_ranks_and_each_poll_is_told(tmp_path, capfd):
     assert (0, {0, 1, 2}) in polls
 
 
-def save_together(place):
+def save_together(place, start_seconds=0.0):
     """Steps of a few milliseconds; all ranks agree that one of them was asked to stop, save, and leave."""
-    request = stop.catch_stop_signals(has_launcher=True)
     (place.log_dir / f"pid-{place.rank}").write_text(str(os.getpid()))
+    time.sleep(start_seconds)
+    request = stop.catch_stop_signals(has_launcher=True, scratch=place.scratch)
     torch.set_num_threads(1)
     store = dist.FileStore(place.rendezvous.removeprefix("file:"), place.world_size)
     dist.init_process_group(
@@ -159,6 +161,7 @@ def save_together(place):
         dist.all_reduce(asked)
         if asked.item():
             (place.log_dir / f"saved-{place.rank}").write_text(str(step))
+            (place.log_dir / f"signal-{place.rank}").write_text(str(request.number))
             raise SystemExit(stop.PREEMPTED)
 
 
@@ -170,7 +173,7 @@ def is_alive(pid):
     return True
 
 
-def stop_all(cases):
+def stop_all(cases, target=save_together):
     """For each ``(folder, seconds, send)`` start a launcher and, so long after its ranks began, ``send`` it something.
 
     Returns:
@@ -179,7 +182,7 @@ def stop_all(cases):
     launchers = []
     for folder, _, _ in cases:
         folder.mkdir()
-        launchers.append(FORK.Process(target=lambda folder=folder: leave(supervised(save_together, folder, 2))))
+        launchers.append(FORK.Process(target=lambda folder=folder: leave(supervised(target, folder, 2))))
         launchers[-1].start()
     pids = [[int(read(folder / f"logs/pid-{rank}")) for rank in range(2)] for folder, _, _ in cases]
     began = time.monotonic()
@@ -227,6 +230,72 @@ def test_stopped_at_20_random_moments_a_run_saves_20_times_and_leaves_no_process
         assert len({(folder / f"logs/saved-{rank}").read_text() for rank in range(2)}) == 1
 
 
+def test_a_signal_that_comes_before_a_worker_is_ready_waits_for_it(tmp_path, capfd):
+    late = functools.partial(save_together, start_seconds=0.3)
+    assert stop_all([(tmp_path / "run", 0.0, to_launcher(signal.SIGHUP))], late) == [(stop.PREEMPTED, [])]
+    assert (tmp_path / "run/logs/signal-1").read_text() == str(int(signal.SIGHUP))
+
+
+@pytest.fixture
+def ignored():
+    """SIGHUP and SIGTERM are ignored, as where a shell said ``trap "" HUP TERM``."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGHUP, signal.SIGTERM)}
+    yield list(before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_what_is_ignored_stays_ignored_and_the_workers_are_told_by_another_signal(tmp_path, ignored, capfd):
+    def send(launcher, pids):
+        for number in ignored:
+            for pid in (launcher, *pids):
+                os.kill(pid, number)
+        time.sleep(0.3)
+        assert not list((tmp_path / "run/logs").glob("saved-*"))
+        os.kill(launcher, signal.SIGINT)
+
+    assert stop_all([(tmp_path / "run", 0.0, send)]) == [(130, [])]
+    assert capfd.readouterr().err == "\nstopped by SIGINT, saved first\n"
+
+
+@pytest.mark.parametrize("catch", [stop.catch_stop_signals, stop.leave_on_stop_signals, stop.die_of_stop_signals])
+def test_no_handler_is_put_where_a_signal_is_ignored(catch, ignored):
+    before = {number: signal.getsignal(number) for number in stop.STOP_SIGNALS}
+    try:
+        catch()
+        kept = [number for number in stop.STOP_SIGNALS if signal.getsignal(number) is signal.SIG_IGN]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert kept == ignored
+
+
+EARLY = """
+import os, signal, sys, types
+import crius.__main__ as entry
+slow = {"torch", "cyclopts", "crius.cli"} & set(sys.modules)
+sys.modules["crius.cli"] = sys.modules["crius"].cli = cli = types.ModuleType("crius.cli")
+cli.main = lambda argv: os.kill(os.getpid(), int(sys.argv[2]))
+print(sorted(slow), flush=True)
+entry.main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("verb", "number", "code"),
+    [
+        ("train", signal.SIGTERM, stop.PREEMPTED),
+        ("train", signal.SIGHUP, stop.PREEMPTED),
+        ("train", signal.SIGINT, 130),
+        ("config", signal.SIGTERM, -signal.SIGTERM),
+    ],
+)
+def test_the_signals_of_a_run_are_caught_before_anything_slow_is_imported(verb, number, code):
+    done = subprocess.run([sys.executable, "-c", EARLY, verb, str(int(number))], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (code, "[]\n")
+    assert ("before anything was started" in done.stderr) == (verb == "train")
+
+
 def test_what_comes_twice_at_once_is_one_signal_to_the_launcher():
     with caught_signals() as stops:
         for seconds in (0.0, 0.02, 0.3):
@@ -248,7 +317,7 @@ def test_a_late_signal_does_not_change_the_exit_code_that_is_known():
 
 def test_ctrl_c_saves_and_is_130(tmp_path, capfd):
     assert stop_all([(tmp_path / "run", 0.1, to_launcher(signal.SIGINT))]) == [(130, [])]
-    assert (tmp_path / "run/logs/saved-0").exists()
+    assert (tmp_path / "run/logs/signal-0").read_text() == str(int(signal.SIGINT))
     assert capfd.readouterr().err == "\nstopped by SIGINT, saved first\n"
 
 

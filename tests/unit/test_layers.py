@@ -36,6 +36,7 @@ CLOSED = [
 LAZY_ROOMS = (
     *(f"cli/{name}.py" for name in ("app", "bench", "checkpoint", "plan", "settings", "train", "verify")),
     "models/registry.py",
+    "__main__.py",
 )
 # pyproject.toml's extras, and what comes with torch but is only for some
 OPTIONAL = {"datasets", "fsspec", "matplotlib", "tokenizers", "tensorboard", "torchao"}

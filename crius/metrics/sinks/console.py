@@ -1,5 +1,6 @@
 """The console: aligned plain lines, and on a terminal a bar with the remaining time below them."""
 
+import contextlib
 import logging
 import sys
 
@@ -42,7 +43,8 @@ class ConsoleSink:
         if isinstance(record, StepMetrics):
             log.info("%s", self._step_line(record))
             if self._bar:
-                self._bar.update(self._task, completed=record.step)
+                with contextlib.suppress(OSError):  # the terminal may be gone
+                    self._bar.update(self._task, completed=record.step)
         else:
             log.info(
                 "validation at step %d  loss %.4f  perplexity %.3f  bits_per_byte %.4f  (%d samples, %.1f s)",
@@ -77,4 +79,5 @@ class ConsoleSink:
     def close(self) -> None:
         """Take the bar away."""
         if self._bar:
-            self._bar.stop()
+            with contextlib.suppress(OSError):  # the terminal may be gone
+                self._bar.stop()
