@@ -22,6 +22,7 @@ class Gradients:
 
     def __init__(self, parameters: Sequence[nn.Parameter], num_holders: int, device: torch.device) -> None:
         self._parameters = list(parameters)
+        self._local_peak: Tensor | None = None
         self._device = device
         shards = [num_shards(parameter) for parameter in self._parameters]
         # a parameter held by several ranks counts once: each of its copies brings its share
@@ -37,6 +38,29 @@ class Gradients:
         return self._squared(
             [local_tensor(p.grad) if p.grad is not None else torch.zeros(0, device=p.device) for p in self._parameters]
         )
+
+    def watch(self, model: nn.Module) -> None:
+        """Note the gradient that this rank's own backward passes bring to the embeddings of ``model``.
+
+        The gradients of parameters are sums over ranks when they can be seen: they do not tell where a value that is
+        not finite came from. Such a value spreads to all that is computed from it, and so down to the embeddings.
+        """
+        for module in model.modules():
+            if isinstance(module, nn.Embedding):
+                module.register_forward_hook(self._watch_output)
+
+    def _watch_output(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(self._note_peak)
+
+    def _note_peak(self, gradient: Tensor) -> None:
+        peak = torch.linalg.vector_norm(local_tensor(gradient.detach()), ord=torch.inf)
+        self._local_peak = peak if self._local_peak is None else torch.maximum(self._local_peak, peak)
+
+    def take_local_peak(self) -> Tensor | None:
+        """The largest number in what ``watch`` notes, since the last call; a scalar. None where nothing is watched."""
+        peak, self._local_peak = self._local_peak, None
+        return peak
 
     def squared_weight_norms(self) -> Tensor:
         """As ``squared_norms``, of the parameters themselves."""

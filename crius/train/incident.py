@@ -19,27 +19,32 @@ from crius.train.step import StepResult
 
 log = logging.getLogger("crius.train")
 
+_NUM_RANKS = 4  # that a message names
+
 
 @dataclass(frozen=True)
 class Culprit:
     """Where a value that is not finite was found.
 
     Attributes:
-        rank: the first rank with such a loss, else with such a gradient.
+        ranks: those with such a loss, else those whose own backward pass had such a gradient; empty where only the sum
+            over ranks shows it.
         gradient: the first parameter, in the order of the backward pass, with such a gradient.
         weights: parameters that hold such values themselves.
         samples: sequences that may have caused it.
     """
 
-    rank: int
+    ranks: list[int]
     gradient: str | None
     weights: list[str]
     samples: list[int]
 
     def __str__(self) -> str:
+        shown = ", ".join(map(str, self.ranks[:_NUM_RANKS])) + (", ..." if len(self.ranks) > _NUM_RANKS else "")
+        where = f"on rank{'' if len(self.ranks) == 1 else 's'} {shown}" if self.ranks else "in the sum over ranks"
         if self.weights:
-            return f"found on rank {self.rank}; already in the weights of {', '.join(self.weights)}"
-        return f"found on rank {self.rank}" + (f", first in the gradient of {self.gradient}" if self.gradient else "")
+            return f"found {where}; already in the weights of {', '.join(self.weights)}"
+        return f"found {where}" + (f", first in the gradient of {self.gradient}" if self.gradient else "")
 
 
 class IncidentReporter:
@@ -80,18 +85,21 @@ class IncidentReporter:
         losses = _not_finite(self._world.gather(result.local_losses))  # (ranks, microbatches)
         squared_grads, squared_weights = self._squared_norms(result)
         bad_grads, bad_weights = _not_finite(squared_grads), _not_finite(squared_weights)  # (ranks, parameters)
-        guilty = losses.any(dim=1) if losses.any() else bad_grads.any(dim=1)
-        rank = int(guilty.nonzero()[0]) if guilty.any() else 0
+        guilty = losses.any(dim=1) if losses.any() else self._bad_backward(result, bad_grads)
+        ranks = guilty.nonzero().flatten().tolist()
         # backward runs from the output to the embedding, so the first bad gradient is the last by name
         grads = self._named(bad_grads)[::-1]
-        # a bad gradient was summed over ranks before it was seen: any sample of the step may have caused it
         ids = self._sample_ids(result)
-        samples = ids[rank].reshape(losses.shape[1], -1)[losses[rank]] if losses.any() else ids
-        culprit = Culprit(rank, grads[0] if grads else None, self._named(bad_weights), _sorted(samples))
+        if losses.any():
+            samples = ids[ranks[0]].reshape(losses.shape[1], -1)[losses[ranks[0]]]
+        else:
+            samples = ids[ranks] if ranks else ids  # any sample of the step may have caused it
+        culprit = Culprit(ranks, grads[0] if grads else None, self._named(bad_weights), _sorted(samples))
         found = {
-            "rank": rank,
+            "rank": ranks[0] if ranks else None,
             "found_in": "loss" if losses.any() else "gradient",
-            "ranks_with_bad_loss": losses.any(dim=1).nonzero().flatten().tolist(),
+            "ranks_with_bad_loss": ranks if losses.any() else [],
+            "ranks_with_bad_gradient": [] if losses.any() else ranks,
             "first_bad_parameter": culprit.gradient,
             "bad_parameters": grads,
             "bad_weights": culprit.weights,
@@ -117,6 +125,21 @@ class IncidentReporter:
             "sample_ids": _sorted(self._sample_ids(result)),
         }
         self._write(result, {**facts, **found}, squared_grads, squared_weights)
+
+    def _bad_backward(self, result: StepResult, bad_grads: Tensor) -> Tensor:
+        """Which ranks brought a gradient that is not finite themselves, bool ``(ranks,)``.
+
+        Args:
+            result: of the step.
+            bad_grads: where the summed gradients are not finite, bool ``(ranks, parameters)``.
+        """
+        if result.local_peak is not None:
+            guilty = _not_finite(self._world.gather(result.local_peak.to(torch.float64)))
+            if guilty.any():
+                return guilty
+        bad = bad_grads.any(dim=0).nonzero()
+        holders = bad_grads[:, int(bad.max())] if len(bad) else bad_grads.new_zeros(len(bad_grads))
+        return holders & (holders.sum() == 1)  # several have it from their sum
 
     def _squared_norms(self, result: StepResult) -> tuple[Tensor, Tensor]:
         """Each rank's share of the squared norms of gradients and of weights, both ``(ranks, all parameters)``."""

@@ -203,6 +203,8 @@ def assemble(
     stack.callback(loader.close)
     state = TrainState(built.parts, optimizer, WarmupStableDecay(config.lr_scheduler, training.steps))
     gradients = build_gradients(config, parameters, mesh, ranks)
+    if mesh.pp is None:  # a bad gradient of a later stage would be seen on the rank of the first one
+        gradients.watch(built.parts[0])
     peak = config.metrics.peak_tflops or peak_tflops(ranks.device)
     return Loop(
         config=config,

@@ -27,6 +27,8 @@ class StepResult:
         local_losses: this rank's share of the loss by microbatch, float64 ``(num microbatches,)``.
         squared_norms: this rank's share of the squared norm of each gradient, float64 ``(num parameters,)``.
         sample_ids: the sequences this rank trained on.
+        local_peak: largest number in the gradient that this rank's own backward passes brought to the embeddings,
+            before any sum over ranks that have other data, a scalar; None where that is not watched.
     """
 
     step: int
@@ -35,6 +37,7 @@ class StepResult:
     local_losses: Tensor
     squared_norms: Tensor
     sample_ids: tuple[int, ...]
+    local_peak: Tensor | None = None
 
     def is_finite(self) -> Tensor:
         """Whether loss and gradient are finite, a bool scalar, the same on all ranks."""
@@ -135,4 +138,5 @@ def train_step(
         local_losses=losses,
         squared_norms=squared_norms,
         sample_ids=batch.sample_ids,
+        local_peak=gradients.take_local_peak(),
     )

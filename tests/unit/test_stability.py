@@ -16,6 +16,7 @@ from crius.errors import NonFiniteError, SpikeError
 from crius.optim.lr_scheduler import WarmupStableDecay
 from crius.parallel.gradients import Gradients
 from crius.train.guard import UpdateGuard
+from crius.train.incident import Culprit
 from crius.train.snapshot import Snapshot
 from crius.train.stability import SpikeMonitor
 from crius.train.state import TrainState
@@ -174,6 +175,19 @@ def test_a_skipped_step_leaves_weights_moments_and_schedule_to_the_bit(tmp_path,
     report = bench.incident(5)
     assert (report["kind"], report["action"], report["loss"]) == ("non-finite", "skipped", "nan")
     assert report["sample_ids"] == [10, 11]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        ([1], "found on rank 1, first in the gradient of w"),
+        ([0, 2], "found on ranks 0, 2, first in the gradient of w"),
+        (list(range(8)), "found on ranks 0, 1, 2, 3, ..., first in the gradient of w"),
+        ([], "found in the sum over ranks, first in the gradient of w"),
+    ],
+)
+def test_a_culprit_names_only_ranks_that_are_known(ranks, words):
+    assert str(Culprit(ranks, "w", [], [])) == words
 
 
 def test_a_report_that_cannot_be_written_does_not_end_the_run(tmp_path, caplog):
