@@ -10,7 +10,6 @@ import math
 import os
 import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -33,6 +32,7 @@ from crius.launch.report import (
     root_cause,
     say,
 )
+from crius.launch.scratch import scratch_folder
 from crius.launch.sentry import sentry
 from crius.launch.status import Heartbeat, mirror_path, read_mirror
 from crius.launch.stop import PREEMPTED, STOP_SIGNALS, messenger, tell_stop_signal
@@ -248,8 +248,7 @@ def run_workers(
     _prepare_logs(run_dir, 0)
     if supervision:
         stop_seconds = supervision.launch.grace_seconds
-    scratch = Path(tempfile.mkdtemp(prefix="crius-"))
-    with caught_signals() as stops:
+    with caught_signals() as stops, scratch_folder() as scratch:
         run = _Run(target, num_ranks, run_dir, scratch, grace_seconds, stop_seconds, threads, supervision, stops)
         try:
             run.attempt()
@@ -258,7 +257,6 @@ def run_workers(
             return run.conclude()
         finally:
             run.crew.end()
-            shutil.rmtree(scratch, ignore_errors=True)
 
 
 def run_single(

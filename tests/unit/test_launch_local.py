@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -21,6 +22,7 @@ import pytest
 import crius
 from crius.errors import DataError, LayoutError
 from crius.launch import crew, local, worker
+from crius.launch.scratch import scratch_folder
 from crius.launch.status import status
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -375,6 +377,28 @@ def test_workers_end_when_the_launcher_is_killed(start, tmp_path, options):
     process.kill()
     process.wait(timeout=5)
     wait_until(lambda: processes_that_mention(str(tmp_path)) == [], seconds=3)
+
+
+def test_the_folder_of_a_killed_launcher_goes_with_the_next_one_and_that_of_a_live_one_stays(start, tmp_path):
+    killed, alive = start(deaf, 1), None
+    scratch = tmp_path / "tmp"
+    [left] = scratch.iterdir()
+    others = [scratch / "crius-verify-1", scratch / "crius-foreign"]
+    for other in others:
+        other.mkdir()
+    (scratch / "crius-foreign/owner").touch()  # its launcher has not locked it yet
+    killed.kill()
+    killed.wait(timeout=5)
+    (tmp_path / "logs/pid-0").unlink()
+    alive = start(hang, 1)
+    [mine] = set(scratch.iterdir()) - set(others)
+    assert mine != left
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(scratch))
+        with scratch_folder() as new:
+            assert set(scratch.iterdir()) == {*others, mine, new}
+    assert set(scratch.iterdir()) == {*others, mine}
+    alive.terminate()
 
 
 def main(name, num_ranks, run_dir, *options):
