@@ -115,8 +115,8 @@ def _start(
     """
     from crius.launch.environment import single_placement
     from crius.launch.local import run_single, run_workers
-    from crius.launch.lock import kept
-    from crius.launch.stop import STOPPED, ignore_stop_signals
+    from crius.launch.lock import keep_all, kept
+    from crius.launch.stop import ignore_stop_signals
     from crius.launch.supervision import Supervision
     from crius.launch.worker import leave
     from crius.train import job
@@ -125,12 +125,9 @@ def _start(
     if placement is None and (num_ranks > 1 or run.checkpoint.is_enabled):
         # without checkpoints a restart would begin again at step 1: that is for a person to decide
         launch = run.launch if run.checkpoint.is_enabled else dataclasses.replace(run.launch, max_restarts=0)
-        supervision = Supervision(
-            launch=launch, watchdog=run.watchdog, on_poll=lambda attempt, pids: [lock.keep() for lock in locks]
-        )
+        supervision = Supervision(launch=launch, watchdog=run.watchdog, on_poll=lambda attempt, pids: keep_all(locks))
         code = run_workers(target, num_ranks, folder, supervision=supervision)
-        if code in STOPPED:
-            ignore_stop_signals()
+        ignore_stop_signals()
         return code
     with kept(locks):
         code = run_single(target, placement or single_placement(), folder, run.watchdog)

@@ -137,6 +137,12 @@ def run_lock(run_dir: Path, command: str) -> Iterator[RunLock]:
         lock.release()
 
 
+def keep_all(locks: Sequence[RunLock]) -> None:
+    """``RunLock.keep`` of each."""
+    for lock in locks:
+        lock.keep()
+
+
 @contextlib.contextmanager
 def kept(locks: Sequence[RunLock]) -> Iterator[None]:
     """Keep ``locks`` from a thread while the context is open; a folder that is lost to another run ends this process.
@@ -148,8 +154,7 @@ def kept(locks: Sequence[RunLock]) -> Iterator[None]:
     def keep() -> None:
         while not ended.wait(_LOOK_SECONDS):
             try:
-                for lock in locks:
-                    lock.keep()
+                keep_all(locks)
             except ConfigError as error:
                 say(str(error))
                 leave(error.exit_code)

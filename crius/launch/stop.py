@@ -17,9 +17,6 @@ _MESSENGERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 PREEMPTED = 75
 """Exit code of a process that was asked to stop and saved first: no failure."""
 
-STOPPED = (PREEMPTED, *(128 + number for number in STOP_SIGNALS))
-"""Exit codes of a run that was asked to stop."""
-
 ECHO_SECONDS = 1.0
 """A signal to a whole process group comes a second time from the launcher, which got it too and hands it on."""
 

@@ -25,7 +25,7 @@ class Supervision:
     launch: LaunchConfig
     watchdog: WatchdogConfig
     assignment: Callable[[int], tuple[Callable[[Placement], None], int]] | None = None
-    on_poll: Callable[[int, Mapping[int, int]], object] | None = None
+    on_poll: Callable[[int, Mapping[int, int]], None] | None = None
     on_failure: "Callable[[Attempt], None] | None" = None
 
 
