@@ -147,12 +147,12 @@ def _num_cores() -> int:
 
 
 @contextlib.contextmanager
-def caught_signals() -> Iterator[list[Stop]]:
+def caught_signals(clock: Callable[[], float] = time.monotonic) -> Iterator[list[Stop]]:
     """The list that the stop signals to this process go to, instead of ending it. What is ignored stays ignored."""
     stops: list[Stop] = []
 
     def note(number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
+        now = clock()
         if not stops or now - stops[-1].monotonic > _ECHO_SECONDS:
             stops.append(Stop(signal.Signals(number), now))
 
