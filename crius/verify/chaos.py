@@ -14,7 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,7 @@ class Draw:
     step: float
     rank: float
     start: float
-    is_cold: bool = False
+    is_cold: bool = field(default=False, kw_only=True)
 
 
 def drawn(kills: int, seed: int, *, compiles: bool = False) -> list[Draw]:
