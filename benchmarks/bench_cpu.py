@@ -7,6 +7,7 @@ Prints a table for each case and ends with one line of JSON. Exit code 1 where l
 
 import argparse
 import dataclasses
+import hashlib
 import json
 import os
 import sys
@@ -80,7 +81,9 @@ def write_tokens(folder: Path, tokens: np.ndarray) -> None:
         vocab_size=tokenizer.vocab_size,
         eos_id=tokenizer.eos_id,
         source="order-1 Markov chain",
-        sha256={},
+        sha256={
+            name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in (TOKENS, DOCUMENTS, TOKEN_BYTES)
+        },
     )
     (folder / META).write_text(meta.to_json(), encoding="utf-8")
 

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from crius.config.data import DataConfig
 from crius.config.run import RunConfig
 from crius.config.tokenizer import TokenizerConfig
+from crius.data.boundary import boundary_of
 from crius.data.cache import open_cached
 from crius.data.loader import BatchLoader
 from crius.data.tokenizer import build_tokenizer
@@ -189,7 +190,9 @@ def _files_cost(count: int, folder: Path, rounds: int) -> dict[str, float]:
     def opened(cache: str) -> IndexedSource:
         data = DataConfig(source="text", path=(str(folder / "corpus" / "*.txt"),), cache_dir=str(folder / cache))
         file = open_cached(data, TokenizerConfig(), tokenizer)
-        return IndexedSource(file, 0, file.meta.num_tokens, seq_len=64, vocab_size=257, seed=1, shuffle=True)
+        boundary = boundary_of(data, tokenizer)
+        end = file.meta.num_tokens
+        return IndexedSource(file, 0, end, boundary=boundary, seq_len=64, vocab_size=257, seed=1, shuffle=True)
 
     first = [timed(lambda number=number: opened(f"cache-{number}")) for number in range(rounds)]
     again = [timed(lambda: opened("cache-0")) for _ in range(rounds)]

@@ -161,7 +161,7 @@ def _saves(folder: Path, tensors: dict[str, Tensor], config: CheckpointConfig) -
             step=step, run_id="bench", versions={}, config={}, layout="1", num_ranks=1, dataset="", files={}, tensors={}
         )
         before = saver.blocked_seconds
-        saver.save(step, tensors, {}, head)
+        saver.save(step, tensors, {"train": {"step": step}}, head)
         blocked = saver.blocked_seconds - before
         saver.wait()
         assert not saver.failures, saver.last_error

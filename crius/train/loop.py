@@ -79,8 +79,7 @@ class Meter:
         self, state: TrainState, loss: float, grad_norm: float, lr: float, goodput: float, max_loss: float | None = None
     ) -> StepMetrics:
         """Metrics averaged over the steps since the last report; the arguments are those of the newest step."""
-        rate = self._tokens / self._seconds
-        per_rank = rate / self._world.size
+        per_rank = self._tokens / self._seconds / self._world.size
         tflops = per_rank * self._flops / 1e12
         record = StepMetrics(
             step=state.step,
@@ -88,7 +87,7 @@ class Meter:
             grad_norm=grad_norm,
             lr=lr,
             tokens=state.tokens,
-            tokens_per_second=rate,
+            tokens_per_second=self._tokens / self._seconds,
             tokens_per_second_per_rank=per_rank,
             mfu=tflops / self._peak if self._peak else None,
             tflops=tflops,

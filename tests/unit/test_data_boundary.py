@@ -202,7 +202,8 @@ OLD = {"data.source": "text", "model.attention_mask": "causal"}
 @pytest.mark.parametrize("resumed, want", [(None, True), (OLD, False), (OLD | {"data.add_bos": True}, True)])
 def test_a_run_resumes_with_the_rule_that_it_began_with(tmp_path, monkeypatch, resumed, want):
     tokenizer = tokenizer_in(tmp_path / "tok", template="<s> $A")
-    monkeypatch.setattr(inputs, "_resumed_settings", lambda config, run_dir: resumed and (resumed, "step-1"))
+    found = resumed and inputs._Resumed(resumed, "step-1", 1, is_import=False, is_own=True)
+    monkeypatch.setattr(inputs, "_resumed", lambda config, run_dir: found)
     config = RunConfig(tokenizer=tokenizer)
     decided = inputs.with_boundaries(config, tmp_path)
     assert decided == dataclasses.replace(config, data=dataclasses.replace(config.data, add_bos=want))

@@ -140,7 +140,7 @@ def test_text_of_a_stranger_acts_on_no_terminal(tmp_path, capsys):
     assert printable(f"{evil}\n\té") == "a\\x1b[2J\\x9b\\u202e\\r\n\té"
     line = logging.LogRecord("crius", logging.INFO, "", 0, "settings of %s", (evil,), None)
     assert "\x1b" not in _Formatter("%(message)s").format(line)
-    change = str(changes({f"{evil}\nresume: all is well": f"{evil}\nstep 9"}, {})[0])
+    change = str(changes({f"{evil}\nresume: all is well": f"{evil}\nstep 9"}, {})[-1])
     assert change.isprintable() and "\\x1b[2J" in change
     (tmp_path / "run.toml").write_text('[model]\n"\\u001b[2Jx" = 1\nname = "\\u001b[2J"\n')
     assert main(["train", "--config", str(tmp_path / "run.toml")]) == 2

@@ -104,7 +104,7 @@ def test_metrics_go_on_after_a_full_disk_and_a_removed_folder(tmp_path, full_dis
 def test_tensorboard_whose_disk_fails_ends_its_curves_and_not_the_run(tmp_path, caplog, monkeypatch):
     tensorboard = pytest.importorskip("crius.metrics.sinks.tensorboard")
     monkeypatch.setattr(logging.getLogger("crius"), "propagate", True)
-    sink = tensorboard.TensorBoardSink(tmp_path)
+    sink = tensorboard.TensorBoardSink(tmp_path, None)
 
     def fail(*args):
         raise OSError(errno.ENOSPC, "no room")
