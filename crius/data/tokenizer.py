@@ -195,10 +195,15 @@ class HuggingFaceTokenizer(Tokenizer):
             return in_front[-1], True
         named = config.get("bos_token")
         name = named.get("content") if isinstance(named, dict) else named
-        for token in (name,) if isinstance(name, str) else BOS_NAMES:
+        # a vocabulary of text may have such a name too, as Qwen's has [CLS]
+        names = (name,) if isinstance(name, str) else (name for name in BOS_NAMES if name in self._special_tokens())
+        for token in names:
             if (token_id := self._model.token_to_id(token)) is not None:
                 return int(token_id), config.get("add_bos_token") is True
         return None, False
+
+    def _special_tokens(self) -> list[str]:
+        return [added.content for added in self._model.get_added_tokens_decoder().values() if added.special]
 
     def _find_eos(self, eos_token: str) -> int:
         for name in (eos_token,) if eos_token else EOS_NAMES:

@@ -124,6 +124,7 @@ def test_a_signal_to_the_driver_leaves_no_process(tmp_path, number):
     assert has_ended(int(log.with_suffix(".child").read_text()))
 
 
+@pytest.mark.slow
 def test_variants_are_the_real_job_with_losses_of_its_own_and_a_ratio(tmp_path):
     """Two ranks train as one does, and so does the bare loop; a variant has its own flags."""
     out = tmp_path / "new" / "result.json"

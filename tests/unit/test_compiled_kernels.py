@@ -47,6 +47,7 @@ def compiler(tmp_path, monkeypatch):
         torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_compiled_feed_forward_keeps_no_product_and_calls_onednn_itself(compiler):
     torch.manual_seed(0)
     layer, x = FeedForward(DIM, WIDTH), torch.randn(TOKENS, DIM, requires_grad=True)

@@ -28,6 +28,7 @@ SAME = {1: 7.0, 20: 5.0}
 
 
 @needs_trainer
+@pytest.mark.slow
 def test_all_trainers_start_alike_and_stay_alike_for_some_steps(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench_cpu, "TOLERANCES", {1: 2e-6, 4: 2e-5})  # fp32 losses near 6.2: only the sums differ
     monkeypatch.setattr(bench_cpu, "WARMUP", 2)
