@@ -17,7 +17,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from cyclopts import App, ArgumentCollection, CoercionError, CycloptsError
 from cyclopts.argument import Argument, Token
-from cyclopts.exceptions import UnknownOptionError, UnusedCliTokensError
+from cyclopts.exceptions import UnknownCommandError, UnknownOptionError, UnusedCliTokensError
 
 from crius.config.export import COMMAND_LINE_ONLY, flatten
 from crius.config.layout_flag import spread_layout, spread_microbatches
@@ -121,9 +121,9 @@ class RunSources:
             yield from spread_microbatches(named)
         for argument in arguments:
             if argument.tokens:
-                yield from self._settle(argument)
+                yield from self._settle(argument, commands)
 
-    def _settle(self, argument: Argument) -> Iterator[CriusError]:
+    def _settle(self, argument: Argument, commands: Collection[str]) -> Iterator[CriusError]:
         """Bring the value of ``argument`` into its one spelling and note its origin; yields what is wrong with it."""
         name = argument.name.lstrip("-")
         source = argument.tokens[0].source
@@ -140,7 +140,7 @@ class RunSources:
         try:
             argument.convert()
         except CycloptsError as error:
-            yield _conversion(error)
+            yield _conversion(error, commands)
 
 
 def _config_file(path: str) -> tuple[str, dict[str, Any]]:
@@ -333,7 +333,7 @@ def explain(error: CycloptsError | WrongSettings, argv: Sequence[str]) -> CriusE
     elif isinstance(error, UnknownOptionError):
         arguments, problems, first = error.argument_collection, [], [error.token.keyword or error.token.value]
     else:
-        return _conversion(error)
+        return _conversion(error, error.command_chain or ())
     known = {name for argument in arguments if not argument.children for name in (*argument.names, *argument.negatives)}
     tokens = itertools.chain(first, itertools.takewhile(lambda token: token != "--", argv))
     written = (token.partition("=")[0] for token in tokens)
@@ -351,14 +351,17 @@ def _is_number(text: str) -> bool:
     return False
 
 
-def _conversion(error: CycloptsError) -> ConfigError:
+def _conversion(error: CycloptsError, commands: Iterable[str]) -> ConfigError:
     """A value that is none of its kind, in one clear sentence; what cyclopts guesses is left out if it is no typo."""
+    error.verbose = False
     text = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
     guess = re.search(r' Did you mean "(.*?)"\?', text)
     value = error.token.value if isinstance(error, CoercionError) and error.token else ""
+    if isinstance(error, UnknownCommandError):
+        value = (error.unused_tokens or [""])[0]
     if guess and not nearest_typo(value, [guess[1]]):
         text = text.replace(guess[0], "")
-    return ConfigError(text, fix="see crius COMMAND --help for what each flag takes")
+    return ConfigError(text, fix=f"see {' '.join(['crius', *commands])} --help for what can be given")
 
 
 def _unknown(kind: str, written: str, known: Iterable[str], where: str) -> ConfigError:
