@@ -74,7 +74,7 @@ lint: $(TEST_STAMP)
 ALONE = $(addprefix tests/distributed/test_,launcher.py loopback.py supervision.py watchdog.py wrong_inputs.py) tests/gpu
 TOGETHER = tests/distributed tests $(addprefix --ignore=,$(ALONE))
 TIMES := $(VENV)/cpu-times.json
-TWO = -n 2 --dist loadgroup
+TWO = -n 2
 test: lint
 	rm -f $(TIMES)
 	$(BIN)/pytest $(TWO) --cpu-times $(TIMES) $(TOGETHER)

@@ -15,6 +15,7 @@ for number in (signal.SIGHUP, signal.SIGINT):  # ignored under nohup, or in the 
 import fork_server
 import pytest
 import torch
+from xdist.scheduler import LoadScopeScheduling
 
 torch.set_num_threads(1)  # no thread pool in this process: workers are forked from it
 
@@ -61,5 +62,15 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(skip)
-        if item.path.parent.name in BY_FILE:
-            item.add_marker(pytest.mark.xdist_group(str(item.path)))
+
+
+class ByFolder(LoadScopeScheduling):
+    """Several processes (``pytest -n``): the tests of a file of ``BY_FILE`` are one process's, others anyone's."""
+
+    def _split_scope(self, nodeid):
+        file = nodeid.split("::")[0]
+        return file if file.split("/")[-2] in BY_FILE else nodeid
+
+
+def pytest_xdist_make_scheduler(config, log):
+    return ByFolder(config, log)

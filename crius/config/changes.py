@@ -66,7 +66,10 @@ class Change:
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
-    """The differences of two flat configs, in the order of the new one, settings that only one knows included."""
+    """The differences of two flat configs, in the order of the new one, settings that only one knows included.
+
+    A setting that the new one leaves open, as None, is no difference: a resume takes that of the checkpoint.
+    """
     plain_old, plain_new = (json.loads(json.dumps(dict(config))) for config in (old, new))
     if plain_old.get("model.attention_mask") != "document":
         plain_old = FIRST_BOUNDARIES | plain_old
@@ -74,7 +77,7 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
     return [
         Change(name, plain_old.get(name), plain_new.get(name), kind_of(name))
         for name in names
-        if plain_old.get(name) != plain_new.get(name)
+        if plain_old.get(name) != plain_new.get(name) and plain_new.get(name, "") is not None
     ]
 
 

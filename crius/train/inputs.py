@@ -214,12 +214,12 @@ def _resumed(config: RunConfig, run_dir: Path) -> _Resumed | None:
     for place, step_to_load in ((own, -1 if other else load_step), (other, load_step)):
         if not place:
             continue
-        folder = CheckpointFolder(open_disk(place))
-        wanted = [step for step in folder.steps() if step_to_load in (-1, step)]
-        if not wanted:
-            continue
-        name = step_name(wanted[-1])
         try:
+            folder = CheckpointFolder(open_disk(place))
+            wanted = [step for step in folder.steps() if step_to_load in (-1, step)]
+            if not wanted:
+                continue
+            name = step_name(wanted[-1])
             manifest = read_manifest(folder.disk, name)
             is_import = bool(read_state(folder.disk, name, manifest).get("imported"))
         except CheckpointError:

@@ -47,7 +47,7 @@ from crius.train.checkpoints import Checkpoints, Parts
 from crius.train.choices import decide
 from crius.train.fault import Fault, read_faults
 from crius.train.guard import UpdateGuard
-from crius.train.inputs import model_facts, open_run_corpus, run_batch_sizes
+from crius.train.inputs import model_facts, open_run_corpus, run_batch_sizes, with_boundaries
 from crius.train.kernels import run_kernels
 from crius.train.logs import start_logging
 from crius.train.loop import Loop, Meter, Validation
@@ -57,7 +57,7 @@ from crius.train.planted import DiskFaults, planted_in_process
 from crius.train.precision import keep_scales
 from crius.train.profiler import profiler
 from crius.train.recovery import Recovery
-from crius.train.saving import log_save_plan, save_plan
+from crius.train.saving import log_save_plan
 from crius.train.sdc import build_sdc
 from crius.train.state import TrainState
 from crius.train.summary import is_complete, write_summary
@@ -88,6 +88,7 @@ def run(
     Raises:
         CriusError: whatever the user can mend, see ``crius.errors``.
     """
+    config = with_boundaries(config, run_dir)
     start_logging(placement.rank, run_dir, is_own_file=placement.launcher == "local" and placement.rank > 0)
     faults = read_faults(os.environ, config.training.steps, placement.world_size, placement.attempt)
     # before anything slow, so that a signal during the start is not lost
@@ -107,8 +108,6 @@ def run(
             ranks = stack.enter_context(_world(config, placement, device))
             mesh = build_mesh(one_layout(dims, ranks), device.type)
             _log_run(config, run_dir, facts, sizes, mesh, device, corpus)
-            if ranks.rank == 0:
-                log_save_plan(save_plan(config, run_dir))
             sinks: list[Sink] = []
             loop = assemble(config, facts, sizes, corpus, mesh, ranks, run_dir, ledger, sinks, stack, strict, faults)
             story.config = decided = loop.config
@@ -346,6 +345,7 @@ def _log_run(
     )
     for line in corpus.description:
         log.info("data: %s", line)
+    log_save_plan(config, run_dir)
     log.info(
         "batch: %d sequences of %d tokens a step = %d a microbatch x %d data-parallel ranks x %d microbatches",
         sizes.total,

@@ -72,8 +72,9 @@ def save_plan(config: RunConfig, run_dir: Path) -> SavePlan | None:
     )
 
 
-def log_save_plan(plan: SavePlan | None) -> None:
+def log_save_plan(config: RunConfig, run_dir: Path) -> None:
     """Say what will be saved and where, or that nothing will be."""
+    plan = save_plan(config, run_dir)
     if plan is None:
         log.info("checkpoints: nothing will be saved, for checkpoint.enable is off")
     else:

@@ -135,7 +135,7 @@ def test_without_matplotlib_nothing_is_trained_and_the_install_line_is_said(tmp_
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--formats", "float8_row"], "did you mean float8_rowwise?"),
+        (["--formats", "float8_rowwis"], "did you mean float8_rowwise?"),
         (["--plot", "curves.jpg"], "--plot curves.png"),
         (["--steps", "0"], "--steps 0 is not positive"),
         (["--tolerance", "0"], "--tolerance 0.0 is not positive"),

@@ -32,7 +32,9 @@ def write_bits(config, run_dir, change, placement):
             values.append(getattr(result, name).item().hex())
         return result
 
-    def finish(config, run_dir, ledger, state, validation, watch):
+    def run_and_write(loop, run_dir, *args):
+        run(loop, run_dir, *args)
+        state = loop.state
         ranks = World(placement.rank, placement.world_size, torch.device("cpu"))
         parameters = named_parameters(state.parts)
         held = {name: parameter for name, parameter in parameters}
@@ -43,10 +45,10 @@ def write_bits(config, run_dir, change, placement):
         if ranks.rank == 0:
             (run_dir / "bits.json").write_text(json.dumps({**found, "sums": sums}))
 
-    train_step = loop.train_step
+    train_step, run = loop.train_step, job._run
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "train_step", keep)
-        patch.setattr(job, "_finish", finish)
+        patch.setattr(job, "_run", run_and_write)
         if change:
             patch.setattr(*change)
         job.run(config, run_dir, time.monotonic(), placement)

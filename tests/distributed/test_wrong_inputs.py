@@ -1,5 +1,7 @@
 """Wrong data and folders on four workers: one message that names the place, soon, and nothing left running."""
 
+import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -42,6 +44,11 @@ def tokens_with_a_wrong_one(folder: Path) -> list[str]:
     tokens = np.memmap(out / "tokens.bin", dtype="<u2", mode="r+")
     tokens[len(tokens) // 2] = WRONG_TOKEN
     tokens.flush()
+    # as a Crius before there were hashes of blocks wrote it, so that it is not the hash that is found wrong
+    meta = json.loads((out / "meta.json").read_text())
+    meta |= {"block_bytes": 0, "hashes_xxh3": ""}
+    meta["sha256"]["tokens.bin"] = hashlib.sha256((out / "tokens.bin").read_bytes()).hexdigest()
+    (out / "meta.json").write_text(json.dumps(meta))
     return ["--data.source", "tokens", "--data.path", str(out)]
 
 
