@@ -99,12 +99,14 @@ def fused_runs(tmp_path_factory):
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
+@pytest.mark.slow  # compiles
 def test_async_tensor_parallel_equals_plain(fused_runs):
     for found in fused_runs:
         for run in ("cold", "warm"):
             assert found[run] == pytest.approx(found["plain"], rel=SUMS_REORDERED)
 
 
+@pytest.mark.slow  # compiles
 def test_fused_collectives_of_a_cached_graph_count_too(fused_runs):
     """All-gather and reduce-scatter in the forward; in the backward the reverse, and a second reduce-scatter, because
     w1 and w3 each bring a gradient."""
