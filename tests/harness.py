@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -114,3 +115,9 @@ class Alone(World):
 
     def gather_json(self, value):
         return [value]
+
+
+def commands(text, start):
+    """The flags of each command in ``text`` that begins with ``start``."""
+    lines = text.replace("\\\n", " ").splitlines()
+    return [shlex.split(line)[len(start.split()) :] for line in lines if line.startswith(start)]

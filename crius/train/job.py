@@ -107,7 +107,7 @@ def run(
             corpus = open_run_corpus(config, dims.batch)  # before the ranks meet, so that none waits in a collective
             ranks = stack.enter_context(_world(config, placement, device))
             mesh = build_mesh(one_layout(dims, ranks), device.type)
-            _log_run(config, run_dir, facts, sizes, mesh, device, corpus)
+            _log_run(config, run_dir, facts, sizes, mesh, ranks, corpus)
             sinks: list[Sink] = []
             loop = assemble(config, facts, sizes, corpus, mesh, ranks, run_dir, ledger, sinks, stack, strict, faults)
             story.config = decided = loop.config
@@ -320,9 +320,10 @@ def _log_run(
     facts: ModelFacts,
     sizes: BatchSizes,
     mesh: Mesh,
-    device: torch.device,
+    ranks: World,
     corpus: Corpus,
 ) -> None:
+    device = ranks.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
     log.info(
@@ -345,7 +346,8 @@ def _log_run(
     )
     for line in corpus.description:
         log.info("data: %s", line)
-    log_save_plan(config, run_dir)
+    if ranks.rank == 0:
+        log_save_plan(config, run_dir)
     log.info(
         "batch: %d sequences of %d tokens a step = %d a microbatch x %d data-parallel ranks x %d microbatches",
         sizes.total,

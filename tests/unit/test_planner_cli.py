@@ -1,14 +1,12 @@
 """``crius plan``: what it prints, its exit codes, and that it needs no torch."""
 
-import json
 import os
 import resource
-import shlex
 import subprocess
 import sys
 
 import pytest
-from harness import ROOT, parse
+from harness import ROOT, commands, parse
 
 from crius import cli
 from crius.config.export import flatten
@@ -21,35 +19,6 @@ sys.modules["torch"] = None
 from crius.cli import main
 sys.exit(main(sys.argv[1:]))
 """
-
-
-@pytest.fixture
-def plan(capsys):
-    """Run ``crius plan`` in this process; gives exit code, stdout and stderr."""
-
-    def run(*argv):
-        code = cli.main(["plan", *map(str, argv)])
-        return code, *capsys.readouterr()
-
-    return run
-
-
-def commands(text, start):
-    """The flags of each command in ``text`` that begins with ``start``."""
-    lines = text.replace("\\\n", " ").splitlines()
-    return [shlex.split(line)[len(start.split()) :] for line in lines if line.startswith(start)]
-
-
-@pytest.fixture
-def planned(plan):
-    """The JSON of a plan."""
-
-    def run(*argv):
-        code, out, err = plan(*argv, "--json")
-        assert err == ""
-        return code, json.loads(out)
-
-    return run
 
 
 def test_512_gpus_take_seconds_and_no_torch():

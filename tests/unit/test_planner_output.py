@@ -1,11 +1,9 @@
 """What ``crius plan`` prints: 12 lines, which card, what fits instead, and commands that run."""
 
 import functools
-import json
-import shlex
 
 import pytest
-from harness import parse
+from harness import commands, parse
 
 from crius import cli
 from crius.launch.local import run_workers
@@ -21,35 +19,6 @@ from crius.train.inputs import known_model_facts, with_dtype
 SMALL = ["--flavor", "8b", "--gpus", "8"]
 NO_CP = ["--parallelism.context_parallel_degree", "1"]
 NO_AXES = [f"--parallelism.{axis}_parallel_degree=1" for axis in ("tensor", "pipeline", "context")]
-
-
-@pytest.fixture
-def plan(capsys):
-    """Run ``crius plan`` in this process; gives exit code, stdout and stderr."""
-
-    def run(*argv):
-        code = cli.main(["plan", *map(str, argv)])
-        return code, *capsys.readouterr()
-
-    return run
-
-
-def commands(text, start):
-    """The flags of each command in ``text`` that begins with ``start``."""
-    lines = text.replace("\\\n", " ").splitlines()
-    return [shlex.split(line)[len(start.split()) :] for line in lines if line.startswith(start)]
-
-
-@pytest.fixture
-def planned(plan):
-    """The JSON of a plan."""
-
-    def run(*argv):
-        code, out, err = plan(*argv, "--json")
-        assert err == ""
-        return code, json.loads(out)
-
-    return run
 
 
 PLANNED = {

@@ -1,0 +1,30 @@
+"""What the tests of several verbs share."""
+
+import json
+
+import pytest
+
+from crius import cli
+
+
+@pytest.fixture
+def plan(capsys):
+    """Run ``crius plan`` in this process; gives exit code, stdout and stderr."""
+
+    def run(*argv):
+        code = cli.main(["plan", *map(str, argv)])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def planned(plan):
+    """The JSON of a plan."""
+
+    def run(*argv):
+        code, out, err = plan(*argv, "--json")
+        assert err == ""
+        return code, json.loads(out)
+
+    return run
