@@ -22,7 +22,7 @@ CHAIN = ["1", "tp2", "pp2_fsdp2", "fsdp3", "hsdp2x2", "fsdp2_tp2", "cp2", "ddp2"
 @pytest.mark.parametrize(
     "own",
     [
-        (),
+        pytest.param((), marks=pytest.mark.slow),
         ("--optimizer.state_dtype", "bfloat16", "--training.dtype", "bfloat16", "--optimizer.name", "muon"),
     ],
     ids=["adamw", "muon_bfloat16"],

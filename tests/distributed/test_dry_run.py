@@ -94,6 +94,7 @@ def test_extrapolation_equals_the_full_measurement_to_the_byte(case, tmp_path):
     assert costs(extrapolated) == costs(full)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("degrees", [{"fsdp": 4}, {"fsdp": 2, "tp": 2}, {"pp": 2, "fsdp": 2, "tp": 2}])
 def test_flops_equal_those_of_the_model(degrees, tmp_path):
     """Without recomputation nothing but the model's matmuls and causal attention multiplies matrices."""
@@ -129,6 +130,7 @@ def _real(given, fake, path, placement):
     (path / f"{placement.rank}.json").write_text(json.dumps([[list(key), value] for key, value in values.items()]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("degrees", [{"fsdp": 2}, {"tp": 2}])
 def test_fake_ranks_measure_what_real_ones_do(degrees, tmp_path, monkeypatch):
     _let_go_before_each_phase(monkeypatch)

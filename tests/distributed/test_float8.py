@@ -101,6 +101,7 @@ def test_a_sequence_gathered_in_float8_is_the_same_sequence(curve, monkeypatch):
     assert grad_norm < 1e-9  # of three summands of a gradient, one order of the sum or another
 
 
+@pytest.mark.slow
 def test_blocks_compile_to_one_graph(curve):
     found, log = curve("tensorwise", "tp2", "--compile.enable", "--compile.backend", "aot_eager")
     assert "compile: 2 of 2 blocks, 1 graph" in log

@@ -238,6 +238,7 @@ def test_weights_are_gathered_and_gradients_scattered_once_a_step(schedule, run)
         assert found["scatters"] == found["gathers"] == found["units"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleave_1f1b"])
 def test_a_pipeline_equals_one_process_when_weights_are_freed_after_the_forward(schedule, run):
     """The schedules with a split backward lose gradients so; the rules refuse that."""

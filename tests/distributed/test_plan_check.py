@@ -47,6 +47,7 @@ def _check(flags, path, placement):
     path.write_text(json.dumps({"code": code, **json.loads(out.getvalue())}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", CASES.values(), ids=CASES)
 def test_the_plan_agrees_with_the_dry_run(flags, tmp_path):
     """State to the byte, activations within 5 %."""

@@ -110,6 +110,7 @@ CLEAN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", CLEAN)
 def test_ten_clean_steps_raise_no_alarm_and_are_those_without_checks(layout, tmp_path, monkeypatch):
     """Dropout draws random numbers: a check that used some up would change what follows."""

@@ -92,6 +92,7 @@ def write_implementations(config, run_dir, placement):
     (run_dir / f"implementations-{placement.rank}.json").write_text(json.dumps(result))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["1", "fsdp2", "hsdp2x2"])
 def test_fused_foreach_and_for_loop_train_alike(layout, tmp_path):
     config = parse([*SHORT, "--training.steps", "10", *layout_flags(layout)])

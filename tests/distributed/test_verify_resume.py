@@ -33,6 +33,7 @@ def short_text(tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_a_killed_run_with_dropout_over_an_epoch_is_the_undisturbed_run(short_text, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("CRIUS_FAULT", "dropout:p=0.1")
     code, found = verify(tmp_path / "run", capsys, layout_flags("fsdp2", 8), short_text, steps=14, kill_at="12,6")

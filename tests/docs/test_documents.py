@@ -63,9 +63,13 @@ def is_started_afresh(command: Command) -> bool:
     return command.mark == "run: train" or "torchrun" in command.text or command.text.strip() == "crius doctor"
 
 
-@pytest.mark.parametrize(
-    "command", RUNNABLE, ids=[f"{c.document.name}: {c.text.splitlines()[0][:50]}" for c in RUNNABLE]
-)
+def row(command: Command):
+    """Three interpreters that import torch are more than a test may take; test_launcher.py has torchrun too."""
+    marks = [pytest.mark.slow] if "torchrun" in command.text else []
+    return pytest.param(command, id=f"{command.document.name}: {command.text.splitlines()[0][:50]}", marks=marks)
+
+
+@pytest.mark.parametrize("command", map(row, RUNNABLE))
 def test_documented_command_runs(command, workplace):
     folder, environ = workplace
     if not is_started_afresh(command):
@@ -76,7 +80,7 @@ def test_documented_command_runs(command, workplace):
         assert text.splitlines() == ["make setup", "make train"]
         recipe = (ROOT / "Makefile").read_text().split("\ntrain:")[1].splitlines()[1].strip()
         assert recipe == "HF_HUB_OFFLINE=1 $(BIN)/crius train"
-        text = recipe.replace("$(BIN)/", "") + " --training.steps 8"
+        text = recipe.replace("$(BIN)/", "") + " --training.steps 5"
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", text], cwd=folder, env=environ, capture_output=True, text=True, timeout=200
     )
@@ -84,10 +88,10 @@ def test_documented_command_runs(command, workplace):
     assert done.returncode == expected, done.stdout[-2000:] + done.stderr[-3000:]
     if command.mark == "run: train":
         losses = [float(loss) for loss in re.findall(r"^step .*?loss ([\d.]+)", done.stdout, re.MULTILINE)]
-        assert len(losses) == 8 and losses[-1] < losses[0] - 1.0
+        assert len(losses) == 5 and losses[-1] < losses[0] - 1.0
         assert re.search(r"final validation: loss [\d.]+, [\d.]+ bits per byte", done.stdout)
         assert "run folder: runs/llama3_debug-" in done.stdout
-        saved = re.search(r"^saved: step 8 in (\S+/step-00000008)$", done.stdout, re.MULTILINE)
+        saved = re.search(r"^saved: step 5 in (\S+/step-00000005)$", done.stdout, re.MULTILINE)
         assert saved and (folder / saved[1] / "manifest.json").is_file()
         next_commands = re.findall(r"^  \S.*?   (\S.*crius .*)$", done.stdout, re.MULTILINE)
         assert len(next_commands) == 3

@@ -112,6 +112,7 @@ def test_a_training_that_compiles_starts_with_a_cold_and_with_a_warm_cache(tmp_p
     assert plain.name == "crius train, one step"
 
 
+@pytest.mark.slow
 def test_the_step_that_is_timed_is_one_of_the_run_that_was_asked_for(tmp_path):
     flags = [*TINY, "--model.num_layers", "1", "--training.steps", "7", "--data.cache_dir", str(tmp_path / "cache")]
     [row] = startup._train_rows(parse(flags), tmp_path)

@@ -70,6 +70,7 @@ def test_compiled_feed_forward_keeps_no_product_and_calls_onednn_itself(compiler
     assert not any("torch.ops.crius.mkldnn_linear.default(" in code for code in codes)
 
 
+@pytest.mark.slow
 def test_compiled_code_is_used_again_until_a_kernel_is_another(compiler, tmp_path, monkeypatch):
     package, layer, x = tmp_path / "crius", FeedForward(DIM, WIDTH), torch.randn(TOKENS, DIM)
     (package / "parallel").mkdir(parents=True)

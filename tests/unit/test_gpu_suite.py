@@ -34,6 +34,7 @@ def call_suite(*arguments, **environ):
     )
 
 
+@pytest.mark.slow
 def test_a_rehearsal_of_one_section_writes_a_summary_and_its_results(tmp_path):
     done = call_suite("--rehearse", "--sections", "kernels", OUT=str(tmp_path / "out"))
     assert done.returncode == 0, done.stdout + done.stderr

@@ -175,6 +175,7 @@ def test_a_missing_or_old_torchao_is_an_error_with_the_line_that_installs_it(mon
         assert "install" in error.value.fix
 
 
+@pytest.mark.slow
 def test_importing_torchao_prints_nothing():
     code = "from crius.quantize.convert import usable_torchao\nwith usable_torchao(): import crius.quantize.backend"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
