@@ -80,7 +80,7 @@ def test_documented_command_runs(command, workplace):
         assert text.splitlines() == ["make setup", "make train"]
         recipe = (ROOT / "Makefile").read_text().split("\ntrain:")[1].splitlines()[1].strip()
         assert recipe == "HF_HUB_OFFLINE=1 $(BIN)/crius train"
-        text = recipe.replace("$(BIN)/", "") + " --training.steps 5"
+        text = recipe.replace("$(BIN)/", "") + " --training.steps 5 --validation.num_samples 16"
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", text], cwd=folder, env=environ, capture_output=True, text=True, timeout=200
     )
