@@ -29,10 +29,11 @@ from crius.data.loader import BatchLoader
 from crius.data.tokenizer import build_tokenizer
 from crius.data.tokens import DOCUMENTS, FORMAT_VERSION, META, TOKEN_BYTES, TOKENS, TokenMeta
 from crius.models import registry
+from crius.models.init import init_rules
 from crius.parallel.init import init_parameters
 from crius.parallel.ties import allocate
 from crius.table import aligned
-from crius.train.inputs import model_facts, open_run_corpus, run_batch_sizes
+from crius.train.inputs import describe_model, open_run_corpus, run_batch_sizes
 
 PEERS = Path(__file__).parent / "peers"
 CRIUS = "crius"
@@ -96,11 +97,11 @@ def crius_config(flags: list[str]) -> RunConfig:
 
 def write_weights(config: RunConfig, file: Path) -> None:
     """The weights that Crius starts with, by Hugging Face's names."""
-    spec, facts = registry.SPECS[config.model.name], model_facts(config)
+    spec, facts = registry.SPECS[config.model.name], describe_model(config)
     with torch.device("meta"):
-        model = registry.build(spec, facts)
+        model = registry.build(facts)
     allocate(model, "cpu")
-    init_parameters(model, model.init_rules(), config.debug.seed)
+    init_parameters(model, init_rules(facts), config.debug.seed)
     weights = {}
     for name, parameter in model.named_parameters():
         layer = next((part for part in name.split(".") if part.isdigit()), "")
@@ -123,7 +124,7 @@ def write_batches(config: RunConfig, steps: int, file: Path) -> None:
 
 def write_task(folder: Path, flags: list[str], steps: int, warmup: int) -> list[str]:
     """Write what the trainers share; returns the flags of Crius."""
-    sizes = model_facts(crius_config(flags))
+    sizes = describe_model(crius_config(flags))
     write_tokens(folder / "tokens", markov_tokens(sizes.vocab_size))
     flags = [*flags, "--data.path", str(folder / "tokens"), "--training.steps", str(steps)]
     config = crius_config(flags)

@@ -26,9 +26,10 @@ from crius.config.run import RunConfig
 from crius.data.loader import BatchLoader
 from crius.metrics.device import GIB
 from crius.models import registry
+from crius.models.init import init_rules
 from crius.parallel.init import init_parameters
 from crius.parallel.runtime import pick_device, world
-from crius.train.inputs import model_facts, open_run_corpus, run_batch_sizes
+from crius.train.inputs import describe_model, open_run_corpus, run_batch_sizes
 
 
 def parse(flags: list[str]) -> RunConfig:
@@ -40,14 +41,14 @@ def parse(flags: list[str]) -> RunConfig:
 
 def start_weights(config: RunConfig, device: torch.device) -> tuple[dict[str, Tensor], Tensor]:
     """The weights that Crius starts ``config`` with, by name, and its rotary frequencies."""
-    facts = model_facts(config)
+    facts = describe_model(config)
     with torch.device("meta"):
-        model = registry.build(registry.SPECS[config.model.name], facts)
+        model = registry.build(facts)
     model.to_empty(device=device)
     if facts.tied_embeddings:  # to_empty makes two of a tied weight
         model.output.weight = model.tok_embeddings.weight
     with torch.no_grad():
-        init_parameters(model, model.init_rules(), config.debug.seed)
+        init_parameters(model, init_rules(facts), config.debug.seed)
     return dict(model.named_parameters()), model.frequencies(device)
 
 
@@ -70,7 +71,7 @@ def titan(
     config: RunConfig, device: torch.device, options: titan_math.Options
 ) -> tuple[nn.Module, Callable[[Tensor, Tensor], Tensor]]:
     """The model of ``titan_math``, and what computes loss and gradients of a batch."""
-    facts = model_facts(config)
+    facts = describe_model(config).config
     weights, frequencies = start_weights(config, device)
     with torch.device("meta"):
         model = titan_math.Llama(facts, frequencies, config.training.seq_len, options)
@@ -104,7 +105,7 @@ def hugging_face(
     import transformers  # noqa: PLC0415
 
     transformers.logging.set_verbosity_error()
-    facts = model_facts(config)
+    facts = describe_model(config).config
     weights, _ = start_weights(config, device)
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(hf_config(transformers, facts, config.training.seq_len))

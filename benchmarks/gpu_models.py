@@ -14,8 +14,8 @@ from typing import Any
 from gpu_sections import ROOT, Place, Report, Section, TimeLimit, converted_line, train
 
 from crius.bench.turns import Contestant, Outcome, largest_difference, median_ratio, take_turns
+from crius.models.description import ModelDescription
 from crius.models.registry import SPECS
-from crius.models.spec import ModelFacts
 
 TEXT = ["--data.source", "text", "--data.path", str(ROOT / "tests" / "golden" / "tempest.txt")]
 FLOAT8 = ["--quantize.dense.float8.enable", "--quantize.dense.float8.recipe", "tensorwise"]
@@ -49,11 +49,10 @@ class Case:
     sequences: int
 
     @property
-    def facts(self) -> ModelFacts:
+    def facts(self) -> ModelDescription:
         """Sizes of the model."""
-        spec = SPECS["llama3"]
         asked = {"num_layers": self.layers, "vocab_size": self.vocab_size}
-        return spec.customize(spec.flavors[self.flavor], **{key: value for key, value in asked.items() if value})
+        return SPECS["llama3"].describe(self.flavor, **{key: value for key, value in asked.items() if value})
 
     @property
     def tokens(self) -> int:
@@ -122,12 +121,12 @@ GROUPS: tuple[tuple[Case, str, tuple[Entry, ...]], ...] = (
 """In the order of their priority. Of one group all are in memory together."""
 
 
-def state_bytes(facts: ModelFacts, *, weight: int, moment: int) -> int:
+def state_bytes(facts: ModelDescription, *, weight: int, moment: int) -> int:
     """Weights, gradients and AdamW's two moments, for ``weight`` and ``moment`` bytes a number."""
-    return facts.num_parameters() * (2 * weight + 2 * moment)
+    return facts.num_parameters * (2 * weight + 2 * moment)
 
 
-def activation_bytes(facts: ModelFacts, tokens: int) -> int:
+def activation_bytes(facts: ModelDescription, tokens: int) -> int:
     """What the backward of the layers needs without recomputing, in bfloat16.
 
     Of each layer: input, normed input, queries, keys, values, attention, its sum with the input, that normed, gate, up
@@ -147,7 +146,7 @@ def estimate_gib(case: Case, entry: Entry) -> float:
     loss = {"crius": chunk, "titan": logits * 12 // 8, "hf": logits * 12}[entry.kind]
     # Hugging Face rotates and norms in float32 and keeps that; selective recomputing keeps about half
     share = 0.6 if "--recompute" in entry.options else 2.4 if entry.kind == "hf" else 1.0
-    gathered = 2 * facts.num_parameters()
+    gathered = 2 * facts.num_parameters
     used = state_bytes(facts, weight=4, moment=4) + gathered + share * activation_bytes(facts, case.tokens) + loss
     return 1.1 * used / GIB + CONTEXT_GIB
 
@@ -354,7 +353,7 @@ def full_8b_gib(*, recompute: bool) -> float:
     """
     facts = WHOLE_8B.facts
     kept = activation_bytes(facts, WHOLE_8B.tokens) * (0.5 if recompute else 1.0)
-    gathered = 2 * facts.num_parameters()
+    gathered = 2 * facts.num_parameters
     return (state_bytes(facts, weight=2, moment=2) + gathered + 1.15 * kept) / GIB + 2 * CONTEXT_GIB
 
 

@@ -26,7 +26,7 @@ from crius.launch.environment import Placement
 from crius.launch.local import run_workers
 from crius.shards import local_tensor
 from crius.train import job
-from crius.train.inputs import model_facts
+from crius.train.inputs import describe_model
 from crius.train.loop import Loop
 
 TEXT = Path("tests") / "golden" / "tempest.txt"  # run from the repository, so that results name no machine
@@ -123,7 +123,7 @@ def sequence_length(lengths: Sequence[int], rounds: int) -> Series:
 
 def attention_seconds(seq_len: int, rounds: int) -> float:
     """CPU seconds of causal attention, forward and backward, at the heads of the debug model."""
-    facts = model_facts(parse(BASE))
+    facts = describe_model(parse(BASE))
     heads = (facts.num_heads, facts.num_kv_heads, facts.num_kv_heads)
     q, k, v = (torch.randn(1, n, seq_len, facts.head_dim, requires_grad=True) for n in heads)
 
@@ -142,7 +142,7 @@ def model_size(models: Sequence[tuple[str, int]], rounds: int) -> tuple[list[flo
     for flags in runs:
         config = parse([*BASE, *flags])
         tokens = config.training.global_batch_size * config.training.seq_len
-        flops.append(model_facts(config).flops_per_token((config.training.seq_len + 1) / 2) * tokens)
+        flops.append(describe_model(config).flops_per_token((config.training.seq_len + 1) / 2) * tokens)
     return flops, {"step": [cpu_seconds(found) for found in in_turns(runs, rounds)]}
 
 
@@ -253,5 +253,5 @@ def checkpoint_size(layers: Sequence[int]) -> tuple[list[float], Series]:
             train(flags, Path(name))
             files = (Path(name) / "checkpoints").rglob("*")
             sizes.append(float(sum(file.stat().st_size for file in files if file.is_file())))
-        parameters.append(float(model_facts(parse([*BASE, *flags])).num_parameters()))
+        parameters.append(float(describe_model(parse([*BASE, *flags])).num_parameters))
     return parameters, {"bytes": sizes}

@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import fork_server
@@ -19,6 +20,10 @@ from crius.config.run import RunConfig
 from crius.config.training import TrainingConfig
 from crius.launch.local import run_workers
 from crius.launch.supervision import Supervision
+from crius.models.config import DecoderConfig
+from crius.models.description import ModelDescription
+from crius.models.registry import SPECS
+from crius.models.spec import described
 from crius.parallel.runtime import World
 from crius.train import job
 
@@ -42,6 +47,15 @@ def parse(flags: list[str]) -> RunConfig:
         ["config", "show", *normalized_argv(flags)], exit_on_error=False, print_error=False
     )
     return bound.arguments.get("run", RunConfig())
+
+
+def llama(config: str | DecoderConfig = "debug", **sizes) -> ModelDescription:
+    """Llama 3 of a flavor or of a config, with other ``sizes``; those of a flavor that hang on them follow."""
+    spec = SPECS["llama3"]
+    if isinstance(config, str):
+        return spec.describe(config, **sizes)
+    config = replace(config, **sizes)
+    return described("llama3", config, spec.plan(config), spec.block)
 
 
 def layout_flags(layout: str, batch: int = 16) -> list[str]:

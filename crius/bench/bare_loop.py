@@ -15,12 +15,13 @@ from crius.errors import ConfigError
 from crius.launch.environment import Placement, single_placement
 from crius.launch.local import run_single
 from crius.models import registry
+from crius.models.init import init_rules
 from crius.optim.build import build_optimizer
 from crius.optim.lr_scheduler import WarmupStableDecay
 from crius.parallel.compile import compile_blocks
 from crius.parallel.init import init_parameters
 from crius.parallel.ties import allocate
-from crius.train.inputs import model_facts, open_run_corpus, run_batch_sizes
+from crius.train.inputs import describe_model, open_run_corpus, run_batch_sizes
 from crius.train.job import set_up_torch
 from crius.train.loss import choose_loss, set_up_loss
 
@@ -72,7 +73,7 @@ def _run(config: RunConfig, warmup: int, channel: Channel, placement: Placement)
     model = _model(config, device)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer, schedule = _adamw(config, model), WarmupStableDecay(config.lr_scheduler, config.training.steps)
-    set_up_loss(model, choose_loss(config, model_facts(config), device.type), config)
+    set_up_loss(model, choose_loss(config, describe_model(config), device.type), config)
     tokens = sizes.total * config.training.seq_len  # all of them count: only validation is padded
     turns = Turns(channel, warmup, run_facts(config, device, 1, tokens), settle=functools.partial(wait_for, device))
     done: list[Tensor] = []
@@ -112,21 +113,20 @@ def _batches(config: RunConfig, sizes: BatchSizes, device: torch.device) -> list
 
 
 def _model(config: RunConfig, device: torch.device) -> nn.Module:
-    facts = model_facts(config)
-    spec = registry.SPECS[config.model.name]
+    facts = describe_model(config)
     with torch.device("meta"):
-        model = registry.build(spec, facts)
+        model = registry.build(facts)
     model = model.to(getattr(torch, config.training.dtype))
     allocate(model, device)
-    init_parameters(model, model.init_rules(), config.debug.seed)  # type: ignore[operator]
+    init_parameters(model, init_rules(facts), config.debug.seed)
     if config.compile.enable:
-        compile_blocks(model, spec.plan(facts), config.compile)
+        compile_blocks(model, facts.plan, config.compile)
     return model
 
 
 def _adamw(config: RunConfig, model: nn.Module) -> torch.optim.Optimizer:
     """torch's own, with the groups of the run; ``peak`` of a group is what its learning rate is a share of."""
-    plan = registry.SPECS[config.model.name].plan(model_facts(config))
+    plan = describe_model(config).plan
     built = build_optimizer(model.named_parameters(), plan, config.optimizer, seed=config.debug.seed)
     groups = [
         {"params": group["params"], "weight_decay": group["weight_decay"], "peak": group["lr"]}

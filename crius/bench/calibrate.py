@@ -37,7 +37,7 @@ from crius.planner.machine import known_gpu, user_file, write_hardware
 from crius.planner.memory import memory
 from crius.planner.time import step_time
 from crius.planner.workload import Workload
-from crius.train.inputs import model_facts, with_dtype
+from crius.train.inputs import describe_model, with_dtype
 
 GIB = 1 << 30
 LIMIT_SECONDS = 58
@@ -282,7 +282,7 @@ def _read(settings: dict[str, object], run_dir: Path, kind: str) -> Probe:
     steady = records[_WARM_STEPS:]
     known = {name: (value,) if name == "data.path" else value for name, value in settings.items()}
     config = with_dtype(replace_fields(RunConfig(), known), on_gpu=kind == "cuda")
-    facts = model_facts(config)
+    facts = describe_model(config)
     workload = from_config(config, facts, 1, device="cuda" if kind == "cuda" else "cpu")
     return Probe(
         name=f"{config.model.flavor}, {facts.num_layers} layers",

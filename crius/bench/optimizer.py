@@ -17,9 +17,9 @@ from crius.config.layout import replace_fields
 from crius.config.run import RunConfig
 from crius.errors import ConfigError
 from crius.install import REQUIREMENTS, install_line
+from crius.models.description import ModelDescription
 from crius.models.plan import ShardingPlan
 from crius.models.registry import SPECS
-from crius.models.spec import ModelFacts
 from crius.optim.build import build_optimizer
 from crius.optim.storage import nbytes
 from crius.parallel.runtime import pick_device
@@ -65,7 +65,7 @@ class Row:
 
 
 def optimizer(
-    config: RunConfig, facts: ModelFacts, *, repeat: int = 7, variants: str = "", as_json: bool = False
+    config: RunConfig, facts: ModelDescription, *, repeat: int = 7, variants: str = "", as_json: bool = False
 ) -> int:
     """Time the steps of each optimizer in turns on the same weights and gradients, and print a table.
 
@@ -91,7 +91,7 @@ def optimizer(
     device = pick_device(config.training.device, 0)
     check_memory(config, facts, free_bytes(device), device)
     parameters = make_parameters(facts, getattr(torch, config.training.dtype), device)
-    plan = SPECS[config.model.name].plan(facts)
+    plan = facts.plan
     rows = [Row(name) for name in names]
     for _ in range(repeat):
         for row in rows:
@@ -112,41 +112,43 @@ def _chosen(variants: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def check_memory(config: RunConfig, facts: ModelFacts, free: int, device: torch.device) -> None:
+def check_memory(config: RunConfig, facts: ModelDescription, free: int, device: torch.device) -> None:
     """Raise ConfigError where weights, gradients and the largest optimizer do not fit into ``free`` bytes."""
     needed = needed_bytes(facts, config.training.dtype)
     if needed <= free:
         return
-    customize = SPECS[config.model.name].customize
+    spec, dtype = SPECS[config.model.name], config.training.dtype
     fitting = [
         layers
         for layers in range(1, facts.num_layers)
-        if needed_bytes(customize(facts, num_layers=layers), config.training.dtype) <= free
+        if needed_bytes(spec.describe(config.model.flavor, num_layers=layers), dtype) <= free
     ]
     raise ConfigError(
         f"{config.model.name}/{config.model.flavor} needs {needed / GIB:.1f} GiB here, and {free / GIB:.1f} are free.",
         where=str(device),
-        why=f"{facts.num_parameters():,} parameters: weights, gradients, two moments and temporaries",
+        why=f"{facts.num_parameters:,} parameters: weights, gradients, two moments and temporaries",
         fix=f"--model.num_layers {fitting[-1]}, of the same shapes" if fitting else "use a smaller --model.flavor",
     )
 
 
-def needed_bytes(facts: ModelFacts, dtype: str) -> int:
+def needed_bytes(facts: ModelDescription, dtype: str) -> int:
     """Most that a step takes: weights, gradients, states, and temporaries.
 
     Those are as large as a moment with foreach, and of two moments of the largest parameter in the loop.
     """
-    count = facts.num_parameters()
-    largest = max(math.prod(shape) for shape in facts.parameter_shapes().values())
+    count = facts.num_parameters
+    largest = max(math.prod(shape) for shape in facts.parameter_shapes.values())
     temporary = max(STATE_BYTES // 2 * count, STATE_BYTES * largest)
     return (2 * getattr(torch, dtype).itemsize + STATE_BYTES) * count + temporary
 
 
-def make_parameters(facts: ModelFacts, dtype: torch.dtype, device: torch.device) -> list[tuple[str, nn.Parameter]]:
+def make_parameters(
+    facts: ModelDescription, dtype: torch.dtype, device: torch.device
+) -> list[tuple[str, nn.Parameter]]:
     """A parameter of every shape and name of the model, with a gradient, both random and small."""
     generator = torch.Generator(device).manual_seed(0)
     made = []
-    for name, shape in facts.parameter_shapes().items():
+    for name, shape in facts.parameter_shapes.items():
         parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device=device).normal_(0, 0.02, generator=generator))
         parameter.grad = torch.empty_like(parameter).normal_(0, 1e-3, generator=generator)
         made.append((name, parameter))
@@ -182,7 +184,7 @@ def state_bytes(built: torch.optim.Optimizer) -> int:
 
 
 def _print(
-    config: RunConfig, facts: ModelFacts, rows: list[Row], machine: Machine, device: torch.device, as_json: bool
+    config: RunConfig, facts: ModelDescription, rows: list[Row], machine: Machine, device: torch.device, as_json: bool
 ) -> None:
     model = f"{config.model.name}/{config.model.flavor}"
     base = next((row.samples.median for row in rows if row.name == BASELINE and not row.refusal), None)
@@ -192,7 +194,7 @@ def _print(
             "machine": machine.as_dict(),
             "model": model,
             "num_layers": facts.num_layers,
-            "parameters": facts.num_parameters(),
+            "parameters": facts.num_parameters,
             "dtype": config.training.dtype,
             "peak_source": peak_source(device),
             "rows": [_json_row(row, base) for row in rows],
@@ -203,7 +205,7 @@ def _print(
     header = ["optimizer", "ms/step", "spread", f"of {BASELINE}", "states GiB", "peak GiB", ""]
     lines = [
         str(machine),
-        f"{model}, {facts.num_layers} layers: {facts.num_parameters():,} parameters in {config.training.dtype}",
+        f"{model}, {facts.num_layers} layers: {facts.num_parameters:,} parameters in {config.training.dtype}",
         *aligned([header, *cells], left=(0, len(header) - 1)),
         "",
         "ms/step: median over all rounds, taken in turns; spread: from the lower to the upper quartile",

@@ -14,8 +14,7 @@ from crius.config.low_precision import LinearChoice, block, linear_choices, numb
 from crius.config.quantize import FORMATS, DenseQuantizeConfig
 from crius.config.run import RunConfig
 from crius.errors import ConfigError
-from crius.models.registry import SPECS
-from crius.models.spec import ModelFacts
+from crius.models.description import ModelDescription
 from crius.parallel.compile import prepare_compile
 from crius.parallel.runtime import pick_device
 from crius.quantize.convert import convert
@@ -29,7 +28,7 @@ MOST_REPEATS = 50
 
 def quantize(
     config: RunConfig,
-    facts: ModelFacts,
+    facts: ModelDescription,
     *,
     gpu: str = "here",
     tokens: int = 8192,
@@ -129,9 +128,9 @@ def _named(flag: str, given: str, known: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def shapes_of(config: RunConfig, facts: ModelFacts) -> list[Shape]:
+def shapes_of(config: RunConfig, facts: ModelDescription) -> list[Shape]:
     """The distinct shapes that a rank multiplies, each with its layers, in the order of the model."""
-    plan = SPECS[config.model.name].plan(facts)
+    plan = facts.plan
     # what the section keeps by size is what is measured here; what it keeps by name stays kept
     wanted = replace_fields(config, FORMATS["float8_tensorwise"] | {"quantize.dense.auto_filter": "off"})
     shapes: dict[tuple[int, int], Shape] = {}

@@ -20,7 +20,7 @@ from crius.metrics.device import GIB, peak_tflops
 from crius.metrics.record import Record, StepMetrics
 from crius.parallel.runtime import World
 from crius.train import job
-from crius.train.inputs import model_facts
+from crius.train.inputs import describe_model
 from crius.train.loop import Loop
 
 
@@ -46,13 +46,13 @@ def train_job(config: RunConfig, run_dir: Path, num_ranks: int, warmup: int) -> 
 
 def run_facts(config: RunConfig, device: torch.device, num_ranks: int, tokens_per_step: int) -> dict[str, Any]:
     """What the driver has to know of a run to make rates of its times."""
-    facts = model_facts(config)
+    facts = describe_model(config)
     return {
         "machine": Machine.of(device).as_dict(),
         "threads_environ": os.environ.get("OMP_NUM_THREADS", ""),
         "num_ranks": num_ranks,
         "tokens_per_step": tokens_per_step,
-        "parameters": facts.num_parameters(),
+        "parameters": facts.num_parameters,
         "flops_per_token": facts.flops_per_token((config.training.seq_len + 1) / 2),
         "peak_tflops": config.metrics.peak_tflops or peak_tflops(device),
     }

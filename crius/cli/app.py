@@ -80,7 +80,7 @@ def emit(text: str) -> None:
 def facts_of(run: RunConfig, nproc: int, placement: Any, is_dry: bool = False) -> Facts:
     """What the rules look at, of ``run`` on this machine."""
     from crius.launch.environment import visible_gpus
-    from crius.train.inputs import known_model_facts, settled, with_dtype
+    from crius.train.inputs import describe_known_model, settled, with_dtype
 
     num_gpus = 0 if run.training.device == "cpu" else visible_gpus(os.environ)
     stands_for_gpu = is_dry and run.training.device != "cpu"
@@ -93,7 +93,7 @@ def facts_of(run: RunConfig, nproc: int, placement: Any, is_dry: bool = False) -
             run, asked or num_gpus or 1, local_ranks, on_gpu, is_dry, not placement or placement.rank == 0
         )
     run = settled(run)
-    model = known_model_facts(run)
+    model = describe_known_model(run)
     parallelism = run.parallelism
     here = asked or parallelism.total_ranks(num_gpus or 1)
     return Facts(
@@ -101,7 +101,6 @@ def facts_of(run: RunConfig, nproc: int, placement: Any, is_dry: bool = False) -
         origin=SOURCES.origin,
         specs=SPECS,
         model=model,
-        plan=SPECS[run.model.name].plan(model) if model else None,
         num_ranks=here,
         asked_ranks=asked,
         asked_by=placement.launcher if placement else "--nproc (command line)" if nproc else "",
@@ -117,9 +116,9 @@ def _with_layout(
 ) -> RunConfig:
     """``run`` with the layout that ``parallelism.auto`` finds; says which and why, on stderr."""
     from crius.planner.auto import FLAG, fill, hardware_here
-    from crius.train.inputs import known_model_facts
+    from crius.train.inputs import describe_known_model
 
-    facts = known_model_facts(run)
+    facts = describe_known_model(run)
     if facts is None:
         return run  # a rule says that there is no such model
     hardware = hardware_here(on_gpu=on_gpu, num_ranks=num_ranks, local_ranks=local_ranks, is_dry=is_dry)

@@ -125,12 +125,11 @@ def plan(
 
 def _case(run: RunConfig, gpu: str, gpus: int | None, nodes: int | None, precision: str) -> "Case":
     """What is asked: flags, recipe and files are fixed, what they leave open is searched."""
-    from crius.planner.from_config import shape_of
     from crius.planner.hardware import hardware
     from crius.planner.legal import Case
     from crius.planner.machine import shared
     from crius.planner.shapes import shape_named
-    from crius.train.inputs import known_model_facts, with_dtype
+    from crius.train.inputs import describe_known_model, with_dtype
 
     refuse_given(UNPLANNED, SPLIT)
     found = hardware(gpu or DEFAULT_GPU)
@@ -144,16 +143,15 @@ def _case(run: RunConfig, gpu: str, gpus: int | None, nodes: int | None, precisi
     problems = [*_open_flavor(run, pinned), *(_missing_precision(run, found, precision) if on_gpu else ())]
     if problems:
         raise ConfigError.together(problems)
-    facts = known_model_facts(run)
+    facts = describe_known_model(run)
     if facts:
-        shape = shape_of(facts, f"{run.model.name}/{run.model.flavor}")
+        shape = facts
     elif run.model.name in SPECS:
         raise next(iter(rules.known_model(facts_of(run, 0, None, is_dry=True))))
     else:
         shape = shape_named(run.model.name, run.model.flavor if "model.flavor" in pinned else "")
     return Case(
         config=run,
-        facts=facts,
         shape=shape,
         hardware=shared(found, num_gpus),
         num_gpus=num_gpus,
@@ -327,9 +325,9 @@ def _compare(run_dir: Path, gpu: str, as_json: bool) -> int:
     """What a finished run took, beside its plan."""
     from crius.planner.compare import compare_run
     from crius.planner.hardware import hardware
-    from crius.train.inputs import model_facts
+    from crius.train.inputs import describe_model
 
     run = config_of(str(run_dir))
-    compared = compare_run(run_dir, run, model_facts(run), hardware(gpu) if gpu else None)
+    compared = compare_run(run_dir, run, describe_model(run), hardware(gpu) if gpu else None)
     emit(json.dumps(compared.as_dict(), indent=2) if as_json else "\n".join(compared.lines()))
     return 0

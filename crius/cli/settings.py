@@ -145,7 +145,7 @@ def _train_flags(out: Path, data: DataConfig, tokenizer: TokenizerConfig) -> lis
     """Flags with which ``crius train`` takes the folder ``out``: those that it needs, and no more."""
     from crius.data.tokenizer import build_tokenizer
     from crius.errors import DataError
-    from crius.train.inputs import model_facts, open_run_corpus
+    from crius.train.inputs import describe_model, open_run_corpus
 
     flags = ["--data.source", "tokens", "--data.path", str(out)]
     for section, config, names in (
@@ -156,7 +156,7 @@ def _train_flags(out: Path, data: DataConfig, tokenizer: TokenizerConfig) -> lis
             value, default = (getattr(settings, name) for settings in (config, type(config)()))
             flags += flag(f"{section}.{name}", value) if value != default else []
     run = _run_of(*flags)
-    if (vocab_size := build_tokenizer(tokenizer).vocab_size) > model_facts(run).vocab_size:
+    if (vocab_size := build_tokenizer(tokenizer).vocab_size) > describe_model(run).vocab_size:
         flags += flag("model.vocab_size", vocab_size)
     lengths = [run.training.seq_len >> shift for shift in range(run.training.seq_len.bit_length())]
     without_validation = [*flag("validation.interval", 0), *flag("validation.fraction", 0)]

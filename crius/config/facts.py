@@ -21,8 +21,7 @@ class Facts:
         config: the run.
         origin: where the value of a dotted field came from, as a phrase.
         specs: the models by name.
-        model: sizes of the model of this run (``crius.models.spec.ModelFacts``); None where there is no such model.
-        plan: its sharding plan (``crius.models.plan.ShardingPlan``); None where there is no such model.
+        model: of this run (``crius.models.description.ModelDescription``); None where there is no such model.
         num_ranks: processes the run will have.
         asked_ranks: processes that ``--nproc``, torchrun or Slurm fixed; 0 when the degrees decide.
         asked_by: who fixed them, as a phrase.
@@ -36,7 +35,6 @@ class Facts:
     origin: Callable[[str], str]
     specs: Mapping[str, _Spec]
     model: Any
-    plan: Any
     num_ranks: int
     asked_ranks: int
     asked_by: str
@@ -44,6 +42,11 @@ class Facts:
     num_cores: int
     local_ranks: int
     is_dry: bool = False
+
+    @property
+    def plan(self) -> Any:
+        """The model's sharding plan (``crius.models.plan.ShardingPlan``); None where there is no such model."""
+        return self.model.plan if self.model else None
 
     @property
     def heads(self) -> tuple[str, ...]:

@@ -84,7 +84,7 @@ def local_shape(style: str, shape: tuple[int, int], num_kv_heads: int, degree: i
     Raises:
         PlanError: nothing is known of how the style splits a linear layer.
     """
-    return _largest_share(shape, _parts(style, num_kv_heads, degree))
+    return _largest_share(shape, parts(style, num_kv_heads, degree))
 
 
 def split(name: str, plan: Any, num_kv_heads: int, degree: int) -> tuple[int, int]:
@@ -93,8 +93,7 @@ def split(name: str, plan: Any, num_kv_heads: int, degree: int) -> tuple[int, in
     Raises:
         PlanError: nothing is known of how the style of its row in ``plan`` splits a linear layer.
     """
-    style = next((style for row, style in plan.tensor_parallel.items() if _is_row(row, name)), "")
-    return _parts(style, num_kv_heads, degree)
+    return parts(plan.style_of(name), num_kv_heads, degree)
 
 
 def linear_choices(config: RunConfig, model: Any, plan: Any, *, accelerated: bool) -> list[LinearChoice]:
@@ -102,7 +101,7 @@ def linear_choices(config: RunConfig, model: Any, plan: Any, *, accelerated: boo
 
     Args:
         config: the run.
-        model: its ``crius.models.spec.ModelFacts``.
+        model: its ``crius.models.description.ModelDescription``.
         plan: its ``crius.models.plan.ShardingPlan``.
         accelerated: whether the device has such matmuls; where they are emulated nothing gains.
 
@@ -121,7 +120,7 @@ def linear_choices(config: RunConfig, model: Any, plan: Any, *, accelerated: boo
             is_sensitive=any(_is_row(pattern, name) for pattern in plan.sensitive),
             is_filtered=is_filtered,
         )
-        for name, shape in model.linears().items()
+        for name, shape in model.linears.items()
     ]
 
 
@@ -227,7 +226,7 @@ def _is_small(dense: DenseQuantizeConfig, local: tuple[int, int]) -> bool:
     return out_features <= ROWWISE_MODEST_OUT and in_features <= ROWWISE_MODEST_IN
 
 
-def _parts(style: str, num_kv_heads: int, degree: int) -> tuple[int, int]:
+def parts(style: str, num_kv_heads: int, degree: int) -> tuple[int, int]:
     """Into how many parts a style splits ``(out_features, in_features)``."""
     if degree <= 1 or not style:
         return 1, 1

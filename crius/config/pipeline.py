@@ -22,7 +22,7 @@ filling and reading it moves its whole weight. A twelfth of an output layer of t
 
 
 class Module(Protocol):
-    """What a stage can hold: ``crius.models.spec.ModuleFacts``."""
+    """What a stage can hold: ``crius.models.description.ModuleFacts``."""
 
     @property
     def name(self) -> str:

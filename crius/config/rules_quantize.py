@@ -67,7 +67,7 @@ def patterns_fit_layers(facts: Facts) -> Violations:
     """Every pattern fits a linear layer, and none is to be both kept and converted."""
     if facts.model is None:
         return
-    dense, linears = facts.config.quantize.dense, list(facts.model.linears())
+    dense, linears = facts.config.quantize.dense, list(facts.model.linears)
     for field, patterns in (("exclude", dense.exclude), ("include", dense.include)):
         name = f"{_DENSE}{field}"
         for pattern in patterns:
@@ -116,7 +116,7 @@ def included_layers_divide(facts: Facts) -> Violations:
     vocabulary = -(-facts.model.vocab_size // (block(dense) * degree)) * block(dense) * degree
     wrong: dict[str, str] = {}
     vocabulary_helps = True
-    for linear, shape in facts.model.linears().items():
+    for linear, shape in facts.model.linears.items():
         if not fits_any(dense.include, linear) or fits_any(dense.exclude, linear):
             continue
         parts = split(linear, facts.plan, facts.model.num_kv_heads, degree)

@@ -17,9 +17,8 @@ from crius.config.run import RunConfig
 from crius.data.batch import Batch
 from crius.dry_run.memory import Values
 from crius.dry_run.recorder import Recorder
-from crius.models import registry
+from crius.models.description import ModelDescription
 from crius.models.plan import match
-from crius.models.spec import ModelFacts
 from crius.optim.build import build_optimizer
 from crius.parallel.fsdp import GradientSync
 from crius.parallel.gradients import Gradients
@@ -39,7 +38,7 @@ class Job:
     """What every measurement of a dry run shares."""
 
     config: RunConfig
-    facts: ModelFacts
+    facts: ModelDescription
     sizes: BatchSizes
     mesh: Mesh
     world: World
@@ -53,7 +52,7 @@ class Job:
 
 def blocks_of(job: Job, model: nn.Module) -> list[nn.Module]:
     """The repeated blocks of a model or of a stage."""
-    pattern = registry.SPECS[job.config.model.name].plan(job.facts).block
+    pattern = job.facts.plan.block
     return [module for name, module in model.named_modules() if match(pattern, name)]
 
 
@@ -104,7 +103,7 @@ def _bench(job: Job, names: Sequence[str], groups: dict[str, str], *, fake: bool
         allocate(model, "cpu")
         parameters = named_parameters([model])
         recorder.timeline.mark((local_tensor(p) for _, p in parameters), "parameters")
-        plan = registry.SPECS[job.config.model.name].plan(job.facts)
+        plan = job.facts.plan
         optimizer = build_optimizer(parameters, plan, run_optimizer(job.config), seed=job.config.debug.seed)
         _fill_state(optimizer, parameters)
         keep_scales(job.config, [model], job.mesh)  # as the step before left them, whose collective it is

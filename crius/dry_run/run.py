@@ -21,11 +21,11 @@ from crius.dry_run.stages import pipeline, stage_report
 from crius.dry_run.table import DryRunReport, RankReport, StageReport
 from crius.errors import ConfigError, LayoutError
 from crius.kernels.choice import applied
-from crius.models.spec import ModelFacts
+from crius.models.description import ModelDescription
 from crius.parallel.dims import ParallelDims
 from crius.parallel.mesh import Mesh, build_mesh
 from crius.parallel.runtime import fake_world
-from crius.train.inputs import model_facts, run_batch_sizes, run_modules, with_dtype
+from crius.train.inputs import describe_model, run_batch_sizes, run_modules, with_dtype
 from crius.train.kernels import run_kernels
 from crius.train.precision import LowPrecision, planned
 
@@ -55,7 +55,7 @@ def dry_run(config: RunConfig, num_ranks: int, rank: int, started: float, *, ext
     device = torch.device("cpu" if config.training.device == "cpu" else "cuda")
     with fake_world(rank, num_ranks) as world, _quiet(), applied(run_kernels(config, device)):
         mesh = build_mesh(dims, world.device.type)
-        facts = model_facts(config)
+        facts = describe_model(config)
         precision, lines = _precision(config, facts)
         job = Job(config, facts, run_batch_sizes(config, dims.batch), mesh, world, precision)
         groups = _axes(mesh)
@@ -111,7 +111,7 @@ def _eager(config: RunConfig) -> tuple[RunConfig, list[str]]:
     return replace(config, compile=CompileConfig(), parallelism=parallelism), lines
 
 
-def _precision(config: RunConfig, facts: ModelFacts) -> tuple[LowPrecision | None, list[str]]:
+def _precision(config: RunConfig, facts: ModelDescription) -> tuple[LowPrecision | None, list[str]]:
     """What a device that has the matmuls would convert, and a line about it."""
     dense = config.quantize.dense
     if not is_enabled(dense):

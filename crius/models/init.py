@@ -1,6 +1,8 @@
-"""How parameters start: a rule per name pattern, drawn by ``crius.parallel.init``."""
+"""How parameters start: a rule per name pattern, drawn by ``crius.parallel.init``. Torch-free."""
 
 from dataclasses import dataclass
+
+from crius.models.description import ModelDescription, Weight
 
 
 @dataclass(frozen=True)
@@ -19,3 +21,26 @@ class Normal:
 
 
 Init = Constant | Normal
+
+
+def init_rules(model: ModelDescription) -> list[tuple[str, Init]]:
+    """Name patterns and how those parameters start; the first that fits counts.
+
+    Matrices start at std 0.02, those that write to the residual stream smaller by ``sqrt(2 * num_layers)``
+    (GPT-2, section 2.3), the output layer and an embedding that is tied to it by ``D ** -0.5``.
+    """
+    ends = Normal(model.dim**-0.5)
+    residual = Normal(0.02 / (2 * model.num_layers) ** 0.5)
+
+    def rule(weight: Weight) -> Init:
+        if weight.kind in ("norm", "bias"):
+            return Constant(1.0 if weight.kind == "norm" else 0.0)
+        return residual if weight.to_residual else Normal(0.02)
+
+    layers = {f"layers.*.{weight.name}": rule(weight) for _, layer in model.layers for weight in layer.weights}
+    return [
+        ("tok_embeddings.weight", ends if model.tied_embeddings else Normal(1.0)),
+        ("output.weight", ends),
+        *layers.items(),
+        ("norm.weight", Constant(1.0)),
+    ]

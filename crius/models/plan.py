@@ -1,7 +1,7 @@
 """``ShardingPlan``: how a model is laid out on a mesh, as a table of strings."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from crius.errors import PlanError
@@ -16,8 +16,8 @@ class ShardingPlan:
         fsdp_units: modules that are gathered together, in forward order; ``a+b`` is one unit of several modules.
         embeddings: modules whose weights are looked up, not multiplied; weight decay leaves them alone by default.
         sensitive: linear layers that stay in high precision unless a config says otherwise, such as the output layer.
-        tensor_parallel: module pattern to the name of a style in ``crius.parallel.tensor``.
-        heads: fields of the model's config that tensor parallelism splits: query heads first, then key/value heads.
+        tensor_parallel: module pattern to the name of a style in ``crius.parallel.tensor``; none: it is refused.
+        heads: counts of the model that tensor parallelism splits: query heads first, then key/value heads.
     """
 
     block: str
@@ -25,7 +25,11 @@ class ShardingPlan:
     embeddings: tuple[str, ...]
     sensitive: tuple[str, ...] = ()
     tensor_parallel: Mapping[str, str] = field(default_factory=dict)
-    heads: tuple[str, ...] = ()
+    heads: tuple[str, ...] = ("num_heads", "num_kv_heads")
+
+    def style_of(self, name: str) -> str:
+        """The tensor-parallel style of the module ``name``; empty where it has no row."""
+        return next((style for pattern, style in self.tensor_parallel.items() if match(pattern, name)), "")
 
     def expand_units(self, module_names: Iterable[str]) -> list[tuple[str, ...]]:
         """The FSDP units of a model, in order, each as the names of its modules.
@@ -43,24 +47,25 @@ class ShardingPlan:
                 units.append(tuple(name for part in parts for name in part))
         return units
 
-    def check_coverage(self, module_names: Iterable[str], parameter_names: Iterable[str]) -> None:
-        """Check both ways: every pattern matches a module, every parameter is in one FSDP unit and one tensor row.
-
-        Raises:
-            PlanError: names the pattern or the parameter.
+    def gaps(self, module_names: Iterable[str], parameter_names: Iterable[str]) -> Iterator[str]:
+        """Where the plan and a model do not fit, checked both ways: every pattern matches a module, and every parameter
+        is in one FSDP unit and, where there are any, in one tensor-parallel row.
         """
         names = list(module_names)
-        for pattern in (self.block, *self.embeddings, *self.sensitive, *self.tensor_parallel):
-            _matches(pattern, names)
+        patterns = (*(part for unit in self.fsdp_units for part in unit.split("+")), self.block)
+        patterns = (*patterns, *self.embeddings, *self.sensitive, *self.tensor_parallel)
+        unmatched = [pattern for pattern in patterns if not any(match(pattern, name) for name in names)]
+        yield from (f"the sharding plan's row {pattern!r} matches no module of the model" for pattern in unmatched)
+        if unmatched:
+            return
         units = self.expand_units(names)
         for parameter in parameter_names:
             owners = [unit for unit in units if any(parameter.startswith(f"{name}.") for name in unit)]
             if len(owners) != 1:
                 found = "no FSDP unit" if not owners else f"{len(owners)} FSDP units"
-                raise PlanError(f"parameter {parameter} is in {found} of the sharding plan.", fix="add or narrow a row")
-            module = parameter.rpartition(".")[0]
-            if self.tensor_parallel and not any(match(row, module) for row in self.tensor_parallel):
-                raise PlanError(f"no tensor-parallel row of the sharding plan covers {parameter}.", fix="add a row")
+                yield f"parameter {parameter} is in {found} of the sharding plan"
+            if self.tensor_parallel and not self.style_of(parameter.rpartition(".")[0]):
+                yield f"no tensor-parallel row of the sharding plan covers {parameter}"
 
 
 def match(pattern: str, name: str) -> bool:
@@ -73,3 +78,36 @@ def _matches(pattern: str, names: list[str]) -> list[str]:
     if not found:
         raise PlanError(f"the sharding plan's row {pattern!r} matches no module of the model.", fix="mend the pattern")
     return found
+
+
+def decoder_plan(*, tied_embeddings: bool, rows: Mapping[str, str] | None = None) -> ShardingPlan:
+    """The plan of a decoder whose layers are ``crius.models.decoder.Block``, or like it but for ``rows``.
+
+    Args:
+        tied_embeddings: the output layer shares the embedding's weight, and so must share its FSDP unit.
+        rows: tensor-parallel rows of the modules that such a block lacks.
+    """
+    ends = ("tok_embeddings+norm+output", "layers.*") if tied_embeddings else None
+    return ShardingPlan(
+        block="layers.*",
+        fsdp_units=ends or ("tok_embeddings", "layers.*", "norm+output"),  # norm is too small to gather alone
+        embeddings=("tok_embeddings",),
+        sensitive=("output",),
+        tensor_parallel={
+            "tok_embeddings": "vocab",
+            "layers.*.attention_norm": "sequence",
+            "layers.*.attention": "gather_sequence",  # once for wq, wk and wv
+            "layers.*.attention.wq": "colwise",
+            "layers.*.attention.wk": "colwise_heads",  # replicated where there are fewer heads than ranks
+            "layers.*.attention.wv": "colwise_heads",
+            "layers.*.attention.wo": "rowwise",
+            "layers.*.ffn_norm": "sequence",
+            "layers.*.feed_forward": "gather_sequence",
+            "layers.*.feed_forward.w1": "colwise",
+            "layers.*.feed_forward.w3": "colwise",
+            "layers.*.feed_forward.w2": "rowwise",
+            "norm": "sequence",
+            "output": "logits",
+            **(rows or {}),
+        },
+    )

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from crius.config.run import RunConfig
+from crius.models.description import ModelDescription
 from crius.models.init import Init
 from crius.models.plan import ShardingPlan
-from crius.models.spec import ModelFacts
 from crius.parallel.activation_checkpoint import CheckpointedBlocks, apply_activation_checkpoint
 from crius.parallel.compile import compile_blocks
 from crius.parallel.context import apply_context_parallel
@@ -36,16 +36,16 @@ class Applied:
     compiled: int
 
 
-def parallelize(model: nn.Module, plan: ShardingPlan, facts: ModelFacts, mesh: Mesh, config: RunConfig) -> Applied:
+def parallelize(model: nn.Module, facts: ModelDescription, mesh: Mesh, config: RunConfig) -> Applied:
     """Lay a meta-device model, or the pipeline stage that is left of it, out on ``mesh``, in place.
 
     Raises:
         PlanError: the plan and the model do not match.
     """
+    plan = facts.plan
     if mesh.tp:
         is_async = config.parallelism.enable_async_tensor_parallel
-        heads = getattr(facts, plan.heads[-1])
-        _say(apply_tensor_parallel(model, plan, heads, mesh.tp, gathers_rounded=not is_async))
+        _say(apply_tensor_parallel(model, plan, facts.num_kv_heads, mesh.tp, gathers_rounded=not is_async))
     if mesh.cp:
         _say(apply_context_parallel(model, mesh.cp, config.parallelism.context_parallel_method))
     checkpointed = apply_activation_checkpoint(model, plan, config.activation_checkpoint, config.compile.enable)

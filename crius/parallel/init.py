@@ -28,7 +28,7 @@ def init_parameters(model: nn.Module, rules: list[tuple[str, Init]], seed: int) 
     for name, parameter in model.named_parameters():
         rule = next((rule for pattern, rule in rules if match(pattern, name)), None)
         if rule is None:
-            raise PlanError(f"no init rule fits parameter {name}.", fix="add a row to init_rules() of the model")
+            raise PlanError(f"no init rule fits parameter {name}.", fix="describe it: a weight of the config's layer()")
         local, offset = local_shard(parameter)
         if isinstance(rule, Constant):
             local.fill_(rule.value)

@@ -4,7 +4,7 @@ Between blocks activations are plain tensors of this rank's part of the sequence
 and feed-forward the sequence is whole and heads or hidden dims are split; the logits are split over the vocabulary.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from crius.models.layers.linear import LowPrecisionLinear
 from crius.models.layers.output import Output
-from crius.models.plan import ShardingPlan, match
+from crius.models.plan import ShardingPlan
 from crius.parallel.collectives import all_gather
 from crius.parallel.ties import keeping_ties
 
@@ -245,8 +245,8 @@ def apply_tensor_parallel(
     styles: dict[str, ParallelStyle] = {}
     rounded = 0
     for name, module in model.named_modules():
-        style = _style_of(name, plan.tensor_parallel)
-        if style is not None and not isinstance(module, nn.Identity):  # which stands for a module of another stage
+        style = plan.style_of(name)
+        if style and not isinstance(module, nn.Identity):  # which stands for a module of another stage
             table = LOW_PRECISION_STYLES if isinstance(module, LowPrecisionLinear) else STYLES
             styles[name] = table[style](num_kv_heads, mesh.size())
             rounding = _rounding(name, module, plan) if gathers_rounded and style == "gather_sequence" else None
@@ -271,10 +271,6 @@ def apply_tensor_parallel(
 def _rounding(name: str, module: nn.Module, plan: ShardingPlan) -> LowPrecisionLinear | None:
     """One of the linears that read the gathered input of ``module``, if all of them round it with one scale."""
     inner = {f"{name}.{child}": linear for child, linear in module.named_modules() if isinstance(linear, nn.Linear)}
-    readers = [linear for path, linear in inner.items() if _style_of(path, plan.tensor_parallel) in _COLUMNS]
+    readers = [linear for path, linear in inner.items() if plan.style_of(path) in _COLUMNS]
     alike = [linear for linear in readers if isinstance(linear, LowPrecisionLinear) and linear.rounds_whole_input]
     return alike[0] if alike and len(alike) == len(readers) else None
-
-
-def _style_of(name: str, rows: Mapping[str, str]) -> str | None:
-    return next((style for pattern, style in rows.items() if match(pattern, name)), None)

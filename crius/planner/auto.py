@@ -13,7 +13,7 @@ from crius.config.run import RunConfig
 from crius.errors import ConfigError
 from crius.host_cpu import cpu_with_cores
 from crius.host_memory import free_host_bytes
-from crius.models.spec import ModelFacts
+from crius.models.description import ModelDescription
 from crius.planner.hardware import KNOWN, Hardware
 from crius.planner.legal import DEGREES
 from crius.planner.machine import of_machine, shared
@@ -51,7 +51,7 @@ class Filled:
 
 def fill(
     config: RunConfig,
-    facts: ModelFacts,
+    facts: ModelDescription,
     hardware: Hardware,
     num_ranks: int,
     origin: Callable[[str], str],

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from crius.config.run import RunConfig
-from crius.models.spec import ModelFacts
+from crius.models.description import ModelDescription
 from crius.planner.from_config import from_config
 from crius.planner.memory import memory, rank_bytes
 from crius.table import aligned
@@ -79,7 +79,9 @@ class CheckReport:
         return {"agrees": self.agrees, "rows": rows, "seconds": self.seconds}
 
 
-def compare_dry_run(config: RunConfig, facts: ModelFacts, num_ranks: int, report: Mapping[str, Any]) -> CheckReport:
+def compare_dry_run(
+    config: RunConfig, facts: ModelDescription, num_ranks: int, report: Mapping[str, Any]
+) -> CheckReport:
     """The closed form of ``config`` beside what a dry run of it counted.
 
     Args:

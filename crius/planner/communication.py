@@ -3,7 +3,7 @@
 from crius.planner.collectives import all_to_all, exposed, group
 from crius.planner.hardware import Hardware
 from crius.planner.layer_time import recomputed
-from crius.planner.matmuls import layer_sizes
+from crius.planner.matmuls import numbers
 from crius.planner.time_constants import TimeConstants
 from crius.planner.workload import Workload
 
@@ -25,10 +25,11 @@ class Communication:
     def __init__(self, workload: Workload, hardware: Hardware, constants: TimeConstants) -> None:
         self._workload, self._hardware, self._constants = workload, hardware, constants
         self._model, self._layout = workload.model, workload.layout
-        self._sizes = layer_sizes(workload.model)
         self._tokens = workload.microbatch * workload.seq_len / workload.layout.cp
         self._layers = self._model.num_layers / self._layout.pp
-        self._expert_layers = self._sizes.num_expert_layers / self._layout.pp
+        self._expert_layers = self._model.experts[0] / self._layout.pp
+        attention = self._model.attention
+        self._key_value_dim = attention.num_kv_heads * (attention.head_dim + attention.value_dim)
         self._dense, self._experts = self._count()
         self.weights = self._dense + self._experts
         layout, zero = self._layout, workload.zero_stage
@@ -37,12 +38,11 @@ class Communication:
 
     def _count(self) -> tuple[float, float]:
         """Weights of a rank: all but routed experts, and routed experts."""
-        sizes, layout, model = self._sizes, self._layout, self._model
-        layers = self._layers * sizes.attention_parameters
-        layers += (self._layers - self._expert_layers) * sizes.dense_parameters
-        layers += self._expert_layers * sizes.shared_parameters
+        layout, model = self._layout, self._model
+        kinds = [(count / layout.pp, layer) for count, layer in (model.dense, model.experts) if layer]
+        layers = sum(count * numbers(layer, "linear", "router") for count, layer in kinds)
         embeddings = model.vocab_size * model.dim * (1 if model.tied_embeddings else 2) / layout.pp
-        experts = self._expert_layers * sizes.expert_parameters / max(layout.ep, layout.tp)
+        experts = sum(count * numbers(layer, "expert") for count, layer in kinds) / max(layout.ep, layout.tp)
         return (layers + embeddings) / layout.tp, experts
 
     def _collect(self, size: int, number_bytes: float) -> float:
@@ -137,7 +137,7 @@ class Communication:
             return 0.0
         ring = group(cp, tp, self._hardware, self._constants)
         passes = 3 + recomputed(self._workload)[1]
-        sent = BYTES * self._tokens * cp * self._sizes.key_value_dim / tp
+        sent = BYTES * self._tokens * cp * self._key_value_dim / tp
         return self._constants.cp_exposed * passes * ring.gather(sent) * self._layers
 
     def expert(self) -> float:

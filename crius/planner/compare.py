@@ -10,7 +10,7 @@ from typing import Any
 
 from crius.config.run import RunConfig
 from crius.errors import ConfigError
-from crius.models.spec import ModelFacts
+from crius.models.description import ModelDescription
 from crius.planner.hardware import Hardware
 from crius.planner.of_run import GIB, Machine, RunPlan, plan_run, summed
 
@@ -151,7 +151,9 @@ def _records(text: str) -> list[dict[str, Any]]:
     return found
 
 
-def compare_run(run_dir: Path, config: RunConfig, facts: ModelFacts, hardware: Hardware | None = None) -> Comparison:
+def compare_run(
+    run_dir: Path, config: RunConfig, facts: ModelDescription, hardware: Hardware | None = None
+) -> Comparison:
     """The plan of the run in ``run_dir`` and what it measured.
 
     Args:

@@ -1,4 +1,4 @@
-"""``Workload`` of a run's config, and ``ModelShape`` of a model's facts. Torch-free."""
+"""``Workload`` of a run's config. Torch-free."""
 
 from typing import Any, Literal, cast
 
@@ -8,10 +8,9 @@ from crius.config.loss_chunks import loss_chunks
 from crius.config.low_precision import converts_output, is_enabled, kind, linear_choices
 from crius.config.pipeline import is_layer, microbatch_unit, num_stages, settle_stages, split_stages, stages_per_rank
 from crius.config.run import RunConfig
-from crius.models.registry import SPECS
-from crius.models.spec import ModelFacts
+from crius.models.description import ModelDescription
 from crius.parallel.dims import ParallelDims
-from crius.planner.workload import Checkpointing, Layout, ModelShape, Pointwise, Workload
+from crius.planner.workload import Checkpointing, Layout, Pointwise, Workload
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
 """Bytes of a number."""
@@ -22,23 +21,7 @@ MOMENT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "8bit": 1.0 + 4 / 256}
 Device = Literal["cuda", "cpu", "dry_run"]
 
 
-def shape_of(facts: ModelFacts, name: str) -> ModelShape:
-    """Sizes of a model that Crius trains, named ``name``."""
-    query = next(shape for linear, shape in facts.linears().items() if linear.endswith("wq"))
-    return ModelShape(
-        name=name,
-        num_layers=facts.num_layers,
-        dim=facts.dim,
-        ffn_dim=facts.ffn_dim,
-        num_heads=facts.num_heads,
-        num_kv_heads=facts.num_kv_heads,
-        head_dim=query[0] // facts.num_heads,
-        vocab_size=facts.vocab_size,
-        tied_embeddings=facts.tied_embeddings,
-    )
-
-
-def from_config(config: RunConfig, facts: ModelFacts, num_ranks: int, *, device: Device = "cuda") -> Workload:
+def from_config(config: RunConfig, facts: ModelDescription, num_ranks: int, *, device: Device = "cuda") -> Workload:
     """What ``config`` asks of ``num_ranks`` ranks.
 
     Where recomputation is left to the machine or to the compiler (``auto``, ``memory_budget``) all activations stay.
@@ -58,7 +41,7 @@ def from_config(config: RunConfig, facts: ModelFacts, num_ranks: int, *, device:
     mode, option = config.activation_checkpoint.mode, config.activation_checkpoint.selective_option
     float8 = config.quantize.dense.float8
     return Workload(
-        model=shape_of(facts, f"{config.model.name}/{config.model.flavor}"),
+        model=facts,
         layout=Layout(**dims.degrees, ep=config.parallelism.expert_parallel_degree),
         seq_len=training.seq_len,
         microbatch=sizes.local,
@@ -99,10 +82,10 @@ def _precision(config: RunConfig) -> Literal["float32", "bfloat16"]:
     return "float32" if _param_bytes(config) == 4 else "bfloat16"
 
 
-def _loss(config: RunConfig, facts: ModelFacts, device: Device) -> dict[str, Any]:
+def _loss(config: RunConfig, facts: ModelDescription, device: Device) -> dict[str, Any]:
     in_low_precision = False
     if is_enabled(config.quantize.dense):
-        plan = SPECS[config.model.name].plan(facts)
+        plan = facts.plan
         in_low_precision = converts_output(linear_choices(config, facts, plan, accelerated=True), plan)
     chunks = loss_chunks(
         config,
@@ -136,7 +119,7 @@ def _pointwise(config: RunConfig, device: Device) -> Pointwise:
     return "norms" if config.parallelism.tensor_parallel_degree > 1 else "fused"
 
 
-def _stage_layers(config: RunConfig, facts: ModelFacts) -> tuple[int, ...]:
+def _stage_layers(config: RunConfig, facts: ModelDescription) -> tuple[int, ...]:
     """Layers of each stage, as the run splits them."""
     modules = facts.modules((config.training.seq_len + 1) / 2)
     parallelism = settle_stages(config.parallelism, facts.num_layers)

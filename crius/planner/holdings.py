@@ -49,6 +49,7 @@ def held_by(workload: Workload, rank: int) -> Held:
     elif workload.zero_stage == 0:
         shards = 1
     units = weights(workload.model, layout.tp, layout.ep, shards)
+    layer = units.dense if layers.dense else units.experts
     # a tied output layer is a copy of the embedding where that is in another stage
     copies = workload.model.tied_embeddings and layers.has_head and layout.pp > 1
     held = (
@@ -62,7 +63,7 @@ def held_by(workload: Workload, rank: int) -> Held:
         units=units,
         whole=sum(part.whole * count for part, count in held),
         own=sum(part.own * count for part, count in held),
-        end=units.embedding.whole if layers.has_embedding or layers.has_head else units.dense.whole,
+        end=(units.embedding if layers.has_embedding or layers.has_head else layer).whole,
         state=sum(
             count * _state(workload, part, is_layer=index < 2) for index, (part, count) in enumerate(held) if count
         ),

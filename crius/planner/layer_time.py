@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from crius.planner.matmuls import MLA_ROPE_DIM, layer_sizes
+from crius.models.description import Layer
+from crius.planner.matmuls import expert_matmuls, linears
 from crius.planner.rates import Rates
 from crius.planner.time_constants import TimeConstants
 from crius.planner.workload import Workload
@@ -50,39 +51,45 @@ def recomputed(workload: Workload) -> tuple[float, float]:
 
 def forward(workload: Workload, rates: Rates, constants: TimeConstants) -> Compute:
     """One forward through a rank's mean share of the layers."""
-    model, layout, sizes = workload.model, workload.layout, layer_sizes(workload.model)
+    model, layout, attention = workload.model, workload.layout, workload.model.attention
     tp, tokens = layout.tp, workload.microbatch * workload.seq_len / layout.cp
-    layers, with_experts = model.num_layers / layout.pp, sizes.num_expert_layers / layout.pp
-    matmul = layers * rates.matmuls(tokens, divided(sizes.attention, tp))
-    matmul += (layers - with_experts) * rates.matmuls(tokens, divided(sizes.dense, tp))
-    if with_experts:
-        local = max(1.0, model.num_experts / layout.ep)
-        routed = rates.matmuls(tokens * model.top_k, divided(sizes.expert, tp), local)
-        shared = rates.matmuls(tokens, divided(sizes.shared, tp))
-        grouped = constants.expert_efficiency if model.is_routed else 1.0
-        matmul += with_experts * (routed / grouped + shared)
+    matmul = 0.0
+    for count, layer in (model.dense, model.experts):
+        if layer:
+            seconds = rates.matmuls(tokens, linears(layer, tp)) + _routed(workload, layer, rates, constants, tokens)
+            matmul += count / layout.pp * seconds
     spread = 1 + constants.cp_imbalance * (layout.cp - 1) / layout.cp
-    scores = tokens * workload.seq_len * (sizes.score_dim + sizes.value_dim) / tp  # half of them: causal
+    width = attention.num_heads * (attention.head_dim + attention.value_dim)
+    scores = tokens * workload.seq_len * width / tp  # half of them: causal
     return Compute(
         matmul=matmul,
-        attention=layers * scores / rates.attention_flops * spread,
+        attention=model.num_layers / layout.pp * scores / rates.attention_flops * spread,
         elementwise=_elementwise(workload, rates, constants, tokens / tp) / rates.bytes,
     )
 
 
+def _routed(workload: Workload, layer: Layer, rates: Rates, constants: TimeConstants, tokens: float) -> float:
+    """Seconds of the matmuls of routed experts."""
+    experts = layer.feed_forward
+    if not experts.num_experts:
+        return 0.0
+    local = max(1.0, experts.num_experts / workload.layout.ep)
+    routed = rates.matmuls(tokens * experts.top_k, expert_matmuls(layer, workload.layout.tp), local)
+    return routed / (constants.expert_efficiency if workload.model.is_routed else 1.0)
+
+
 def _elementwise(workload: Workload, rates: Rates, constants: TimeConstants, tokens: float) -> float:
     """Bytes that norms, rotary embedding, residuals, gates and the permutation to experts move in all layers."""
-    model, pp = workload.model, workload.layout.pp
-    with_experts = layer_sizes(model).num_expert_layers
-    rotated = MLA_ROPE_DIM if model.attention == "mla" else model.head_dim
-    width = 10 * model.dim + 3 * (model.num_heads + model.num_kv_heads) * rotated
-    gate = 5 if model.gated else 3
-    numbers = (model.num_layers - with_experts) * rates.elementwise * (width + gate * model.ffn_dim)
-    if with_experts:
-        hidden = model.top_k * model.expert_ffn_dim + model.shared_ffn_dim
-        routed = constants.expert_traffic * rates.experts * model.top_k * model.dim * model.is_routed
-        numbers += with_experts * (rates.elementwise * (width + gate * hidden) + routed)
-    return 2 * tokens * numbers / pp
+    model, numbers = workload.model, 0.0
+    for count, layer in (model.dense, model.experts):
+        if layer:
+            attention, feed_forward = layer.attention, layer.feed_forward
+            heads = attention.num_heads + attention.num_kv_heads
+            width = 10 * model.dim + 3 * heads * attention.rotary_dim
+            hidden = feed_forward.width + feed_forward.top_k * feed_forward.expert_width
+            routed = constants.expert_traffic * rates.experts * feed_forward.top_k * model.dim * model.is_routed
+            numbers += count * (rates.elementwise * (width + (5 if feed_forward.gated else 3) * hidden) + routed)
+    return 2 * tokens * numbers / workload.layout.pp
 
 
 def head(workload: Workload, rates: Rates) -> Compute:
@@ -92,11 +99,3 @@ def head(workload: Workload, rates: Rates) -> Compute:
     numbers = tokens * (model.dim + rows) + model.dim * rows
     matmul = 2 * tokens * model.dim * rows / rates.wide_flops + numbers * rates.wide_traffic
     return Compute(3 * matmul, 0.0, HEAD_BYTES[workload.loss] * tokens * rows / rates.bytes)
-
-
-def divided(matmuls: tuple[tuple[int, int], ...], tp: int) -> list[tuple[float, float]]:
-    """Each matmul as one rank of tensor parallelism has it: the last splits its input, the others their output."""
-    if tp == 1 or not matmuls:
-        return list(matmuls)
-    *wide, (features_in, features_out) = matmuls
-    return [(a, b / tp) for a, b in wide] + [(features_in / tp, features_out)]

@@ -15,10 +15,10 @@ from crius.config.pipeline import microbatches_allowed
 from crius.config.rules import RULES
 from crius.config.run import RunConfig
 from crius.errors import CriusError
+from crius.models.description import ModelDescription
 from crius.models.registry import SPECS
-from crius.models.spec import ModelFacts
 from crius.planner.hardware import Hardware
-from crius.planner.workload import Layout, ModelShape
+from crius.planner.workload import Layout
 
 MOST_TOKENS_A_STEP = 16 * 2**20
 """Of a batch that nobody gave: Llama 3 405B was trained with 16 Mi tokens a step at most (arXiv:2407.21783)."""
@@ -50,19 +50,22 @@ class Case:
 
     Attributes:
         config: the run; what is in ``pinned`` stays as it is here, all else is the search's.
-        facts: of the model; None: a shape that Crius does not train yet.
-        shape: sizes of the model.
+        shape: the model's description.
         hardware: of every rank.
         num_gpus: ranks.
         pinned: dotted fields that somebody gave.
     """
 
     config: RunConfig
-    facts: ModelFacts | None
-    shape: ModelShape
+    shape: ModelDescription
     hardware: Hardware
     num_gpus: int
     pinned: frozenset[str] = frozenset()
+
+    @property
+    def facts(self) -> ModelDescription | None:
+        """``shape``; None where Crius does not train the model yet."""
+        return self.shape if self.shape.block else None
 
     def given(self, field: str) -> Any:
         """The value of a field that is pinned; None where the search may choose."""
@@ -110,7 +113,7 @@ class Case:
 
 def violations(
     config: RunConfig,
-    facts: ModelFacts,
+    facts: ModelDescription,
     num_ranks: int,
     rules: Iterable[Rule] = RULES,
     origin: Callable[[str], str] = lambda name: "default",
@@ -129,7 +132,6 @@ def violations(
         origin=origin,
         specs=SPECS,
         model=facts,
-        plan=SPECS[config.model.name].plan(facts),
         num_ranks=num_ranks,
         asked_ranks=num_ranks,
         asked_by="",
@@ -222,12 +224,11 @@ def _pipeline_of(pp: int, schedule: str, stages: int) -> ParallelismConfig:
 def _tensor_degrees(case: Case) -> list[int]:
     """Within a node, of whole heads."""
     shape, given = case.shape, case.given(DEGREES["tp"])
-    ffn = shape.expert_ffn_dim if shape.num_experts else shape.ffn_dim
     legal = [
         tp
         for tp in divisors(case.num_gpus)
         if shape.num_heads % tp == 0
-        and ffn % tp == 0
+        and shape.ffn_dim % tp == 0
         and (shape.num_kv_heads % tp == 0 or tp % shape.num_kv_heads == 0)
         and case.config.training.seq_len % tp == 0
     ]

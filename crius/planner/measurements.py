@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal, cast
 
 from crius.errors import ConfigError
+from crius.models.description import ModelDescription
 from crius.planner.hardware import GIB, Hardware
 from crius.planner.measured_fields import (
     YES,
@@ -28,7 +29,8 @@ from crius.planner.measured_fields import (
     schedule,
     stages_per_rank,
 )
-from crius.planner.workload import Framework, Loss, ModelShape, Workload
+from crius.planner.shapes import PlannedConfig, planned
+from crius.planner.workload import Framework, Loss, Workload
 
 NEEDED = (
     *("id", "model", "layers", "dim", "ffn", "heads", "kv_heads", "vocab", "seq_len", "gpu", "n_gpus"),
@@ -238,13 +240,12 @@ def _workload(row: Mapping[str, str]) -> Workload:
     )
 
 
-def _model(row: Mapping[str, str]) -> ModelShape:
+def _model(row: Mapping[str, str]) -> ModelDescription:
     heads, dim = count(row, "heads"), count(row, "dim")
     layers, experts = count(row, "layers"), count(row, "n_experts", 0, least=0)
     published = number(row, "params", None) or 0.0
     chosen = count(row, "top_k", 1 if experts else 0, least=0)
-    return ModelShape(
-        name=row["model"],
+    config = PlannedConfig(
         num_layers=layers,
         dim=dim,
         ffn_dim=count(row, "ffn"),
@@ -260,8 +261,8 @@ def _model(row: Mapping[str, str]) -> ModelShape:
         shared_ffn_dim=count(row, "shared_ffn", 0, least=0),
         num_dense_layers=min(layers, count(row, "n_dense_layers", 0, least=0)),
         attention="mla" if row.get("attn_kind", "") == "mla" else "gqa",
-        num_parameters_known=int(published) if published >= MILLION else None,
     )
+    return planned(row["model"], config, int(published) if published >= MILLION else None)
 
 
 def _framework(text: str) -> Framework:

@@ -113,7 +113,7 @@ def rank_bytes(workload: Workload, rank: int, constants: MemoryConstants = MEMOR
 
 def _activations(workload: Workload, held: Held, tokens: float, constants: MemoryConstants) -> Activations:
     hidden = workload.model.dim / (workload.layout.tp if workload.sequence_parallel else 1) * workload.param_bytes
-    shared = _ROTARY_BYTES * workload.model.head_dim + hidden * _sent(workload, held)
+    shared = _ROTARY_BYTES * workload.model.attention.rotary_dim + hidden * _sent(workload, held)
     layers = held.layers
     kinds = tuple(
         _kind(workload, spans, tokens, constants, has_experts=has_experts) if spans else LayerKind()
@@ -150,14 +150,15 @@ def _kind(
 def _last_gradient(workload: Workload, *, has_experts: bool) -> float:
     """Bytes of the gradient of a feed-forward's last weight by which it is larger than the input that it lets go."""
     model, layout = workload.model, workload.layout
-    if workload.zero_stage < 3:
+    _, layer = model.experts if has_experts else model.dense
+    if workload.zero_stage < 3 or layer is None:
         return 0.0
-    tokens = workload.microbatch * workload.seq_len / layout.cp
+    tokens, found = workload.microbatch * workload.seq_len / layout.cp, layer.feed_forward
     if not has_experts:
-        return max(0.0, model.dim - tokens) * model.ffn_dim / layout.tp * workload.param_bytes
+        return max(0.0, model.dim - tokens) * found.width / layout.tp * workload.param_bytes
     width = max(layout.ep, layout.tp)
-    rows = tokens * model.top_k / layout.tp
-    return max(0.0, model.dim * model.num_experts / width - rows) * model.expert_ffn_dim * workload.param_bytes
+    rows = tokens * found.top_k / layout.tp
+    return max(0.0, model.dim * found.num_experts / width - rows) * found.expert_width * workload.param_bytes
 
 
 def _sent(workload: Workload, held: Held) -> int:
@@ -179,13 +180,15 @@ def _pointwise(workload: Workload) -> Pointwise:
 
 
 def _layer(workload: Workload, *, has_experts: bool) -> LayerBytes:
+    _, layer = workload.model.experts if has_experts else workload.model.dense
+    assert layer is not None
     return layer_bytes(
-        workload.model,
+        workload.model.dim,
+        layer,
         workload.layout.tp,
         workload.param_bytes,
         workload.framework,
         _pointwise(workload),
-        has_experts=has_experts,
         sequence_parallel=workload.sequence_parallel,
         cp=workload.layout.cp,
         seen_tokens=(workload.seq_len - ATTENTION_BLOCK) / 2 if workload.keeps_probabilities else 0.0,

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from crius.config.run import RunConfig
-from crius.models.spec import ModelFacts
+from crius.models.description import ModelDescription
 from crius.planner.estimate import Estimate
 from crius.planner.from_config import from_config
 from crius.planner.hardware import KNOWN, Hardware
@@ -85,7 +85,7 @@ class RunPlan:
         }
 
 
-def plan_run(config: RunConfig, facts: ModelFacts, machine: Machine, hardware: Hardware | None) -> RunPlan:
+def plan_run(config: RunConfig, facts: ModelDescription, machine: Machine, hardware: Hardware | None) -> RunPlan:
     """The plan of ``config``.
 
     Args:

@@ -12,9 +12,8 @@ from crius.config.rules_layout import activation_checkpoint_options, sequence_di
 from crius.config.rules_optimizer import OPTIMIZER_RULES
 from crius.config.run import RunConfig
 from crius.errors import ConfigError, CriusError, LayoutError
-from crius.models.spec import ModelFacts
+from crius.models.description import ModelDescription
 from crius.planner.explain import explain
-from crius.planner.from_config import shape_of
 from crius.planner.hardware import Hardware
 from crius.planner.legal import DEGREES, Case, violations
 from crius.planner.rank import Reject, best, best_rows, rejects
@@ -214,7 +213,7 @@ def _source(case: Case, name: str) -> str:
 
 
 def recommend(
-    config: RunConfig, facts: ModelFacts, hardware: Hardware, num_gpus: int, pinned: Collection[str] = ()
+    config: RunConfig, facts: ModelDescription, hardware: Hardware, num_gpus: int, pinned: Collection[str] = ()
 ) -> Recommendation:
     """The layout, recomputation and microbatch that a run should take.
 
@@ -230,11 +229,9 @@ def recommend(
         LayoutError: nothing fits, or nothing is legal.
         ConfigError: what fits is refused for something that was given.
     """
-    name = f"{config.model.name}/{config.model.flavor}"
     case = Case(
         config=config,
-        facts=facts,
-        shape=shape_of(facts, name),
+        shape=facts,
         hardware=hardware,
         num_gpus=num_gpus,
         pinned=frozenset(pinned),

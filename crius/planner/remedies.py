@@ -13,7 +13,7 @@ from crius.config.layout import replace_fields
 from crius.config.pipeline import microbatch_unit
 from crius.config.rules import RULES
 from crius.config.run import RunConfig
-from crius.models.spec import ModelFacts
+from crius.models.description import ModelDescription
 from crius.parallel.dims import ParallelDims
 from crius.planner.from_config import MOMENT_BYTES, Device, from_config
 from crius.planner.hardware import Hardware
@@ -90,7 +90,7 @@ class _Change:
 
 def remedies(
     config: RunConfig,
-    facts: ModelFacts,
+    facts: ModelDescription,
     num_ranks: int,
     hardware: Hardware,
     target: float,
@@ -181,7 +181,7 @@ class _Judge:
     def __init__(
         self,
         config: RunConfig,
-        facts: ModelFacts,
+        facts: ModelDescription,
         num_ranks: int,
         hardware: Hardware,
         target: float,

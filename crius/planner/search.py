@@ -7,7 +7,6 @@ from crius.planner.estimate import Estimate
 from crius.planner.from_config import ITEMSIZE, MOMENT_BYTES
 from crius.planner.hardware import Hardware
 from crius.planner.legal import Case, layouts
-from crius.planner.matmuls import flops_per_token
 from crius.planner.memory import memory, model_parameters
 from crius.planner.time import step_time
 from crius.planner.variants import Variants
@@ -57,7 +56,7 @@ class Candidate:
         if hardware.generation == "cpu":
             return None
         # a token of a run sees (seq_len + 1) / 2 tokens in the mean, itself among them
-        flops = flops_per_token(self.workload.model, self.workload.seq_len + 1)
+        flops = self.workload.model.flops_per_token((self.workload.seq_len + 1) / 2)
         return self.tokens_per_second * flops / hardware.bfloat16_flops
 
     def headroom(self, hardware: Hardware) -> float:

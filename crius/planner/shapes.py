@@ -1,4 +1,4 @@
-"""Models that can be planned: those that Crius trains, some it does not train yet, and shapes from a TOML file."""
+"""Models that can be planned: those that Crius trains, some it does not train yet, and sizes from a TOML file."""
 
 import dataclasses
 import tomllib
@@ -8,8 +8,127 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from crius.config.load import did_you_mean
 from crius.errors import ConfigError, CriusError
+from crius.models.config import DecoderConfig
+from crius.models.description import (
+    Attention,
+    FeedForward,
+    Layer,
+    ModelDescription,
+    Weight,
+    decoder_layer,
+    feed_forward,
+    gqa,
+)
+from crius.models.plan import decoder_plan
 from crius.models.registry import SPECS
-from crius.planner.workload import ModelShape
+from crius.models.spec import described
+
+# Multi-head latent attention of DeepSeek-V2 and -V3 (arXiv:2405.04434, 2412.19437)
+MLA_QUERY_RANK, MLA_KEY_RANK, MLA_ROPE_DIM, MLA_VALUE_DIM = 1536, 512, 64, 128
+MLA_LITE_DIM = 2048  # V2-Lite and models as narrow do not compress the query
+
+_ROWS = {
+    "layers.*.attention.wq_b": "colwise",
+    "layers.*.attention.wkv_b": "colwise",
+    "layers.*.feed_forward.shared.w1": "colwise",
+    "layers.*.feed_forward.shared.w3": "colwise",
+    "layers.*.feed_forward.shared.w2": "rowwise",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlannedConfig(DecoderConfig):
+    """Sizes of a decoder that is planned and not built, dense or with experts.
+
+    Attributes:
+        gated: the feed-forward has three matrices (SwiGLU), not two.
+        num_experts: routed experts of a layer; 0: a dense model.
+        top_k: routed experts that a token visits.
+        expert_ffn_dim: hidden width of one routed expert.
+        shared_ffn_dim: hidden width of the shared experts together.
+        num_dense_layers: leading layers with a dense feed-forward in a model with experts.
+        attention: ``gqa``, or ``mla`` (DeepSeek-V2, arXiv:2405.04434).
+        head_norms: queries and keys are normalised, each head alone.
+        biases: all linear layers, the router and the experts have biases, and each query head a sink (gpt-oss).
+    """
+
+    gated: bool = True
+    num_experts: int = 0
+    top_k: int = 0
+    expert_ffn_dim: int = 0
+    shared_ffn_dim: int = 0
+    num_dense_layers: int = 0
+    attention: Literal["gqa", "mla"] = "gqa"
+    head_norms: bool = False
+    biases: bool = False
+
+    def layers(self) -> tuple[tuple[int, Layer], ...]:
+        """Those with a dense feed-forward, then those with experts."""
+        attention = self._mla() if self.attention == "mla" else self._gqa()
+        dense = self.num_dense_layers if self.num_experts else self.num_layers
+        wide = feed_forward(self.dim, self.ffn_dim, gated=self.gated)
+        found = [(dense, decoder_layer(self.dim, attention, wide))] if dense else []
+        if dense < self.num_layers:
+            found.append((self.num_layers - dense, decoder_layer(self.dim, attention, self._experts())))
+        return tuple(found)
+
+    def _gqa(self) -> Attention:
+        found = gqa(self.dim, self.num_heads, self.num_kv_heads, self.head_dim, head_norms=self.head_norms)
+        if not self.biases:
+            return found
+        linears = [weight for weight in found.weights if weight.kind == "linear"]
+        extra = [Weight(weight.name.replace("weight", "bias"), weight.shape[:1], "bias") for weight in linears]
+        sinks = Weight("sinks", (self.num_heads,), "bias")
+        return dataclasses.replace(found, weights=(*found.weights, *extra, sinks))
+
+    def _mla(self) -> Attention:
+        queries, latent = self.num_heads * self.head_dim, MLA_KEY_RANK + MLA_ROPE_DIM
+        values = self.num_heads * (self.head_dim - MLA_ROPE_DIM + MLA_VALUE_DIM)
+        whole = (Weight("wq.weight", (queries, self.dim), "linear"),)
+        compressed = (
+            Weight("wq_a.weight", (MLA_QUERY_RANK, self.dim), "linear"),
+            Weight("q_norm.weight", (MLA_QUERY_RANK,), "norm"),
+            Weight("wq_b.weight", (queries, MLA_QUERY_RANK), "linear"),
+        )
+        return Attention(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            value_dim=MLA_VALUE_DIM,
+            rotary_dim=MLA_ROPE_DIM,
+            weights=(
+                *(whole if self.dim <= MLA_LITE_DIM else compressed),
+                Weight("wkv_a.weight", (latent, self.dim), "linear"),
+                Weight("kv_norm.weight", (MLA_KEY_RANK,), "norm"),
+                Weight("wkv_b.weight", (values, MLA_KEY_RANK), "linear"),
+                Weight("wo.weight", (self.dim, self.num_heads * MLA_VALUE_DIM), "linear", to_residual=True),
+            ),
+        )
+
+    def _experts(self) -> FeedForward:
+        many, width, dim = self.num_experts, self.expert_ffn_dim, self.dim
+        weights = [Weight("router.weight", (many, dim), "router")]
+        for weight in feed_forward(dim, width, gated=self.gated).weights:
+            weights.append(Weight(f"experts.{weight.name}", (many, *weight.shape), "expert", "", weight.to_residual))
+            if self.biases:
+                weights.append(Weight(f"experts.{weight.name}_bias", (many, weight.shape[0]), "bias"))
+        if self.biases:
+            weights.append(Weight("router.bias", (many,), "bias"))
+        shared = feed_forward(dim, self.shared_ffn_dim, gated=self.gated).weights if self.shared_ffn_dim else ()
+        return FeedForward(
+            width=self.shared_ffn_dim,
+            gated=self.gated,
+            num_experts=many,
+            top_k=self.top_k,
+            expert_width=width,
+            weights=(*weights, *(weight.within("shared") for weight in shared)),
+        )
+
+
+def planned(name: str, config: PlannedConfig, published_parameters: int | None = None) -> ModelDescription:
+    """The description of a model that is planned only."""
+    plan = decoder_plan(tied_embeddings=config.tied_embeddings, rows=_ROWS)
+    return dataclasses.replace(described(name, config, plan), published_parameters=published_parameters)
 
 
 def _with_experts(
@@ -20,10 +139,9 @@ def _with_experts(
     vocab: int,
     experts: tuple[int, int, int],
     **more: Any,
-) -> ModelShape:
+) -> ModelDescription:
     """``heads``: query heads, key/value heads, width; ``experts``: how many, visited, hidden width."""
-    return ModelShape(
-        name=name,
+    config = PlannedConfig(
         num_layers=layers,
         dim=dim,
         num_heads=heads[0],
@@ -35,18 +153,18 @@ def _with_experts(
         expert_ffn_dim=experts[2],
         **{"ffn_dim": experts[2], **more},
     )
+    return planned(name, config)
 
 
-NOT_TRAINABLE_YET: dict[str, ModelShape] = {  # from the config.json of each model on the Hugging Face hub
-    shape.name: shape
-    for shape in (
+NOT_TRAINABLE_YET: dict[str, ModelDescription] = {  # from the config.json of each model on the Hugging Face hub
+    model.name: model
+    for model in (
         _with_experts(
             *("deepseek-v3-671b", 61, 7168, (128, 128, 192), 129_280, (256, 8, 2048)),
             ffn_dim=18_432,
             shared_ffn_dim=2048,
             num_dense_layers=3,
             attention="mla",
-            num_parameters_known=671_025_397_760,
         ),
         _with_experts(
             *("deepseek-v2-lite-16b", 27, 2048, (16, 16, 192), 102_400, (64, 6, 1408)),
@@ -54,20 +172,23 @@ NOT_TRAINABLE_YET: dict[str, ModelShape] = {  # from the config.json of each mod
             shared_ffn_dim=2816,
             num_dense_layers=1,
             attention="mla",
-            num_parameters_known=15_706_357_760,
         ),
-        _with_experts("qwen3-30b-a3b", 48, 2048, (32, 4, 128), 151_936, (128, 8, 768)),
-        _with_experts("qwen3-235b-a22b", 94, 4096, (64, 4, 128), 151_936, (128, 8, 1536)),
+        _with_experts("qwen3-30b-a3b", 48, 2048, (32, 4, 128), 151_936, (128, 8, 768), head_norms=True),
+        _with_experts("qwen3-235b-a22b", 94, 4096, (64, 4, 128), 151_936, (128, 8, 1536), head_norms=True),
         _with_experts("mixtral-8x7b", 32, 4096, (32, 8, 128), 32_000, (8, 2, 14_336)),
         _with_experts("mixtral-8x22b", 56, 6144, (48, 8, 128), 32_768, (8, 2, 16_384)),
-        _with_experts("gpt-oss-120b", 36, 2880, (64, 8, 64), 201_088, (128, 4, 2880)),
+        _with_experts("gpt-oss-120b", 36, 2880, (64, 8, 64), 201_088, (128, 4, 2880), biases=True),
     )
 }
-"""Shapes with experts, by name."""
+"""Models with experts, by name."""
+
+_NO_SIZES = ("rope_theta", "rope_scaling", "norm_eps", "attention_mask")
+_KINDS = {name: kind for name, kind in get_type_hints(PlannedConfig).items() if name not in _NO_SIZES}
+_NEEDED = ("num_layers", "dim", "ffn_dim", "num_heads", "num_kv_heads", "vocab_size")
 
 
-def shape_named(model: str, flavor: str) -> ModelShape:
-    """A shape that Crius does not train yet.
+def shape_named(model: str, flavor: str) -> ModelDescription:
+    """A model that Crius does not train yet.
 
     Args:
         model: a name of ``NOT_TRAINABLE_YET``, its part before the size, or the path of a TOML file.
@@ -91,8 +212,8 @@ def shape_named(model: str, flavor: str) -> ModelShape:
     )
 
 
-def _from_file(path: Path) -> ModelShape:
-    """The shape of a TOML file with the fields of ``ModelShape``."""
+def _from_file(path: Path) -> ModelDescription:
+    """The model of a TOML file with the sizes of ``PlannedConfig``, and a ``name``."""
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -101,15 +222,14 @@ def _from_file(path: Path) -> ModelShape:
             where="--model",
             fix="give a TOML file with the model's sizes",
         ) from None
-    table.setdefault("name", path.stem)
-    kinds, problems = get_type_hints(ModelShape), []
+    kinds: dict[str, Any] = {"name": str, **_KINDS}
+    problems = []
     for key, value in table.items():
         if key not in kinds:
             problems.append(f"there is no field {key}{did_you_mean(key, kinds) or '.'}")
         elif not _suits(value, kinds[key]):
             problems.append(f"{key} = {value!r} is not {_kind_named(kinds[key])}.")
-    needed = [field.name for field in dataclasses.fields(ModelShape) if field.default is dataclasses.MISSING]
-    problems += [f"{name} is missing." for name in needed if name not in table]
+    problems += [f"{name} is missing." for name in _NEEDED if name not in table]
     if not problems and table.get("num_experts") and not (table.get("top_k") and table.get("expert_ffn_dim")):
         problems.append("a model with num_experts needs top_k and expert_ffn_dim.")
     if not problems and table["num_heads"] % table["num_kv_heads"]:
@@ -119,7 +239,7 @@ def _from_file(path: Path) -> ModelShape:
             ConfigError(problem, where=str(path), fix=f"the fields are {', '.join(kinds)}") for problem in problems
         ]
         raise ConfigError.together(errors)
-    return ModelShape(**table)
+    return planned(table.pop("name", path.stem), PlannedConfig(**table))
 
 
 def _suits(value: object, kind: Any) -> bool:

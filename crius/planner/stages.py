@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from crius.config.pipeline import EMBEDDING_COST, SPLIT_BACKWARD, V_SCHEDULES
-from crius.planner.matmuls import layer_sizes
+from crius.models.description import ModelDescription
 from crius.planner.memory_constants import TRAITS
-from crius.planner.workload import ModelShape, Workload
+from crius.planner.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def rank_layers(workload: Workload, rank: int) -> RankLayers:
     is_v = workload.schedule in V_SCHEDULES
     held = ((rank, total - 1 - rank) if is_v else tuple(range(rank, total, degree))) if degree > 1 else (0,)
     sizes = (workload.stage_layers or _sizes(workload, total)) if degree > 1 else (model.num_layers,)
-    leading = model.num_dense_layers if model.num_experts else sum(sizes)  # the first ones are dense
+    leading = model.dense[0] if model.num_experts else sum(sizes)  # the first ones are dense
     spans = [(sum(sizes[:stage]), sum(sizes[: stage + 1])) for stage in held]
     dense = tuple((begin, min(end, leading)) for begin, end in spans if begin < leading)
     experts = tuple((max(begin, leading), end) for begin, end in spans if end > leading)
@@ -109,15 +109,12 @@ def _interleaved(degree: int, rank: int, microbatches: int, sizes: tuple[int, ..
 
 
 @lru_cache(maxsize=1024)
-def stage_layers(model: ModelShape, stages: int, seq_len: int) -> tuple[int, ...]:
+def stage_layers(model: ModelDescription, stages: int, seq_len: int) -> tuple[int, ...]:
     """Layers of each of ``stages``: the costliest is as cheap as can be, then their costs are as even as can be.
 
     What ``crius.config.pipeline.split_stages`` finds for equal layers, without trying every split.
     """
-    sizes = layer_sizes(model)
-    weights = sizes.attention_parameters + (sizes.dense_parameters if not model.num_experts else 0)
-    weights += model.top_k * sizes.expert_parameters // max(1, model.num_experts) + sizes.shared_parameters
-    layer = 6 * weights + 3 * (sizes.score_dim + sizes.value_dim) * (seq_len + 1)
+    layer = model.layers[-1][1].flops_per_token((seq_len + 1) / 2)
     vocabulary = model.vocab_size * model.dim
     first, last = EMBEDDING_COST * vocabulary, 6 * vocabulary
     count = model.num_layers

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from crius.planner.hardware import Hardware
-from crius.planner.matmuls import flops_per_token
 from crius.planner.measurements import Measurement, Unjudged, read_measurements
 from crius.planner.memory import Counting, memory
 from crius.planner.time import tokens_per_second
@@ -284,7 +283,7 @@ def _peak(workload: Workload, hardware: Hardware) -> float:
 def _mfu(row: Measurement) -> float | None:
     if row.tokens_per_second is None:
         return None
-    flops = row.tokens_per_second * flops_per_token(row.workload.model, row.workload.seq_len)
+    flops = row.tokens_per_second * row.workload.model.flops_per_token(row.workload.seq_len / 2)
     return flops / _peak(row.workload, row.hardware)
 
 
@@ -297,5 +296,5 @@ def _baseline(index: int, rows: Sequence[Measurement], shares: Sequence[float | 
     others = [(rows[i], share) for i, share in enumerate(shares) if share is not None and i != index]
     alike = [share for other, share in others if _kind(other) == _kind(row)]
     share = statistics.median(alike or [share for _, share in others] or [0.4])
-    flops = flops_per_token(row.workload.model, row.workload.seq_len)
+    flops = row.workload.model.flops_per_token(row.workload.seq_len / 2)
     return share * _peak(row.workload, row.hardware) / flops

@@ -8,8 +8,8 @@ from typing import Any
 from crius.config.layout import replace_fields
 from crius.config.pipeline import SPLIT_BACKWARD
 from crius.config.run import RunConfig
+from crius.models.description import ModelDescription
 from crius.models.registry import SPECS
-from crius.models.spec import ModelFacts
 from crius.planner.from_config import Device, from_config
 from crius.planner.legal import DEGREES, PREFIX, Case, microbatches, schedules
 from crius.planner.workload import Checkpointing, Layout, Workload
@@ -102,14 +102,14 @@ class Variants:
                 fields |= STAND_IN
             config = replace_fields(self.case.config, fields | settings(self.case, few, schedule))
             device: Device = "cuda" if self.case.on_gpu else "cpu"
-            facts: Any = self.case.facts or stand_in(self.case)  # frozen, so that it can be a key
+            facts = self.case.facts or stand_in(self.case)
             workload = _of_config(config, facts, few.num_ranks, device)
             self._bases[key] = replace(workload, model=self.case.shape, stage_layers=())  # those of two stages
         return self._bases[key]
 
 
 @lru_cache(maxsize=256)
-def _of_config(config: RunConfig, facts: Any, num_ranks: int, device: Device) -> Workload:
+def _of_config(config: RunConfig, facts: ModelDescription, num_ranks: int, device: Device) -> Workload:
     return from_config(config, facts, num_ranks, device=device)
 
 
@@ -157,10 +157,9 @@ def overrides(case: Case, workload: Workload) -> dict[str, Any]:
     return kept | given
 
 
-def stand_in(case: Case) -> ModelFacts:
+def stand_in(case: Case) -> ModelDescription:
     """Facts of a model with the vocabulary of a shape that is not trainable yet: what of a config depends on it."""
-    spec = SPECS[STAND_IN["model.name"]]
-    return spec.customize(spec.flavors[STAND_IN["model.flavor"]], vocab_size=case.shape.vocab_size)
+    return SPECS[STAND_IN["model.name"]].describe(STAND_IN["model.flavor"], vocab_size=case.shape.vocab_size)
 
 
 def _reshards(case: Case, workload: Workload) -> tuple[str, ...]:

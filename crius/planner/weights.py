@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from crius.planner.matmuls import MLA_VALUE_DIM, LayerSizes, layer_sizes
-from crius.planner.workload import ModelShape
+from crius.config.low_precision import parts
+from crius.models.description import Layer, ModelDescription, Weight
 
 MIN_QUANTIZED = 4096
 """Weights with fewer numbers keep float32 moments (``crius/optim/storage.py``)."""
@@ -55,41 +55,36 @@ class Weights:
     head: Part
 
 
-def model_parameters(shape: ModelShape) -> int:
-    """All trained numbers, a tied weight once; the published number where ``shape`` has it."""
-    return shape.num_parameters_known or _counted(shape)
-
-
-def _counted(shape: ModelShape) -> int:
-    one = weights(shape, 1, 1, 1)
-    with_experts = layer_sizes(shape).num_expert_layers
-    layers = (shape.num_layers - with_experts) * one.dense.whole + with_experts * one.experts.whole
-    return round(one.embedding.whole + layers + one.head.whole)
+def model_parameters(model: ModelDescription) -> int:
+    """All trained numbers, a tied weight once; the published number where that is known to be another."""
+    return model.published_parameters or model.num_parameters
 
 
 @lru_cache(maxsize=4096)
-def weights(shape: ModelShape, tp: int, ep: int, shards: int) -> Weights:
-    """The units of ``shape``, each weight split over ``tp`` ranks and then by rows over ``shards``.
+def weights(model: ModelDescription, tp: int, ep: int, shards: int) -> Weights:
+    """The units of ``model``, each weight split over ``tp`` ranks and then by rows over ``shards``.
 
     Args:
-        shape: of the model.
-        tp: tensor-parallel ranks, as ``crius/models/llama3/plan.py`` splits.
+        model: its description.
+        tp: tensor-parallel ranks, which split as the plan's rows say.
         ep: ranks that share the experts of a layer, which lie within ``tp * shards``.
         shards: ranks that store a part of each weight.
     """
-    sizes, dim = layer_sizes(shape), shape.dim
+    dim = model.dim
     norm = _Tensor(dim, 1, dim, is_matrix=False)
-    rows, vocabulary = -(-shape.vocab_size // tp), shape.vocab_size * dim
-    embedding = _Tensor(rows, dim, vocabulary)
-    attention = _attention(shape, sizes, tp)
-    router = _Tensor(shape.num_experts, dim, shape.num_experts * dim)
-    common = _part([norm, *attention, norm, *_feed_forward(sizes.shared, tp), router], shards)
-    width = max(ep, tp)  # ranks that share one copy of the experts
+    embedding = _Tensor(-(-model.vocab_size // tp), dim, model.vocab_size * dim)
+    dense, experts = (
+        _part(_tensors(model, layer, tp), shards) if layer else Part() for _, layer in (model.dense, model.experts)
+    )
+    routed = model.experts[1]
+    if routed:
+        width = max(ep, tp)  # ranks that share one copy of the experts
+        experts = _with_experts(experts, routed, width, tp * shards)
     return Weights(
-        dense=_part([norm, *attention, norm, *_feed_forward(sizes.dense, tp)], shards),
-        experts=_with_experts(common, sizes.expert_parameters, width, tp * shards) if shape.num_experts else Part(),
+        dense=dense,
+        experts=experts,
         embedding=_part([embedding], shards),
-        head=_part([norm] if shape.tied_embeddings else [norm, embedding], shards),
+        head=_part([norm] if model.tied_embeddings else [norm, embedding], shards),
     )
 
 
@@ -102,25 +97,18 @@ class _Tensor(NamedTuple):
     is_matrix: bool = True
 
 
-def _attention(shape: ModelShape, sizes: LayerSizes, tp: int) -> list[_Tensor]:
-    *inputs, output = sizes.attention
-    found = []
-    for source, out in inputs:
-        heads = shape.num_heads if out >= shape.num_heads * shape.head_dim else shape.num_kv_heads
-        if shape.attention == "mla" and out < shape.num_heads * MLA_VALUE_DIM:
-            parts = 1  # a latent, which every rank has whole
-        else:
-            parts = tp if tp <= heads else 1  # fewer key/value heads than ranks: each rank has all of their weights
-        found.append(_Tensor(-(-out // parts), source, out * source))
-    return [*found, _Tensor(output[1], -(-output[0] // tp), output[0] * output[1])]
+def _tensors(model: ModelDescription, layer: Layer, tp: int) -> list[_Tensor]:
+    """The weights of a layer but its routed experts."""
+    return [_tensor(model, weight, tp) for weight in layer.weights if weight.shape[0] and not weight.is_routed]
 
 
-def _feed_forward(matmuls: tuple[tuple[int, int], ...], tp: int) -> list[_Tensor]:
-    if not matmuls:
-        return []
-    *inputs, output = matmuls
-    found = [_Tensor(-(-out // tp), source, out * source) for source, out in inputs]
-    return [*found, _Tensor(output[1], -(-output[0] // tp), output[0] * output[1])]
+def _tensor(model: ModelDescription, weight: Weight, tp: int) -> _Tensor:
+    if len(weight.shape) == 1:
+        return _Tensor(weight.shape[0], 1, weight.numel, is_matrix=False)
+    rows, columns = weight.shape
+    style = model.plan.style_of(f"layers.0.{weight.name.removesuffix('.weight')}")
+    over_rows, over_columns = parts(style, model.num_kv_heads, tp)
+    return _Tensor(-(-rows // over_rows), -(-columns // over_columns), weight.numel)
 
 
 def _part(tensors: Iterable[_Tensor], shards: int) -> Part:
@@ -148,7 +136,9 @@ def _blocks(pairs: Iterable[tuple[_Tensor, int]]) -> int:
     return sum(-(-size // BLOCK) * BLOCK for tensor, size in pairs if tensor.total >= MIN_QUANTIZED)
 
 
-def _with_experts(common: Part, numbers: int, most: int, ranks: int) -> Part:
+def _with_experts(common: Part, layer: Layer, most: int, ranks: int) -> Part:
+    routed = [weight for weight in layer.weights if weight.is_routed]
+    numbers = sum(weight.numel for weight in routed)
     own = numbers / ranks
     return Part(
         whole=common.whole + numbers / most,
@@ -158,5 +148,5 @@ def _with_experts(common: Part, numbers: int, most: int, ranks: int) -> Part:
         own_blocks=common.own_blocks + own,
         matrix_small=common.matrix_small,
         matrix_blocks=common.matrix_blocks + own,
-        tensors=common.tensors + 3,
+        tensors=common.tensors + len(routed),
     )

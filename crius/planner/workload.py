@@ -6,6 +6,7 @@ A workload comes from a ``RunConfig``, from a row of published measurements, or 
 from dataclasses import dataclass
 from typing import Literal
 
+from crius.models.description import ModelDescription
 from crius.parallel.dims import ParallelDims
 
 Framework = Literal["crius", "torchtitan", "torchtitan_graph", "kempnerforge", "megatron", "fsdp1", "nanotron", "other"]
@@ -13,54 +14,6 @@ Precision = Literal["float32", "bfloat16", "float8", "mxfp8", "nvfp4"]
 Checkpointing = Literal["none", "selective", "full"]
 Loss = Literal["eager", "compiled", "chunked", "fused"]
 Pointwise = Literal["operators", "norms", "silu", "fused"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelShape:
-    """Sizes of a decoder, dense or with experts; widths are of numbers, the others are counts.
-
-    Attributes:
-        name: for tables.
-        num_layers: decoder layers.
-        dim: width of the residual stream.
-        ffn_dim: hidden width of a dense feed-forward.
-        num_heads: query heads.
-        num_kv_heads: key/value heads.
-        head_dim: width of a head.
-        vocab_size: rows of the embedding.
-        tied_embeddings: the output layer shares the embedding's weight.
-        gated: the feed-forward has three matrices (SwiGLU), not two.
-        num_experts: routed experts of a layer; 0: a dense model.
-        top_k: routed experts that a token visits.
-        expert_ffn_dim: hidden width of one routed expert.
-        shared_ffn_dim: hidden width of the shared experts together.
-        num_dense_layers: leading layers with a dense feed-forward in a model with experts.
-        attention: ``gqa``, or ``mla`` (DeepSeek-V2, arXiv:2405.04434).
-        num_parameters_known: the published number of parameters, where the sizes above do not give it exactly.
-    """
-
-    name: str
-    num_layers: int
-    dim: int
-    ffn_dim: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    tied_embeddings: bool = False
-    gated: bool = True
-    num_experts: int = 0
-    top_k: int = 0
-    expert_ffn_dim: int = 0
-    shared_ffn_dim: int = 0
-    num_dense_layers: int = 0
-    attention: Literal["gqa", "mla"] = "gqa"
-    num_parameters_known: int | None = None
-
-    @property
-    def is_routed(self) -> bool:
-        """Tokens choose some of the experts, and are brought to them."""
-        return self.top_k < self.num_experts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +33,7 @@ class Workload:
     """One optimizer step of one model under one layout.
 
     Attributes:
-        model: sizes.
+        model: what is trained.
         layout: degrees.
         seq_len: tokens of a sequence, before context parallelism splits it.
         microbatch: sequences in one forward of one data-parallel rank.
@@ -119,7 +72,7 @@ class Workload:
         snapshot: a copy of weights and optimizer state is kept beside them, to go back to.
     """
 
-    model: ModelShape
+    model: ModelDescription
     layout: Layout
     seq_len: int
     microbatch: int = 1

@@ -14,8 +14,10 @@ from crius.config.optimizer import OptimizerConfig
 from crius.config.pipeline import describe_microbatches, describe_stages, num_stages, placement, split_stages
 from crius.config.run import RunConfig
 from crius.models import registry
+from crius.models.decoder import check_decoder
+from crius.models.description import ModelDescription
+from crius.models.init import init_rules
 from crius.models.layers.output import loss_of
-from crius.models.spec import ModelFacts
 from crius.parallel.apply import Applied, materialize, parallelize
 from crius.parallel.fsdp import GradientSync
 from crius.parallel.gradients import Gradients
@@ -58,57 +60,55 @@ class Built:
     converted: list[Converted]
 
 
-def build_parts(config: RunConfig, facts: ModelFacts, mesh: Mesh) -> Built:
+def build_parts(config: RunConfig, facts: ModelDescription, mesh: Mesh) -> Built:
     """This rank's stages of the model, laid out on ``mesh``, still on the meta device."""
-    spec = registry.SPECS[config.model.name]
     all_stages = split_stages(run_modules(config, facts), num_stages(config.parallelism), config.parallelism)
     indices = stage_indices(config.parallelism, mesh.pp.get_local_rank() if mesh.pp else 0)
     model = _on_meta(config, facts)
     names = [name for name, _ in model.named_parameters()]
-    spec.plan(facts).check_coverage([name for name, _ in model.named_modules() if name], names)
+    check_decoder(model, facts)
     precision = low_precision(config, facts, mesh.fsdp.device_type)
     built = [build_part(config, facts, mesh, all_stages[index], precision) for index in indices]
     parts, applied, converted = map(list, zip(*built, strict=True))
     return Built(parts, indices, all_stages, names, applied, precision, converted)
 
 
-def parameter_names(config: RunConfig, facts: ModelFacts) -> list[str]:
+def parameter_names(config: RunConfig, facts: ModelDescription) -> list[str]:
     """Names of the parameters of the whole model, whatever stages this rank has."""
     return [name for name, _ in _on_meta(config, facts).named_parameters()]
 
 
-def _on_meta(config: RunConfig, facts: ModelFacts) -> nn.Module:
+def _on_meta(config: RunConfig, facts: ModelDescription) -> nn.Module:
     with torch.device("meta"):
-        model = registry.build(registry.SPECS[config.model.name], facts)
+        model = registry.build(facts)
     return model.to(getattr(torch, config.training.dtype))  # of the weights: there are no buffers
 
 
 def build_part(
-    config: RunConfig, facts: ModelFacts, mesh: Mesh, modules: Sequence[str], precision: LowPrecision | None
+    config: RunConfig, facts: ModelDescription, mesh: Mesh, modules: Sequence[str], precision: LowPrecision | None
 ) -> tuple[nn.Module, Applied, Converted]:
     """The stage that has only ``modules``, in ``precision``, laid out on ``mesh``, still on the meta device."""
     part = _on_meta(config, facts)
     prune(part, modules)
     converted = precision.convert(part, mesh.fsdp.size(-1)) if precision else Converted(0)
     set_up_loss(part, run_loss(config, facts, mesh, precision), config)
-    applied = parallelize(part, registry.SPECS[config.model.name].plan(facts), facts, mesh, config)
+    applied = parallelize(part, facts, mesh, config)
     return part, applied, converted
 
 
-def run_loss(config: RunConfig, facts: ModelFacts, mesh: Mesh, precision: LowPrecision | None) -> LossChoice:
+def run_loss(config: RunConfig, facts: ModelDescription, mesh: Mesh, precision: LowPrecision | None) -> LossChoice:
     """How the run computes its loss on ``mesh``, the same on every rank."""
-    plan = registry.SPECS[config.model.name].plan(facts)
-    in_low_precision = precision is not None and converts_output(precision.choices, plan)
+    in_low_precision = precision is not None and converts_output(precision.choices, facts.plan)
     device_type = mesh.fsdp.device_type
     return choose_loss(config, facts, device_type, num_ranks=mesh.dims.tp, in_low_precision=in_low_precision)
 
 
-def build_model(config: RunConfig, facts: ModelFacts, mesh: Mesh, ranks: World) -> Built:
+def build_model(config: RunConfig, facts: ModelDescription, mesh: Mesh, ranks: World) -> Built:
     """This rank's stages of the model, their shards drawn from ``debug.seed``."""
     built = build_parts(config, facts, mesh)
-    begin = time.monotonic()
+    begin, rules = time.monotonic(), init_rules(facts)
     for part in built.parts:
-        materialize(part, part.init_rules(), ranks, config)  # type: ignore[operator]
+        materialize(part, rules, ranks, config)
     log.info("init: weights drawn from seed %d in %.1f s", config.debug.seed, time.monotonic() - begin)
     return built
 
@@ -137,7 +137,7 @@ def build_gradients(
 
 def build_runner(
     config: RunConfig,
-    facts: ModelFacts,
+    facts: ModelDescription,
     sizes: BatchSizes,
     built: Built,
     mesh: Mesh,

@@ -12,7 +12,7 @@ from crius.config.pipeline import splits_backward
 from crius.config.run import RunConfig
 from crius.errors import ConfigError
 from crius.host_memory import free_host_bytes
-from crius.models.spec import ModelFacts
+from crius.models.description import ModelDescription
 from crius.parallel.dims import ParallelDims
 from crius.parallel.runtime import World
 from crius.planner.estimate import Estimate
@@ -30,7 +30,7 @@ USABLE = 0.9
 """Share of a device's memory that is planned with; the rest is for what the plan does not see, and for its error."""
 
 
-def decide(config: RunConfig, facts: ModelFacts, dims: ParallelDims, ranks: World) -> RunConfig:
+def decide(config: RunConfig, facts: ModelDescription, dims: ParallelDims, ranks: World) -> RunConfig:
     """``config`` with every ``auto`` that depends on the machine decided; says what and why.
 
     Args:
@@ -69,7 +69,7 @@ def decide(config: RunConfig, facts: ModelFacts, dims: ParallelDims, ranks: Worl
 
 
 def estimates(
-    config: RunConfig, facts: ModelFacts, dims: ParallelDims, device: torch.device
+    config: RunConfig, facts: ModelDescription, dims: ParallelDims, device: torch.device
 ) -> dict[Checkpointing, Estimate]:
     """Of the modes that the run can take, from the least recomputation to the most.
 

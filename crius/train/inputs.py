@@ -20,27 +20,27 @@ from crius.config.run import RunConfig
 from crius.data.corpus import Corpus, open_corpus
 from crius.data.tokenizer import build_tokenizer
 from crius.errors import CheckpointError, ConfigError, EnvironmentError
+from crius.models.description import ModelDescription, ModuleFacts
 from crius.models.registry import SPECS
-from crius.models.spec import ModelFacts, ModuleFacts
 
 
-def model_facts(config: RunConfig) -> ModelFacts:
+def describe_model(config: RunConfig) -> ModelDescription:
     """The flavor of ``config``, with the sizes that it overrides."""
-    spec = SPECS[config.model.name]
     asked = {name: getattr(config.model, name) for name in ("vocab_size", "num_layers", "num_kv_heads")}
     sizes = {name: value for name, value in asked.items() if value != -1}
-    return spec.customize(spec.flavors[config.model.flavor], attention_mask=config.model.attention_mask, **sizes)
+    spec = SPECS[config.model.name]
+    return spec.describe(config.model.flavor, attention_mask=config.model.attention_mask, **sizes)
 
 
-def known_model_facts(config: RunConfig) -> ModelFacts | None:
-    """``model_facts``, or None where there is no such model or flavor."""
+def describe_known_model(config: RunConfig) -> ModelDescription | None:
+    """``describe_model``, or None where there is no such model or flavor."""
     spec = SPECS.get(config.model.name)
-    return model_facts(config) if spec and config.model.flavor in spec.flavors else None
+    return describe_model(config) if spec and config.model.flavor in spec.flavors else None
 
 
 def settled(config: RunConfig) -> RunConfig:
     """``config`` with what it leaves to the size of the model decided: the stages of a pipeline rank."""
-    facts = known_model_facts(config)
+    facts = describe_known_model(config)
     return replace(config, parallelism=settle_stages(config.parallelism, facts.num_layers)) if facts else config
 
 
@@ -65,7 +65,7 @@ def run_batch_sizes(config: RunConfig, data_parallel_ranks: int) -> BatchSizes:
     return batch_sizes(config.training, data_parallel_ranks, microbatch_unit(config.parallelism))
 
 
-def run_modules(config: RunConfig, facts: ModelFacts) -> list[ModuleFacts]:
+def run_modules(config: RunConfig, facts: ModelDescription) -> list[ModuleFacts]:
     """The modules that pipeline stages are made of, weighed at the sequence length of ``config``."""
     return facts.modules((config.training.seq_len + 1) / 2)
 
@@ -82,7 +82,7 @@ def open_run_corpus(config: RunConfig, data_parallel_ranks: int) -> Corpus:
         config.validation,
         seq_len=config.training.seq_len,
         global_batch_size=run_batch_sizes(config, data_parallel_ranks).total,
-        vocab_size=model_facts(config).vocab_size,
+        vocab_size=describe_model(config).vocab_size,
         seed=config.debug.seed,
     )
 

@@ -30,8 +30,7 @@ from crius.metrics.build import build_sinks
 from crius.metrics.device import peak_tflops, total_memory_gib
 from crius.metrics.ledger import TimeLedger
 from crius.metrics.sinks.base import Sink
-from crius.models import registry
-from crius.models.spec import ModelFacts
+from crius.models.description import ModelDescription
 from crius.optim.build import build_optimizer
 from crius.optim.lr_scheduler import WarmupStableDecay
 from crius.parallel.compile import prepare_compile
@@ -47,7 +46,7 @@ from crius.train.checkpoints import Checkpoints, Parts
 from crius.train.choices import decide
 from crius.train.fault import Fault, read_faults
 from crius.train.guard import UpdateGuard
-from crius.train.inputs import model_facts, open_run_corpus, run_batch_sizes, with_boundaries
+from crius.train.inputs import describe_model, open_run_corpus, run_batch_sizes, with_boundaries
 from crius.train.kernels import run_kernels
 from crius.train.logs import start_logging
 from crius.train.loop import Loop, Meter, Validation
@@ -101,7 +100,7 @@ def run(
             device = set_up_torch(config, placement)
             dims = ParallelDims.build(config.parallelism, placement.world_size)
             sizes = run_batch_sizes(config, dims.batch)
-            facts = model_facts(config)
+            facts = describe_model(config)
             machine = machine_of(device, placement.world_size, placement.local_world_size)
             story.begin(device, machine, config, facts)
             corpus = open_run_corpus(config, dims.batch)  # before the ranks meet, so that none waits in a collective
@@ -165,7 +164,7 @@ def _run(loop: Loop, run_dir: Path, placement: Placement, watch: PlanWatch | Non
 
 def assemble(
     config: RunConfig,
-    facts: ModelFacts,
+    facts: ModelDescription,
     sizes: BatchSizes,
     corpus: Corpus,
     mesh: Mesh,
@@ -185,7 +184,7 @@ def assemble(
     watch = EffectWatch(config, mesh, ranks, strict)
     built = build_model(config, facts, mesh, ranks)
     parameters = named_parameters(built.parts)
-    plan = registry.SPECS[config.model.name].plan(facts)
+    plan = facts.plan
     optimizer = build_optimizer(parameters, plan, run_optimizer(config), seed=config.debug.seed)
     watch.built(built)
     shard = ContextShard(mesh.cp, config.parallelism.context_parallel_method)
@@ -317,7 +316,7 @@ def _sinks(
 def _log_run(
     config: RunConfig,
     run_dir: Path,
-    facts: ModelFacts,
+    facts: ModelDescription,
     sizes: BatchSizes,
     mesh: Mesh,
     ranks: World,
@@ -341,8 +340,8 @@ def _log_run(
         "model: %s/%s, %s parameters, %s in matmuls",
         config.model.name,
         config.model.flavor,
-        f"{facts.num_parameters():,}",
-        f"{facts.matmul_parameters():,}",
+        f"{facts.num_parameters:,}",
+        f"{facts.matmul_parameters:,}",
     )
     for line in corpus.description:
         log.info("data: %s", line)

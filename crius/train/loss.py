@@ -10,8 +10,8 @@ from crius.config.loss_chunks import loss_chunks
 from crius.config.run import RunConfig
 from crius.data.batch import IGNORE_INDEX
 from crius.kernels.linear_cross_entropy import Chunks
+from crius.models.description import ModelDescription
 from crius.models.layers.output import loss_of
-from crius.models.spec import ModelFacts
 from crius.parallel.compile import compile_loss
 
 
@@ -44,7 +44,7 @@ class LossChoice:
 
 def choose_loss(
     config: RunConfig,
-    facts: ModelFacts,
+    facts: ModelDescription,
     device_type: str,
     *,
     num_ranks: int = 1,

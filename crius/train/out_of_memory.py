@@ -13,7 +13,7 @@ from crius.config.run import RunConfig
 from crius.errors import CriusError, OutOfMemoryError
 from crius.host_memory import free_host_bytes
 from crius.launch.status import status
-from crius.models.spec import ModelFacts
+from crius.models.description import ModelDescription
 from crius.planner.hardware import KNOWN
 from crius.planner.memory import memory
 from crius.planner.of_run import GIB, Machine, RunPlan, plan_run, summed
@@ -57,10 +57,10 @@ class Story:
     device: torch.device | None = None
     capacity: float = 0.0
     config: RunConfig | None = None
-    facts: ModelFacts | None = None
+    facts: ModelDescription | None = None
     machine: Machine | None = None
 
-    def begin(self, device: torch.device, machine: Machine, config: RunConfig, facts: ModelFacts) -> None:
+    def begin(self, device: torch.device, machine: Machine, config: RunConfig, facts: ModelDescription) -> None:
         """Note what a run knows before it takes memory."""
         self.device, self.machine, self.facts = device, machine, facts
         self.config = with_dtype(config, on_gpu=machine.on_gpu)

@@ -15,7 +15,7 @@ from crius.errors import ConfigError
 from crius.host_cpu import cpu_with_cores
 from crius.metrics.ledger import TimeLedger
 from crius.metrics.record import Record, StepMetrics
-from crius.models.spec import ModelFacts
+from crius.models.description import ModelDescription
 from crius.planner.compare import PLAN, Comparison, Reports
 from crius.planner.hardware import Hardware
 from crius.planner.of_run import GIB, Machine, RunPlan, plan_run, summed
@@ -192,7 +192,9 @@ def _by_elimination(plan: RunPlan) -> str:
     return f"{known}: the device is slower than it was when calibrated (clock, power, heat), or the plan is wrong here"
 
 
-def watch_plan(config: RunConfig, facts: ModelFacts, machine: Machine, ledger: TimeLedger, run_dir: Path) -> PlanWatch:
+def watch_plan(
+    config: RunConfig, facts: ModelDescription, machine: Machine, ledger: TimeLedger, run_dir: Path
+) -> PlanWatch:
     """Plan the run, say what is planned where the machine is known, and watch what comes of it. On rank 0.
 
     Args:

@@ -8,8 +8,7 @@ from torch import nn
 from crius.config.low_precision import TOO_SMALL, LinearChoice, is_enabled, kind, linear_choices, summary, table
 from crius.config.quantize import DenseQuantizeConfig
 from crius.config.run import RunConfig
-from crius.models import registry
-from crius.models.spec import ModelFacts
+from crius.models.description import ModelDescription
 from crius.parallel.mesh import Mesh
 from crius.quantize.convert import Converted, convert, precompute_scales
 from crius.quantize.device import missing_matmuls
@@ -64,7 +63,7 @@ def keep_scales(config: RunConfig, parts: Sequence[nn.Module], mesh: Mesh) -> No
         precompute_scales(parts, mesh.fsdp.get_group("fsdp"))
 
 
-def low_precision(config: RunConfig, facts: ModelFacts, device_type: str) -> LowPrecision | None:
+def low_precision(config: RunConfig, facts: ModelDescription, device_type: str) -> LowPrecision | None:
     """Of a run on this process's device; None where no low precision is on."""
     dense = config.quantize.dense
     if not is_enabled(dense):
@@ -74,7 +73,7 @@ def low_precision(config: RunConfig, facts: ModelFacts, device_type: str) -> Low
     return planned(config, facts, accelerated=not missing, emulated="as asked" if asked else missing)
 
 
-def planned(config: RunConfig, facts: ModelFacts, *, accelerated: bool, emulated: str) -> LowPrecision:
+def planned(config: RunConfig, facts: ModelDescription, *, accelerated: bool, emulated: str) -> LowPrecision:
     """Of a run whose device is known.
 
     Args:
@@ -83,5 +82,5 @@ def planned(config: RunConfig, facts: ModelFacts, *, accelerated: bool, emulated
         accelerated: whether the device has such matmuls.
         emulated: why they are emulated; empty where they are not.
     """
-    plan = registry.SPECS[config.model.name].plan(facts)
+    plan = facts.plan
     return LowPrecision(config.quantize.dense, linear_choices(config, facts, plan, accelerated=accelerated), emulated)

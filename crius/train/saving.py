@@ -8,9 +8,9 @@ from crius.checkpoint.disk import open_disk
 from crius.checkpoint.folder import FEWEST, CheckpointFolder
 from crius.config.run import RunConfig
 from crius.errors import EnvironmentError
-from crius.models.spec import ModelFacts
+from crius.models.description import ModelDescription
 from crius.planner.from_config import ITEMSIZE
-from crius.train.inputs import checkpoint_folder, model_facts
+from crius.train.inputs import checkpoint_folder, describe_model
 
 log = logging.getLogger("crius.checkpoint")
 
@@ -65,7 +65,7 @@ def save_plan(config: RunConfig, run_dir: Path) -> SavePlan | None:
     return SavePlan(
         where=folder.disk.where,
         when=", ".join([*ways, "the last step, and the step of a Ctrl-C or SIGTERM"]),
-        num_bytes=checkpoint_bytes(config, model_facts(config)),
+        num_bytes=checkpoint_bytes(config, describe_model(config)),
         most=min(kept, saves + 1),
         present=len(folder.steps()),
         free_bytes=folder.disk.free_bytes(),
@@ -98,13 +98,13 @@ def check_space(config: RunConfig, run_dir: Path) -> None:
     )
 
 
-def checkpoint_bytes(config: RunConfig, facts: ModelFacts) -> int:
+def checkpoint_bytes(config: RunConfig, facts: ModelDescription) -> int:
     """Bytes of a checkpoint, about: the weights and the moments of the optimizer; the rest is small."""
     moment = 2 if config.optimizer.state_dtype == "bfloat16" else 4  # those in 8 bits are saved as float32
-    total = facts.num_parameters()
+    total = facts.num_parameters
     moments = 2 * total
     if config.optimizer.name == "muon":  # it has one for the matrices of the layers
-        moments -= facts.matmul_parameters() - facts.vocab_size * facts.dim
+        moments -= facts.matmul_parameters - facts.vocab_size * facts.dim
     return total * ITEMSIZE[config.training.dtype] + moments * moment
 
 

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from crius.config.run import RunConfig
 from crius.data.batch import Batch
 from crius.errors import CorruptionError
-from crius.models import registry
-from crius.models.spec import ModelFacts
+from crius.models.description import ModelDescription
 from crius.parallel.bits import HashedReduceScatter, hash_bits
 from crius.parallel.fsdp import plan_units, show_gradients
 from crius.parallel.mesh import Mesh
@@ -220,7 +219,7 @@ class SdcCheck:
 
 def build_sdc(
     config: RunConfig,
-    facts: ModelFacts,
+    facts: ModelDescription,
     built: Built,
     runner: Runner,
     parameters: Named,
@@ -244,7 +243,7 @@ def build_sdc(
     if sdc.recompute_interval:
         assert isinstance(runner, Accumulation)
         [model] = built.parts
-        units = plan_units(registry.SPECS[config.model.name].plan(facts), model, config.parallelism)
+        units = plan_units(facts.plan, model, config.parallelism)
         shown = show_gradients(model, units, mesh, config.training)
         recompute = Recompute(runner, shown, parameters, ranks)
         share = 2 / (sdc.recompute_interval * num_microbatches)

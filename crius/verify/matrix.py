@@ -11,7 +11,7 @@ from crius.config.layout import OTHER_LOSS, Layout, apply_layout, batch_unit, pa
 from crius.config.rules import RULES
 from crius.config.run import RunConfig
 from crius.errors import ConfigError, CriusError
-from crius.train.inputs import known_model_facts, settled
+from crius.train.inputs import describe_known_model, settled
 
 LEAST_GLOBAL_BATCH = 16
 
@@ -137,7 +137,7 @@ def case(facts: Facts, config: RunConfig, layout: Layout) -> Case:
         facts,
         config=placed,
         origin=lambda name: f"layout {layout}",
-        model=known_model_facts(placed),
+        model=describe_known_model(placed),
         num_ranks=layout.num_ranks,
         asked_ranks=0,
         asked_by="",

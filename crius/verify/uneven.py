@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from crius.data.batch import IGNORE_INDEX, Batch
-from crius.models.init import Normal
-from crius.models.layers.attention import Attention
+from crius.models.init import Init, Normal
+from crius.models.layers.attention import CausalAttention
 from crius.models.plan import match
 from crius.shards import local_tensor
 
@@ -55,19 +55,19 @@ def uneven_documents(batch: Batch) -> Batch:
 
 
 @torch.no_grad()
-def uneven_attention(parts: Sequence[nn.Module]) -> None:
+def uneven_attention(parts: Sequence[nn.Module], rules: Sequence[tuple[str, Init]]) -> None:
     """Enlarge the weights of attention in place, so that it depends on positions from the first step.
 
     A small model starts with attention scores near 0. Every token then sees all earlier tokens alike, and wrong rotary
     positions change the loss by less than the tolerance.
 
     Args:
-        parts: the stages of this rank, with the weights that ``init_rules`` drew.
+        parts: the stages of this rank, with the weights that ``rules`` drew.
+        rules: name patterns and how those weights start.
     """
     for part in parts:
-        rules = part.init_rules()  # type: ignore[operator]
         for prefix, module in part.named_modules():
-            if isinstance(module, Attention):
+            if any(isinstance(child, CausalAttention) for child in module.children()):
                 for name, weight in module.named_parameters(prefix):
                     rule = next(rule for pattern, rule in rules if match(pattern, name))
                     if isinstance(rule, Normal):

@@ -25,14 +25,15 @@ from crius.launch.environment import Placement
 from crius.launch.report import log_path
 from crius.metrics.ledger import TimeLedger
 from crius.metrics.record import Record, StepMetrics
+from crius.models.description import ModelDescription
+from crius.models.init import init_rules
 from crius.models.layers.linear import LowPrecisionLinear
-from crius.models.spec import ModelFacts
 from crius.parallel.dims import ParallelDims
 from crius.parallel.mesh import Mesh, build_mesh
 from crius.parallel.runtime import World, world
 from crius.shards import named_parameters
 from crius.train.build import build_model, parameter_names
-from crius.train.inputs import model_facts, open_run_corpus, run_batch_sizes
+from crius.train.inputs import describe_model, open_run_corpus, run_batch_sizes
 from crius.train.job import assemble, set_up_torch
 from crius.train.logs import start_logging
 from crius.train.loop import Loop
@@ -90,7 +91,7 @@ def train(task: Task, placement: Placement) -> None:
         config = task.config
         loop = _loop(task, facts, mesh, ranks, stack, recorder)
         if not is_enabled(config.quantize.dense):  # it would carry roundings to 8 bits as far as a fault
-            uneven_attention(loop.state.parts)
+            uneven_attention(loop.state.parts, init_rules(facts))
         place = functools.partial(_place, config, run_batch_sizes(config, mesh.dims.batch).total, loop.place)
         parameters = named_parameters(loop.state.parts)
         if task.is_reference and _writes(task, ranks):
@@ -156,7 +157,7 @@ def start(task: Task, placement: Placement) -> None:
 
 
 def _loop(
-    task: Task, facts: ModelFacts, mesh: Mesh, ranks: World, stack: contextlib.ExitStack, recorder: Recorder
+    task: Task, facts: ModelDescription, mesh: Mesh, ranks: World, stack: contextlib.ExitStack, recorder: Recorder
 ) -> Loop:
     config = task.config
     sizes = run_batch_sizes(config, mesh.dims.batch)
@@ -168,7 +169,7 @@ def _loop(
 
 
 @contextlib.contextmanager
-def _session(task: Task, placement: Placement) -> Iterator[tuple[ModelFacts, Mesh, World, contextlib.ExitStack]]:
+def _session(task: Task, placement: Placement) -> Iterator[tuple[ModelDescription, Mesh, World, contextlib.ExitStack]]:
     """The ranks of a task, met; everything they say goes to their logs, also that of rank 0."""
     if placement.rank == 0:  # on the console until now, where the table is
         assert placement.log_dir is not None
@@ -183,7 +184,7 @@ def _session(task: Task, placement: Placement) -> Iterator[tuple[ModelFacts, Mes
         ranks = stack.enter_context(
             world(placement.rank, placement.world_size, device, placement.rendezvous, task.seconds)
         )
-        yield model_facts(config), build_mesh(dims, device.type), ranks, stack
+        yield describe_model(config), build_mesh(dims, device.type), ranks, stack
 
 
 def speak_to(path: Path) -> None:

@@ -4,14 +4,15 @@ import functools
 
 import pytest
 import torch
+from harness import llama
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from crius.config.activation_checkpoint import ActivationCheckpointConfig
+from crius.models import registry
+from crius.models.init import init_rules
 from crius.models.llama3.config import Llama3Config
-from crius.models.llama3.model import Llama3
-from crius.models.llama3.plan import plan
 from crius.parallel.activation_checkpoint import apply_activation_checkpoint
 from crius.parallel.context import ContextShard, apply_context_parallel
 from crius.parallel.init import init_parameters
@@ -22,6 +23,7 @@ from crius.shards import whole_tensor
 CONFIG = Llama3Config(
     dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=64, attention_mask="document"
 )
+MODEL = llama(CONFIG)
 NONE = ActivationCheckpointConfig()
 CASES = {
     "full": ActivationCheckpointConfig(mode="full"),
@@ -37,15 +39,15 @@ def run(layout, config, mesh):
     """Loss, gradients and matches of a forward and backward."""
     torch.compiler.reset()
     with torch.device("meta"):
-        model = Llama3(CONFIG)
+        model = registry.build(MODEL)
     method = layout.removeprefix("cp_")
     shard = ContextShard(mesh if layout.startswith("cp") else None, method)
     if layout.startswith("tp"):
-        apply_tensor_parallel(model, plan(CONFIG), CONFIG.num_kv_heads, mesh)
+        apply_tensor_parallel(model, MODEL.plan, CONFIG.num_kv_heads, mesh)
     if layout.startswith("cp"):
         apply_context_parallel(model, mesh, method)
     compiled = layout.endswith("compiled")
-    done = apply_activation_checkpoint(model, plan(CONFIG), config, compile_enabled=compiled)
+    done = apply_activation_checkpoint(model, MODEL.plan, config, compile_enabled=compiled)
     blocks = list(model.layers.values())
     for block in blocks if compiled else ():
         block.forward = torch.compile(block.forward, backend="aot_eager", fullgraph=True)
@@ -53,7 +55,7 @@ def run(layout, config, mesh):
         fully_shard(unit, mesh=mesh)
     model.to_empty(device="cpu")
     with torch.no_grad():
-        init_parameters(model, model.init_rules(), seed=0)
+        init_parameters(model, init_rules(MODEL), seed=0)
     tokens, positions = torch.arange(32).view(2, 16), torch.arange(16).remainder(11).repeat(2, 1)
     loss = whole_tensor(model(shard.slice(tokens), shard.slice(positions)).square().mean())
     loss.backward()

@@ -27,7 +27,7 @@ from crius.data.sample_log import next_attempt
 from crius.errors import ConfigError
 from crius.metrics.sinks.jsonl import JsonlSink
 from crius.planner.compare import compare_run
-from crius.train.inputs import model_facts
+from crius.train.inputs import describe_model
 
 STEPS, MORE = 4, 6
 EVERY = ("--checkpoint.interval", "2", "--metrics.log_interval", "1")
@@ -113,7 +113,7 @@ def read_reports(run_dir, good):
     config = parsed()
     with heard() as text:
         with contextlib.suppress(ConfigError):
-            compare_run(run_dir, config, model_facts(config))
+            compare_run(run_dir, config, describe_model(config))
         JsonlSink(run_dir, resumed_step=STEPS).close()
     return text.getvalue()
 

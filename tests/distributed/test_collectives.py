@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from crius.data.batch import Batch
 from crius.launch.local import run_workers
-from crius.models import registry
 from crius.optim.build import build_optimizer
 from crius.optim.lr_scheduler import WarmupStableDecay
 from crius.parallel.dims import ParallelDims
@@ -26,7 +25,7 @@ from crius.parallel.runtime import world
 from crius.shards import named_parameters
 from crius.train import job
 from crius.train.guard import UpdateGuard
-from crius.train.inputs import model_facts
+from crius.train.inputs import describe_model
 from crius.train.state import TrainState
 from crius.train.step import Accumulation, train_step
 
@@ -103,11 +102,11 @@ def write_costs(configs, folder, placement):
 
 
 def costs(config, ranks, folder):
-    facts = model_facts(config)
+    facts = describe_model(config)
     mesh = build_mesh(ParallelDims.build(config.parallelism, ranks.size), "cpu")
     built = job.build_model(config, facts, mesh, ranks)
     [model], parameters = built.parts, named_parameters(built.parts)
-    optimizer = build_optimizer(parameters, registry.SPECS["llama3"].plan(facts), config.optimizer, seed=0)
+    optimizer = build_optimizer(parameters, facts.plan, config.optimizer, seed=0)
     gradients = Gradients(list(model.parameters()), ranks.size, ranks.device)
     state = TrainState(built.parts, optimizer, WarmupStableDecay(config.lr_scheduler, 2))
     guard = UpdateGuard(config.stability, state, parameters, gradients, built.names, ranks, folder)
@@ -125,7 +124,7 @@ def costs(config, ranks, folder):
     return {
         "counts": counts,
         "bytes": sync.bytes_between,
-        "whole": 4 * facts.num_parameters(),
+        "whole": 4 * facts.num_parameters,
         "shards": 4 * shards,
         "state": live_bytes(),
     }

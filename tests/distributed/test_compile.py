@@ -13,6 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch._dynamo.config as dynamo_config
+from harness import llama
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -54,11 +55,10 @@ class Model:
     """A debug Llama, its plan, and a batch of any shape."""
 
     def __init__(self, num_layers, checkpointing="none"):
-        spec = registry.SPECS["llama3"]
-        facts = replace(spec.flavors["debug"], num_layers=num_layers, dim=64, num_heads=4, num_kv_heads=2)
+        facts = llama(num_layers=num_layers, dim=64, num_heads=4, num_kv_heads=2, ffn_dim=384)
         torch.manual_seed(0)
-        self.module = registry.build(spec, facts)
-        self.plan = spec.plan(facts)
+        self.module = registry.build(facts)
+        self.plan = facts.plan
         for block in self.module.layers.values():
             block.forward = checkpointed(block.forward, checkpointing)
 
@@ -178,7 +178,7 @@ def test_each_recompilation_is_logged_with_function_and_guard(run_of):
     found = run_of("none")
     lines = [line for line in found["log of shapes"] if line.startswith("INFO")]
     assert len(lines) == found["recompiles"] >= 3
-    assert lines[0].startswith("INFO compile: step 7 compiled forward (llama3/model.py:")
+    assert lines[0].startswith("INFO compile: step 7 compiled forward (models/decoder.py:")
     assert lines[0].endswith("size mismatch at index 1. expected 32, actual 24")
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from harness import llama
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
@@ -16,10 +17,11 @@ from torch.utils.checkpoint import checkpoint
 
 from crius.errors import LayoutError, PlanError
 from crius.launch.local import run_workers
+from crius.models import registry
+from crius.models.init import init_rules
 from crius.models.layers.attention import Attention, CausalAttention
 from crius.models.layers.rope import rotary_cos_sin, rotary_frequencies
 from crius.models.llama3.config import Llama3Config
-from crius.models.llama3.model import Llama3
 from crius.parallel.context import ContextShard, apply_context_parallel
 from crius.parallel.init import init_parameters
 from crius.parallel.runtime import world
@@ -100,7 +102,7 @@ class Masked(nn.Module):
     def __init__(self, num_kv_heads, mask):
         super().__init__()
         self.attention = Attention(32, HEADS, num_kv_heads, HEAD_DIM)
-        self.documents = Llama3(replace(CONFIG, attention_mask="document")).document_mask
+        self.documents = registry.build(llama(CONFIG, attention_mask="document")).document_mask
         self.mask = mask
 
     def mask_of(self, positions, shard):
@@ -161,9 +163,9 @@ def model_case(mesh, method, *, mask, hide_first_rank, batch):
     positions, whole = positions_of(batch, mask), ContextShard(None, method)
     losses, gradients = [], []
     for part, cp_mesh in ((whole, None), (shard, mesh)):
-        model = Llama3(config)
+        model = registry.build(llama(config))
         with torch.no_grad():
-            init_parameters(model, model.init_rules(), seed=3)
+            init_parameters(model, init_rules(llama(config)), seed=3)
         apply_context_parallel(model, cp_mesh, method)
         logits = model(part.slice(tokens), part.slice(positions))
         loss = F.cross_entropy(
@@ -188,7 +190,7 @@ def refusal_case(mesh, method):
         return ""
 
     with torch.device("meta"):
-        stage = Llama3(CONFIG)
+        stage = registry.build(llama(CONFIG))
     del stage.layers["0"], stage.layers["1"]
     odd = nn.Sequential(CausalAttention())
     apply_context_parallel(odd, mesh, method)

@@ -16,7 +16,6 @@ from crius.dry_run.recorder import Recorder
 from crius.dry_run.run import dry_run
 from crius.errors import ConfigError, LayoutError
 from crius.launch.local import run_workers
-from crius.models import registry
 from crius.optim.build import build_optimizer
 from crius.parallel.dims import ParallelDims
 from crius.parallel.gradients import Gradients
@@ -24,7 +23,7 @@ from crius.parallel.mesh import build_mesh
 from crius.parallel.runtime import fake_world, world
 from crius.shards import local_tensor, named_parameters
 from crius.train.build import build_parts, build_runner
-from crius.train.inputs import model_facts, run_batch_sizes, run_modules
+from crius.train.inputs import describe_model, run_batch_sizes, run_modules
 from crius.train.step import train_step
 
 SMALL = ["--training.seq_len", "32"]
@@ -122,7 +121,7 @@ def _real(given, fake, path, placement):
     entered = fake_world(placement.rank, 2) if fake else world(placement.rank, 2, cpu, placement.rendezvous, 60)
     with entered as ranks:
         job = Job(
-            config, model_facts(config), run_batch_sizes(config, dims.batch), build_mesh(dims, "cpu"), ranks, None
+            config, describe_model(config), run_batch_sizes(config, dims.batch), build_mesh(dims, "cpu"), ranks, None
         )
         names = [module.name for module in run_modules(config, job.facts)]
         measure_whole(job, names, job.sizes.accumulation, {}, fake=fake)  # DTensor meets all operators
@@ -164,7 +163,7 @@ def _pipeline(given, path, placement):
     config = parse(given)
     dims = ParallelDims.build(config.parallelism, 2)
     with world(placement.rank, 2, torch.device("cpu"), placement.rendezvous, 60) as ranks:
-        mesh, facts, sizes = build_mesh(dims, "cpu"), model_facts(config), run_batch_sizes(config, dims.batch)
+        mesh, facts, sizes = build_mesh(dims, "cpu"), describe_model(config), run_batch_sizes(config, dims.batch)
         built = build_parts(config, facts, mesh)
         recorder = Recorder({})
         with recorder.running():
@@ -173,7 +172,7 @@ def _pipeline(given, path, placement):
             named = named_parameters(built.parts)
             for _, parameter in named:
                 local_tensor(parameter).zero_()
-            optimizer = build_optimizer(named, registry.SPECS[config.model.name].plan(facts), config.optimizer, seed=0)
+            optimizer = build_optimizer(named, facts.plan, config.optimizer, seed=0)
             runner = build_runner(config, facts, sizes, built, mesh, ranks)
             gradients = Gradients([parameter for _, parameter in named], 1, ranks.device)
             rows = sizes.local * sizes.accumulation
@@ -239,7 +238,7 @@ def test_the_405b_layout_of_512_ranks_takes_seconds_and_little_memory(tmp_path):
 
 
 def parameters_of_405b():
-    return model_facts(parse(["--model.flavor", "405b"])).num_parameters()
+    return describe_model(parse(["--model.flavor", "405b"])).num_parameters
 
 
 def test_a_rank_that_is_not_there_is_refused():

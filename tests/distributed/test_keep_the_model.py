@@ -22,7 +22,7 @@ from crius.config.checkpoint import CheckpointConfig
 from crius.errors import DataError
 from crius.launch.local import run_workers
 from crius.train import job, loop
-from crius.train.inputs import model_facts
+from crius.train.inputs import describe_model
 from crius.train.saving import checkpoint_bytes
 
 DEFAULT = CheckpointConfig()
@@ -82,7 +82,7 @@ def test_the_size_that_is_announced_is_that_of_the_checkpoint(more, tmp_path):
     given = short("1", *more, steps=1)
     assert run(given, tmp_path) == 0
     size = sum(file.stat().st_size for file in (tmp_path / "checkpoints").rglob("*") if file.is_file())
-    assert checkpoint_bytes(parse(given), model_facts(parse(given))) == pytest.approx(size, rel=0.02)
+    assert checkpoint_bytes(parse(given), describe_model(parse(given))) == pytest.approx(size, rel=0.02)
 
 
 @pytest.mark.parametrize(("enable", "code", "said"), [(None, 75, "saved in"), (False, 143, "lost: checkpoint.enable")])

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from crius.config.pipeline import microbatch_unit, num_stages, split_stages
 from crius.models import registry
+from crius.models.init import init_rules
 from crius.parallel.apply import materialize, parallelize
 from crius.parallel.dims import ParallelDims
 from crius.parallel.init import init_parameters
@@ -22,7 +23,7 @@ from crius.parallel.pipeline import Pipeline
 from crius.parallel.runtime import world
 from crius.parallel.stages import order_of, prune, stage_indices
 from crius.shards import local_tensor, named_parameters
-from crius.train.inputs import model_facts
+from crius.train.inputs import describe_model
 from crius.train.loss import count_valid
 
 SCHEDULES = ["gpipe", "1f1b", "interleave_1f1b", "interleave_zero_bubble", "zbv_zero_bubble", "dualpipev"]
@@ -70,9 +71,9 @@ class OneProcess:
 
     def __init__(self, facts):
         with torch.device("meta"):
-            self.model = registry.build(registry.SPECS["llama3"], facts)
+            self.model = registry.build(facts)
         self.model.to_empty(device="cpu")
-        init_parameters(self.model, self.model.init_rules(), SEED)
+        init_parameters(self.model, init_rules(facts), SEED)
 
     @torch.no_grad()
     def losses(self, batch, num_microbatches, valid):
@@ -100,17 +101,17 @@ def wanted_gradients(facts, rows, seed):
 
 
 def build_parts(config, facts, mesh, ranks, change):
-    spec, parallelism = registry.SPECS["llama3"], config.parallelism
+    parallelism = config.parallelism
     stages = split_stages(facts.modules(TOKENS / 2), num_stages(parallelism), parallelism)
     indices = stage_indices(parallelism, mesh.pp.get_local_rank())
     parts = []
     for index in indices:
         with torch.device("meta"):
-            part = registry.build(spec, facts)
+            part = registry.build(facts)
         prune(part, stages[index])
         change(part)
-        parallelize(part, spec.plan(facts), facts, mesh, config)
-        materialize(part, part.init_rules(), ranks, config)
+        parallelize(part, facts, mesh, config)
+        materialize(part, init_rules(facts), ranks, config)
         parts.append(part)
     return parts, indices
 
@@ -128,7 +129,7 @@ def unchanged(part):
 
 def compare(config, ranks, change):
     """Two steps with a validation after each, of different sizes; what they differ by from one process."""
-    facts = model_facts(config)
+    facts = describe_model(config)
     mesh = build_mesh(ParallelDims.build(config.parallelism, ranks.size), "cpu")
     parts, indices = build_parts(config, facts, mesh, ranks, change)
     count = microbatch_unit(config.parallelism) * 2

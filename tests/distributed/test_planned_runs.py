@@ -11,7 +11,7 @@ from crius.planner import remedies
 from crius.planner.hardware import KNOWN
 from crius.planner.legal import violations
 from crius.planner.machine import user_file, write_hardware
-from crius.train.inputs import model_facts
+from crius.train.inputs import describe_model
 from crius.train.plan import machine_of
 
 SHORT = [*SMALL, "--training.steps", "14", "--model.num_layers", "1", "--validation.interval", "0"]
@@ -33,7 +33,7 @@ def test_a_run_out_of_memory_ends_with_its_plan_and_three_flags_that_work(tmp_pa
         assert one["nbytes"] < found["planned_bytes"]
         changed = parse([*flags, *one["flags"].split()])
         assert {name: flatten(changed)[name] for name in one["changes"]} == one["changes"]
-        assert not violations(changed, model_facts(changed), one["num_ranks"])
+        assert not violations(changed, describe_model(changed), one["num_ranks"])
 
 
 def test_a_run_on_a_known_machine_is_compared_with_its_plan(tmp_path, monkeypatch, capsys):

@@ -23,7 +23,7 @@ from crius.parallel.mesh import build_mesh
 from crius.parallel.runtime import world
 from crius.shards import local_tensor
 from crius.train import job
-from crius.train.inputs import model_facts, open_run_corpus
+from crius.train.inputs import describe_model, open_run_corpus
 from crius.train.logs import start_logging
 
 SHORT = [*SMALL, "--model.num_layers", "2", "--training.steps", "4", "--validation.interval", "0"]
@@ -81,7 +81,7 @@ def write_implementations(config, run_dir, placement):
             with contextlib.ExitStack() as stack:
                 sinks = [Kept()]
                 ledger = TimeLedger(time.monotonic())
-                loop = job.assemble(run, model_facts(run), sizes, corpus, mesh, ranks, run_dir, ledger, sinks, stack)
+                loop = job.assemble(run, describe_model(run), sizes, corpus, mesh, ranks, run_dir, ledger, sinks, stack)
                 loop.run()
             weights = [local_tensor(parameter).clone() for parameter in loop.state.parts[0].parameters()]
             losses = [record.loss for record in sinks[0]]

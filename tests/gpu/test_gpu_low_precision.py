@@ -9,9 +9,8 @@ from gpu_runs import DEVICE, GOLDEN_RUN, run_program, train_all
 from harness import parse
 from torch import nn
 
-from crius.models.registry import SPECS
 from crius.optim.build import build_optimizer
-from crius.train.inputs import model_facts
+from crius.train.inputs import describe_model
 
 pytestmark = pytest.mark.gpu
 
@@ -84,13 +83,13 @@ OPTIMIZERS = {
 def found_inf_leaves_everything_as_it_is(name: str, device: str) -> None:
     """A step, a step with ``found_inf``, and another step that is as if the second had not been."""
     config = parse(OPTIMIZERS[name])
-    facts = model_facts(config)
+    facts = describe_model(config)
     generator = torch.Generator(device).manual_seed(0)
     parameters = [
         (f"layers.0.attention.{key}.weight", nn.Parameter(torch.randn(128, 128, device=device, generator=generator)))
         for key in ("wq", "wo")
     ]
-    optimizer = build_optimizer(parameters, SPECS["llama3"].plan(facts), config.optimizer, seed=1)
+    optimizer = build_optimizer(parameters, facts.plan, config.optimizer, seed=1)
     assert optimizer.takes_found_inf or device == "cpu"
 
     def step(value: float, found_inf: float) -> list[torch.Tensor]:

@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from harness import llama
 
 from crius.launch.local import run_workers
 from crius.models import registry
-from crius.models.llama3.config import Llama3Config, RopeScaling
+from crius.models.config import RopeScaling
+from crius.models.llama3.config import Llama3Config
 
 transformers = pytest.importorskip("transformers")
 
@@ -35,7 +37,7 @@ FAR_LOGITS = {"rtol": 0, "atol": 2e-3}
 
 def both(config, attention):
     """Our model and Hugging Face's with the same weights, random and of a size that lets attention be uneven."""
-    ours = registry.build(SPEC, config)
+    ours = registry.build(llama(config))
     random = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in ours.parameters():
@@ -152,5 +154,5 @@ def test_llama3_gradients_equal_hugging_face(name, tmp_path):
 def test_every_parameter_has_a_hugging_face_name():
     for flavor in (*SPEC.flavors.values(), *CONFIGS.values()):
         with torch.device("meta"):
-            names = [name for name, _ in registry.build(SPEC, replace(flavor, num_layers=2)).named_parameters()]
+            names = [name for name, _ in registry.build(llama(flavor, num_layers=2)).named_parameters()]
         assert len({hf_name(name) for name in names}) == len(names)

@@ -20,7 +20,7 @@ from crius.planner.from_config import from_config
 from crius.planner.memory import memory
 from crius.train import choices, job
 from crius.train.choices import choose_mode
-from crius.train.inputs import model_facts, with_dtype
+from crius.train.inputs import describe_model, with_dtype
 from crius.verify import worker
 from crius.verify.parameters import Shards
 from crius.verify.run import run as run_task
@@ -34,7 +34,7 @@ TINY = [*SMALL, "--model.num_layers", "2", "--training.steps", "3", "--validatio
 
 def estimated(config, mode, num_ranks=1, device="dry_run"):
     config = replace_fields(config, {MODE: mode})
-    return memory(from_config(config, model_facts(config), num_ranks, device=device), counting="tensors")
+    return memory(from_config(config, describe_model(config), num_ranks, device=device), counting="tensors")
 
 
 def measure(configs, num_ranks, path, placement):
@@ -108,7 +108,7 @@ def gpu_estimates(flags):
     """Of one rank on a GPU."""
     config = with_dtype(parse(flags), on_gpu=True)
     dims = ParallelDims.build(config.parallelism, 1)
-    return choices.estimates(config, model_facts(config), dims, choices.torch.device("cuda"))
+    return choices.estimates(config, describe_model(config), dims, choices.torch.device("cuda"))
 
 
 def test_an_update_in_host_memory_does_not_hide_what_the_gpu_holds():
@@ -154,7 +154,7 @@ def test_a_schedule_that_splits_its_backward_keeps_all():
     more["model.num_layers"] = 4
     config = replace_fields(parse([*TINY, *AUTO]), more)
     dims = ParallelDims.build(config.parallelism, 2)
-    found = choices.estimates(config, model_facts(config), dims, choices.torch.device("cpu"))
+    found = choices.estimates(config, describe_model(config), dims, choices.torch.device("cpu"))
     assert list(found) == ["none"]
 
 

@@ -6,15 +6,16 @@ from collections import Counter
 import pytest
 import torch
 import torch._functorch.config as functorch_config
+from harness import llama
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from crius.config.activation_checkpoint import ActivationCheckpointConfig
 from crius.errors import ConfigError
+from crius.models import registry
+from crius.models.init import init_rules
 from crius.models.llama3.config import Llama3Config
-from crius.models.llama3.model import Llama3
-from crius.models.llama3.plan import plan
 from crius.models.plan import ShardingPlan
 from crius.parallel.activation_checkpoint import CATEGORIES, apply_activation_checkpoint, resolve_save_ops
 from crius.parallel.init import init_parameters
@@ -60,11 +61,11 @@ class CountOps(TorchDispatchMode):
 
 def build(config, *, compile_backend=None, mask="causal"):
     torch.set_num_threads(1)
-    model_config = CONFIG if mask == "causal" else Llama3Config(**{**vars(CONFIG), "attention_mask": mask})
-    model = Llama3(model_config)
+    facts = llama(CONFIG, attention_mask=mask)
+    model = registry.build(facts)
     with torch.no_grad():
-        init_parameters(model, model.init_rules(), seed=0)
-    done = apply_activation_checkpoint(model, plan(model_config), config, compile_enabled=compile_backend is not None)
+        init_parameters(model, init_rules(facts), seed=0)
+    done = apply_activation_checkpoint(model, facts.plan, config, compile_enabled=compile_backend is not None)
     for block in model.layers.values() if compile_backend else ():
         block.forward = torch.compile(block.forward, backend=compile_backend, fullgraph=True)
     return model, done

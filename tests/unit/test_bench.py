@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from harness import crius, parse
+from harness import crius, llama, parse
 
 from crius import cli
 from crius.bench import checkpoint, machine, optimizer, quantize, speedups
@@ -14,8 +14,7 @@ from crius.config.low_precision import linear_choices
 from crius.config.quantize import FORMATS
 from crius.errors import ConfigError
 from crius.models.layers.linear import LowPrecisionLinear
-from crius.models.registry import SPECS
-from crius.train.inputs import model_facts
+from crius.train.inputs import describe_model
 
 CPU = torch.device("cpu")
 TINY = ["--model.num_layers", "1", "--training.device", "cpu"]
@@ -24,7 +23,7 @@ FEW = {"tokens": 32, "repeat": 2, "modes": "eager", "emulated": True, "as_json":
 
 def measured(verb, flags, capsys, **options):
     config = parse([*TINY, *flags])
-    code = verb(config, model_facts(config), **options)
+    code = verb(config, describe_model(config), **options)
     return code, json.loads(capsys.readouterr().out)
 
 
@@ -32,11 +31,11 @@ def test_all_optimizers_step_over_the_parameters_of_the_model(capsys):
     code, found = measured(optimizer.optimizer, [], capsys, repeat=1, as_json=True)
     rows = {row["optimizer"]: row for row in found["rows"]}
     assert (code, list(rows)) == (0, list(optimizer.VARIANTS))
-    facts = model_facts(parse(TINY))
-    assert found["parameters"] == facts.num_parameters()
+    facts = describe_model(parse(TINY))
+    assert found["parameters"] == facts.num_parameters
     assert all(len(row["samples_ms"]) == optimizer.TIMED_STEPS and row["milliseconds"] > 0 for row in rows.values())
-    counters = 4 * len(facts.parameter_shapes())  # a step number for each parameter
-    exact = 8 * facts.num_parameters() + counters
+    counters = 4 * len(facts.parameter_shapes)  # a step number for each parameter
+    exact = 8 * facts.num_parameters + counters
     for name in ("for-loop", "foreach", "fused"):
         assert rows[name]["state_bytes"] == exact
     assert rows["for-loop"]["ratio"] == 1
@@ -45,12 +44,12 @@ def test_all_optimizers_step_over_the_parameters_of_the_model(capsys):
 
 def test_an_optimizer_really_changes_the_weights_that_it_is_timed_on():
     config = parse(TINY)
-    facts = model_facts(config)
+    facts = describe_model(config)
     parameters = optimizer.make_parameters(facts, torch.float32, CPU)
-    assert {name: tuple(parameter.shape) for name, parameter in parameters} == facts.parameter_shapes()
+    assert {name: tuple(parameter.shape) for name, parameter in parameters} == facts.parameter_shapes
     before = [parameter.detach().clone() for _, parameter in parameters]
     row = optimizer.Row("fused")
-    optimizer._round(row, config, parameters, SPECS["llama3"].plan(facts), CPU)
+    optimizer._round(row, config, parameters, facts.plan, CPU)
     assert all(not torch.equal(old, new) for old, (_, new) in zip(before, parameters, strict=True))
 
 
@@ -68,13 +67,13 @@ def test_a_package_that_is_missing_is_a_row_with_the_line_that_installs_it(monke
 
 def test_a_model_that_does_not_fit_is_refused_with_a_number_of_layers_that_does():
     config = parse(["--model.flavor", "8b"])
-    facts = model_facts(config)
+    facts = describe_model(config)
     free = 60 << 30
     with pytest.raises(ConfigError) as caught:
         optimizer.check_memory(config, facts, free, CPU)
     layers = int(caught.value.fix.split("--model.num_layers ")[1].split(",")[0])
     for count, fits in ((layers, True), (layers + 1, False)):
-        smaller = SPECS["llama3"].customize(facts, num_layers=count)
+        smaller = llama("8b", num_layers=count)
         assert (optimizer.needed_bytes(smaller, "float32") <= free) == fits
     with pytest.raises(ConfigError, match="smaller --model.flavor"):
         optimizer.check_memory(config, facts, 1 << 30, CPU)
@@ -111,8 +110,8 @@ def test_each_shape_is_timed_once_in_each_format(capsys):
 def test_shapes_are_those_of_a_rank(capsys):
     flags = ["--parallelism.tensor_parallel_degree", "8", "--model.vocab_size", "2256"]
     config = parse([*TINY, *flags])
-    facts = model_facts(config)
-    choices = linear_choices(config, facts, SPECS["llama3"].plan(facts), accelerated=True)
+    facts = describe_model(config)
+    choices = linear_choices(config, facts, facts.plan, accelerated=True)
     shapes = {(shape.out_features, shape.in_features): shape for shape in quantize.shapes_of(config, facts)}
     assert set(shapes) == {choice.local for choice in choices}
     output = shapes[282, 128]  # 2256 / 8, no multiple of 16: timed in bfloat16 alone

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from harness import llama
 from test_rules import facts_of
 from torch.autograd import gradcheck
 from torch.nn import functional as F
@@ -14,7 +15,6 @@ from crius.kernels import blocked_attention as blocked
 from crius.kernels.attention import causal_attention
 from crius.kernels.choice import Choice, applied, resolve
 from crius.planner.activations import layer_bytes
-from crius.planner.workload import ModelShape
 from crius.train.kernels import run_kernels
 
 BLOCKED = Choice(attention=("blocked",))
@@ -122,13 +122,11 @@ def test_it_keeps_its_inputs_and_the_pairs_of_all_blocks_but_the_last():
 
 
 def test_the_planner_counts_the_probabilities():
-    shape = ModelShape(
-        name="m", num_layers=1, dim=64, ffn_dim=96, num_heads=4, num_kv_heads=2, head_dim=16, vocab_size=50
-    )
-    flags = {"has_experts": False, "sequence_parallel": True}
+    _, layer = llama(num_layers=1, dim=64, ffn_dim=96, num_heads=4, num_kv_heads=2).dense
+    flags = {"sequence_parallel": True}
     tokens = 64
     seen = (tokens - ATTENTION_BLOCK) / 2
-    blocked_, flash = (layer_bytes(shape, 1, 4, "crius", "fused", seen_tokens=n, **flags).none for n in (seen, 0))
+    blocked_, flash = (layer_bytes(64, layer, 1, 4, "crius", "fused", seen_tokens=n, **flags).none for n in (seen, 0))
     assert (blocked_ - flash) * tokens == 4 * 4 * (tokens * (tokens - ATTENTION_BLOCK) // 2 - tokens)  # less log-sums
 
 

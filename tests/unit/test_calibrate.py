@@ -19,7 +19,7 @@ from crius.planner.from_config import from_config
 from crius.planner.hardware import KNOWN, hardware
 from crius.planner.memory import memory
 from crius.planner.time import step_time
-from crius.train.inputs import model_facts
+from crius.train.inputs import describe_model
 
 CPU = KNOWN["cpu"]
 GIB = 2**30
@@ -28,7 +28,7 @@ GIB = 2**30
 def probe(sizes, truth):
     flags = [part for name, value in sizes.items() for part in (f"--{name}", str(value))]
     config = parse([*flags, "--training.mixed_precision_param", "float32"])
-    work = from_config(config, model_facts(config), 1, device="cpu")
+    work = from_config(config, describe_model(config), 1, device="cpu")
     tokens = work.microbatch * work.num_microbatches * work.seq_len
     return Probe("a model", work, step_time(work, truth).total, memory(work, truth).total, tokens)
 

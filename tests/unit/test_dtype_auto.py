@@ -12,7 +12,7 @@ from crius.config.dtype import auto_dtype
 from crius.errors import ConfigError
 from crius.parallel.dims import ParallelDims
 from crius.train.choices import decide
-from crius.train.inputs import model_facts, resumed_dtype, with_dtype
+from crius.train.inputs import describe_model, resumed_dtype, with_dtype
 
 PARAM = "--training.mixed_precision_param"
 
@@ -76,6 +76,6 @@ def test_ranks_that_decide_on_different_dtypes_are_refused(monkeypatch):
     monkeypatch.setattr(Alone, "gather_json", lambda ranks, value: [value, "float32", value])
     dims = ParallelDims.build(config.parallelism, 1)
     with pytest.raises(ConfigError) as caught:
-        decide(config, model_facts(config), dims, Alone(0, 1, torch.device("cpu")))
+        decide(config, describe_model(config), dims, Alone(0, 1, torch.device("cpu")))
     assert "bfloat16 on 2, first rank 0, float32 on 1, first rank 1" in str(caught.value)
     assert f"{PARAM} bfloat16" in caught.value.fix

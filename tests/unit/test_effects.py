@@ -20,7 +20,7 @@ from crius.train.effects import (
     of_low_precision,
     over_stages,
 )
-from crius.train.inputs import model_facts
+from crius.train.inputs import describe_model
 from crius.train.precision import low_precision, planned
 
 CHECKPOINT = Effect(
@@ -59,7 +59,7 @@ def test_an_effect_is_one_line(effect, line):
 def test_low_precision_is_counted_over_stages_and_told_for_the_whole_model():
     flags = ["--quantize.dense.float8.enable", "--quantize.dense.float8.enable_fsdp_float8_all_gather"]
     config = parse(flags)
-    precision = low_precision(config, model_facts(config), "cpu")
+    precision = low_precision(config, describe_model(config), "cpu")
     layers, gathers = of_low_precision(precision, [Converted(49, 49), Converted(7, 0)], shards=2)
     assert str(layers) == (
         "float8: 56 converted, 1 kept: output (sensitive) (tensorwise; emulated: this device has no float8 matmuls)"
@@ -75,9 +75,9 @@ def test_low_precision_is_counted_over_stages_and_told_for_the_whole_model():
 
 def test_a_filter_that_leaves_nothing_says_how_to_convert_all_the_same():
     config = parse(["--quantize.dense.float8.enable"])
-    filtered = planned(config, model_facts(config), accelerated=True, emulated="")
+    filtered = planned(config, describe_model(config), accelerated=True, emulated="")
     assert "--quantize.dense.auto_filter off" in str(of_low_precision(filtered, [Converted(0)], shards=1)[0])
-    assert planned(config, model_facts(config), accelerated=False, emulated="").advice == ""
+    assert planned(config, describe_model(config), accelerated=False, emulated="").advice == ""
 
 
 def test_no_graph_means_that_no_block_is_compiled():

@@ -15,8 +15,9 @@ from crius.bench.turns import Outcome
 from crius.cli.app import facts_of
 from crius.config import rules
 from crius.models import registry
-from crius.models.llama3.config import Llama3Config, RopeScaling
-from crius.train.inputs import model_facts, open_run_corpus
+from crius.models.config import RopeScaling
+from crius.models.llama3.config import Llama3Config
+from crius.train.inputs import describe_model, open_run_corpus
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import gpu_contestant
@@ -24,6 +25,7 @@ import gpu_models
 import gpu_profile
 import gpu_sections as sections
 import gpu_sweep
+from harness import llama
 from peers import titan_math
 
 PLAIN = Llama3Config(dim=64, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=160, vocab_size=97)
@@ -32,7 +34,7 @@ TIED = replace(PLAIN, tied_embeddings=True, rope_scaling=RopeScaling(factor=32.0
 
 def crius_gradients(sizes, tokens, labels):
     """A Crius model, its loss, and its gradients by name."""
-    model = registry.build(registry.SPECS["llama3"], sizes)
+    model = registry.build(llama(sizes))
     random = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -95,7 +97,7 @@ def test_hugging_face_as_the_suite_builds_it_has_the_loss_of_crius(sizes, monkey
     pytest.importorskip("transformers")
     tokens, labels = batch_of(sizes)
     model, want, _ = crius_gradients(sizes, tokens, labels)
-    monkeypatch.setattr(gpu_contestant, "model_facts", lambda config: sizes)
+    monkeypatch.setattr(gpu_contestant, "describe_model", lambda config: llama(sizes))
     monkeypatch.setattr(gpu_contestant, "start_weights", lambda *_: (dict(model.named_parameters()), None))
     config = parse(["--training.seq_len", "48", "--training.mixed_precision_param", "float32"])
     _, step = gpu_contestant.hugging_face(config, torch.device("cpu"), recompute=True)
@@ -248,10 +250,10 @@ def test_a_group_without_time_is_not_begun_and_said(tmp_path, monkeypatch):
 
 def test_the_8b_shape_has_the_linears_of_8b_and_its_share_of_the_output_layer(tmp_path):
     config = parse(gpu_models.SHAPED_8B.flags(place_of(tmp_path, "cpu")))
-    small, whole = model_facts(config), model_facts(parse(["--model.flavor", "8b"]))
-    shapes = [set(facts.linears().values()) - {facts.linears()["output"]} for facts in (small, whole)]
+    small, whole = describe_model(config), describe_model(parse(["--model.flavor", "8b"]))
+    shapes = [set(facts.linears.values()) - {facts.linears["output"]} for facts in (small, whole)]
     assert shapes[0] == shapes[1]
-    shares = [facts.vocab_size * facts.dim / facts.matmul_parameters() for facts in (small, whole)]
+    shares = [facts.vocab_size * facts.dim / facts.matmul_parameters for facts in (small, whole)]
     assert shares[0] == pytest.approx(shares[1], rel=1e-3)
     open_run_corpus(config, 1)  # there is text enough for sequences of 8192 tokens
 

@@ -10,7 +10,7 @@ import types
 
 import pytest
 import torch
-from harness import SMALL, parse, read_metrics, steps_of
+from harness import SMALL, llama, parse, read_metrics, steps_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from crius.data.loader import BatchLoader
@@ -19,8 +19,7 @@ from crius.kernels.choice import applied, current
 from crius.launch.environment import single_placement
 from crius.launch.local import run_workers
 from crius.launch.status import status
-from crius.models.llama3.config import FLAVORS
-from crius.models.llama3.model import Llama3
+from crius.models import registry
 from crius.parallel import apply
 from crius.parallel.gradients import Gradients
 from crius.parallel.ties import allocate
@@ -271,12 +270,13 @@ def test_one_rank_without_fsdp_trains_to_the_bits_of_one_with_it(flags, tmp_path
 
 
 def test_memory_for_a_model_keeps_its_weights_tied():
-    facts = dataclasses.replace(FLAVORS["1b"], dim=64, num_heads=4, num_kv_heads=2, ffn_dim=32, vocab_size=16)
+    sizes = {"dim": 64, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 32, "vocab_size": 16, "num_layers": 1}
+    facts = llama("1b", **sizes)
     with torch.device("meta"):
-        model = Llama3(dataclasses.replace(facts, num_layers=1))
+        model = registry.build(facts)
     allocate(model, "cpu")
     assert model.output.weight is model.tok_embeddings.weight and not model.output.weight.is_meta
-    assert sum(parameter.numel() for parameter in model.parameters()) == model.config.num_parameters()
+    assert sum(parameter.numel() for parameter in model.parameters()) == facts.num_parameters
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from functorch.compile import make_boxed_func
+from harness import llama
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch.autograd import gradcheck
@@ -17,9 +18,8 @@ from crius.config.activation_checkpoint import ActivationCheckpointConfig
 from crius.errors import ConfigError
 from crius.kernels import choice, linear, rms_norm, rotary, swiglu
 from crius.kernels.choice import Choice, applied, resolve
+from crius.models import registry
 from crius.models.llama3.config import Llama3Config
-from crius.models.llama3.model import Llama3
-from crius.models.llama3.plan import plan
 from crius.parallel.activation_checkpoint import apply_activation_checkpoint
 
 FAST = Choice(linear="onednn", pointwise="fused")
@@ -237,7 +237,7 @@ def loss_and_gradients(model, tokens):
 
 def tiny_model(tokens=16):
     torch.manual_seed(0)
-    return Llama3(TINY), torch.randint(0, TINY.vocab_size, (2, tokens))
+    return registry.build(llama(TINY)), torch.randint(0, TINY.vocab_size, (2, tokens))
 
 
 def test_the_whole_model_takes_them_and_computes_the_same(taken):
@@ -258,7 +258,7 @@ def test_selective_checkpointing_keeps_the_same_results_of_either_kernel(saved):
             model, tokens = tiny_model(tokens=32)
             want = loss_and_gradients(model, tokens)
             config = ActivationCheckpointConfig(mode="selective", save_ops=(saved,))
-            blocks = apply_activation_checkpoint(model, plan(TINY), config, compile_enabled=False)
+            blocks = apply_activation_checkpoint(model, llama(TINY).plan, config, compile_enabled=False)
             got = loss_and_gradients(model, tokens)
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
         matches.append(blocks.matches())

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from harness import parse
+from harness import llama, parse
 from test_rules import facts_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -10,7 +10,7 @@ from crius.config.rules_quantize import chunked_loss_has_its_layer
 from crius.dry_run.recorder import Recorder
 from crius.kernels.linear_cross_entropy import IGNORE_INDEX, Chunks, linear_cross_entropy, reference
 from crius.models import registry
-from crius.train.inputs import model_facts
+from crius.train.inputs import describe_model
 from crius.train.loss import choose_loss, set_up_loss
 
 CHUNKS = [Chunks(1, 1), Chunks(7, 3), Chunks(17, 17), Chunks(1000, 8)]  # of 34 tokens: 7 leaves a rest
@@ -135,10 +135,9 @@ def test_a_model_has_the_same_loss_and_gradients_chunked_and_off(tied):
     found = []
     for how in ("off", "chunked"):
         config = parse(["--kernels.linear_cross_entropy", how, "--kernels.loss_chunk_tokens", "13"])
-        facts = model_facts(config)
-        facts = type(facts)(**{**vars(facts), "num_layers": 1, "dim": 64, "tied_embeddings": tied})
+        facts = llama(num_layers=1, dim=64, tied_embeddings=tied)
         torch.manual_seed(0)
-        model = registry.build(registry.SPECS["llama3"], facts)
+        model = registry.build(facts)
         set_up_loss(model, choose_loss(config, facts, "cpu"), config)
         tokens = torch.randint(0, facts.vocab_size, (2, 17))
         loss = model(tokens[:, :-1], None, tokens[:, 1:])
@@ -159,14 +158,14 @@ def test_a_model_has_the_same_loss_and_gradients_chunked_and_off(tied):
 )
 def test_the_log_says_what_was_chosen(flags, says):
     config = parse(flags)
-    assert says in choose_loss(config, model_facts(config), "cpu").line(1024, 2048, 4)
+    assert says in choose_loss(config, describe_model(config), "cpu").line(1024, 2048, 4)
 
 
 @pytest.mark.parametrize("asked", ["chunked", "auto"])
 def test_an_output_layer_in_low_precision_has_no_chunks(asked):
     flags = ["--quantize.dense.float8.enable", "--quantize.dense.include", "output"]
     config = parse([*flags, "--kernels.linear_cross_entropy", asked])
-    choice = choose_loss(config, model_facts(config), "cpu", in_low_precision=True)
+    choice = choose_loss(config, describe_model(config), "cpu", in_low_precision=True)
     assert choice.chunks is None and "low precision" in choice.reason
     found = list(chunked_loss_has_its_layer(facts_of([*flags, "--kernels.linear_cross_entropy", asked])))
     assert len(found) == (asked == "chunked")
@@ -191,7 +190,7 @@ def loss_bytes(function, tokens, dim, vocabulary):
 
 def test_the_loss_of_32k_tokens_takes_less_than_a_twentieth_of_the_memory():
     config = parse(["--model.flavor", "8b", "--training.mixed_precision_param", "bfloat16"])
-    chunks = choose_loss(config, model_facts(config), "cuda").chunks
+    chunks = choose_loss(config, describe_model(config), "cuda").chunks
     sizes = (32768, 4096, 128256)
     eager = loss_bytes(reference, *sizes)
     chunked = loss_bytes(lambda *args: linear_cross_entropy(*args, chunks), *sizes)

@@ -1,15 +1,15 @@
 """Which linear layers are converted, counted anew from the shapes, and what is said of it."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from harness import parse
+from harness import llama, parse
 from rule_cases import FLOAT8, TENSOR
 
 from crius.config.low_precision import FLOAT8_BLOCK, MXFP8_BLOCK, linear_choices, local_shape, summary, table
 from crius.errors import PlanError
-from crius.models.registry import SPECS
-from crius.train.inputs import known_model_facts
+from crius.train.inputs import describe_known_model
 
 DENSE = "--quantize.dense."
 MXFP8 = f"{DENSE}mxfp8.enable"
@@ -19,14 +19,14 @@ PADDED_OUTPUT = [f"{DENSE}include", "output", f"{DENSE}pad_inner_dim"]
 
 def choices(flags, accelerated=False):
     config = parse(flags)
-    model = known_model_facts(config)
-    return linear_choices(config, model, SPECS["llama3"].plan(model), accelerated=accelerated)
+    model = describe_known_model(config)
+    return linear_choices(config, model, model.plan, accelerated=accelerated)
 
 
 def shares(flags):
     """``(out, in)`` on a rank of the seven linear layers of a block, by hand from the sizes."""
     config = parse(flags)
-    model, ranks = known_model_facts(config), config.parallelism.tensor_parallel_degree
+    model, ranks = describe_known_model(config), config.parallelism.tensor_parallel_degree
     head = model.dim // model.num_heads
     queries, keys = model.num_heads // ranks * head, max(1, model.num_kv_heads // ranks) * head
     dim, hidden = model.dim, model.ffn_dim // ranks
@@ -164,8 +164,8 @@ def test_a_style_that_splits_an_unknown_dim_is_refused():
 def test_rows_of_the_plan_are_whole_names_and_a_layer_without_one_is_not_split():
     """``output`` is the output layer alone, not every layer of that name."""
     linears = {"output": (64, 64), "adapter.output": (64, 64)}
-    model = SimpleNamespace(linears=lambda: linears, num_kv_heads=4)
-    plan = SimpleNamespace(sensitive=("output",), tensor_parallel={"output": "logits"})
+    model = SimpleNamespace(linears=linears, num_kv_heads=4)
+    plan = replace(llama().plan, tensor_parallel={"output": "logits"})
     outer, inner = linear_choices(parse([FLOAT8, TENSOR, "4"]), model, plan, accelerated=False)
     assert (outer.reason, outer.local) == ("sensitive", (16, 64))
     assert (inner.is_converted, inner.local) == (True, (64, 64))

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from harness import llama
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -11,14 +12,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from crius.config.parallelism import ParallelismConfig
 from crius.errors import PlanError
 from crius.models import registry
+from crius.models.decoder import check_decoder
+from crius.models.init import init_rules
 from crius.models.layers.attention import DocumentMask
 from crius.models.plan import match
 from crius.parallel.fsdp import plan_units
 from crius.parallel.init import init_parameters
 
 SPEC = registry.SPECS["llama3"]
-DEBUG = SPEC.flavors["debug"]
-SMALL = replace(DEBUG, num_layers=2)
+DEBUG, SMALL = llama(), llama(num_layers=2)
 
 # parameters of the published safetensors: meta-llama/Llama-3.1-8B, -70B, -405B and Llama-3.2-1B
 PUBLISHED = {"1b": 1_235_814_400, "8b": 8_030_261_248, "70b": 70_553_706_496, "405b": 405_853_388_800}
@@ -26,13 +28,13 @@ PUBLISHED = {"1b": 1_235_814_400, "8b": 8_030_261_248, "70b": 70_553_706_496, "4
 
 def meta_model(facts):
     with torch.device("meta"):
-        return registry.build(SPEC, facts)
+        return registry.build(facts)
 
 
 def started(facts):
-    model = registry.build(SPEC, facts)
+    model = registry.build(facts)
     with torch.no_grad():
-        init_parameters(model, model.init_rules(), seed=7)
+        init_parameters(model, init_rules(facts), seed=7)
     return model
 
 
@@ -42,44 +44,43 @@ def random_tokens(length, seed):
 
 @pytest.mark.parametrize("flavor", PUBLISHED)
 def test_flavor_has_the_published_number_of_parameters(flavor):
-    facts = SPEC.flavors[flavor]
-    assert facts.num_parameters() == PUBLISHED[flavor]
+    facts = llama(flavor)
+    assert facts.num_parameters == PUBLISHED[flavor]
     assert sum(parameter.numel() for parameter in meta_model(facts).parameters()) == PUBLISHED[flavor]
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_facts_count_what_the_debug_model_has(tied):
-    facts = replace(DEBUG, tied_embeddings=tied, vocab_size=301, num_layers=3)
-    assert sum(parameter.numel() for parameter in meta_model(facts).parameters()) == facts.num_parameters()
+    facts = llama(tied_embeddings=tied, vocab_size=301, num_layers=3)
+    assert sum(parameter.numel() for parameter in meta_model(facts).parameters()) == facts.num_parameters
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("flavor", SPEC.flavors)
 def test_facts_list_the_linear_layers_and_parameters_of_the_model_in_its_order(flavor, tied):
-    facts = replace(SPEC.flavors[flavor], tied_embeddings=tied, num_layers=2)
+    facts = llama(flavor, tied_embeddings=tied, num_layers=2)
     model = meta_model(facts)
     linears = [(name, tuple(m.weight.shape)) for name, m in model.named_modules() if isinstance(m, nn.Linear)]
-    assert list(facts.linears().items()) == linears
-    parameters = [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
-    assert list(facts.parameter_shapes().items()) == parameters
+    assert list(facts.linears.items()) == linears
+    check_decoder(model, facts)
 
 
 def test_debug_flavor_fits_the_layouts_it_is_meant_for():
     """8 layers for 8 pipeline ranks, heads and widths for 8 and 4 tensor-parallel ranks and float8's blocks of 16."""
     assert (DEBUG.num_layers, DEBUG.num_heads, DEBUG.num_kv_heads) == (8, 8, 4)
     assert (DEBUG.dim % 128, DEBUG.ffn_dim % 128) == (0, 0)
-    assert 1_000_000 <= DEBUG.num_parameters() <= 6_000_000
+    assert 1_000_000 <= DEBUG.num_parameters <= 6_000_000
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_flops_per_token_is_the_hand_count_of_the_linear_layers(tied):
-    facts = replace(DEBUG, tied_embeddings=tied)
+    facts = llama(tied_embeddings=tied)
     linears = [module for module in meta_model(facts).modules() if isinstance(module, nn.Linear)]
     assert len(linears) == 7 * facts.num_layers + 1
     weights = sum(linear.in_features * linear.out_features for linear in linears)
     # a multiply-add is 2 FLOPs; the backward does each matmul twice, for its input and for its weight
-    attention = facts.num_layers * 2 * facts.num_heads * facts.head_dim * 100  # scores and their sum over values
-    assert facts.matmul_parameters() == weights
+    attention = facts.num_layers * 2 * facts.num_heads * facts.config.head_dim * 100  # scores and their sum over values
+    assert facts.matmul_parameters == weights
     assert facts.flops_per_token(100) == 3 * 2 * (weights + attention)
 
 
@@ -94,7 +95,7 @@ def test_flops_per_token_is_what_torch_counts():
 @pytest.mark.parametrize("mask", ["causal", "document"])
 @torch.no_grad()
 def test_a_later_token_never_changes_earlier_logits(mask):
-    model = started(replace(SMALL, attention_mask=mask))
+    model = started(llama(num_layers=2, attention_mask=mask))
     tokens = random_tokens(24, 0)
     changed = tokens.clone()
     changed[:, 17] = (tokens[:, 17] + 1) % DEBUG.vocab_size
@@ -108,7 +109,7 @@ def test_a_later_token_never_changes_earlier_logits(mask):
 @torch.no_grad()
 def test_only_the_document_mask_hides_other_documents(mask):
     """Positions turn the rotary angles under either mask; a 0 starts a document only under ``document``."""
-    model = started(replace(SMALL, attention_mask=mask))
+    model = started(llama(num_layers=2, attention_mask=mask))
     positions = torch.cat((torch.arange(9), torch.arange(15))).expand(2, -1)
     tokens, other = random_tokens(24, 0), random_tokens(24, 1)
     changed = torch.cat((other[:, :9], tokens[:, 9:]), dim=1)
@@ -119,7 +120,7 @@ def test_only_the_document_mask_hides_other_documents(mask):
 @torch.no_grad()
 def test_a_packed_document_is_computed_as_if_it_were_alone():
     """Its positions restart and nothing before it is seen."""
-    model = started(replace(SMALL, attention_mask="document"))
+    model = started(llama(num_layers=2, attention_mask="document"))
     tokens = random_tokens(24, 0)
     positions = torch.cat((torch.arange(9), torch.arange(15))).expand(2, -1)
     alone = model(tokens[:, 9:], torch.arange(15).expand(2, -1))
@@ -141,9 +142,9 @@ def test_document_mask_is_the_table_of_who_sees_whom():
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_plan_covers_each_parameter_once(tied):
-    facts = replace(DEBUG, tied_embeddings=tied)
+    facts = llama(tied_embeddings=tied)
     model = meta_model(facts)
-    units = [unit.modules for unit in plan_units(SPEC.plan(facts), model, ParallelismConfig())]
+    units = [unit.modules for unit in plan_units(facts.plan, model, ParallelismConfig())]
     assert len(units) == facts.num_layers + (1 if tied else 2)
     for name, _ in model.named_parameters():
         assert sum(name.startswith(f"{module}.") for unit in units for module in unit) == 1, name
@@ -170,26 +171,25 @@ def test_plan_covers_each_parameter_once(tied):
     ],
 )
 def test_a_plan_that_does_not_fit_is_refused_by_name(change, named):
-    plan, model = replace(SPEC.plan(SMALL), **change), meta_model(SMALL)
     with pytest.raises(PlanError) as caught:
-        plan.check_coverage([name for name, _ in model.named_modules()], [name for name, _ in model.named_parameters()])
+        check_decoder(meta_model(SMALL), replace(SMALL, plan=replace(SMALL.plan, **change)))
     assert named in caught.value.what
     assert caught.value.fix
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_every_parameter_has_an_init_rule_and_every_rule_a_parameter(tied):
-    model = meta_model(replace(SMALL, tied_embeddings=tied))
-    names = [name for name, _ in model.named_parameters()]
-    patterns = [pattern for pattern, _ in model.init_rules()]
+    facts = llama(num_layers=2, tied_embeddings=tied)
+    names = [name for name, _ in meta_model(facts).named_parameters()]
+    patterns = [pattern for pattern, _ in init_rules(facts)]
     chosen = [next(pattern for pattern in patterns if match(pattern, name)) for name in names]
     unused = {"output.weight"} if tied else set()
     assert set(chosen) == set(patterns) - unused
 
 
 def test_a_parameter_without_an_init_rule_is_refused_by_name():
-    model = registry.build(SPEC, SMALL)
-    rules = [rule for rule in model.init_rules() if rule[0] != "layers.*.ffn_norm.weight"]
+    model = registry.build(SMALL)
+    rules = [rule for rule in init_rules(SMALL) if rule[0] != "layers.*.ffn_norm.weight"]
     with pytest.raises(PlanError, match=r"no init rule fits parameter layers\.0\.ffn_norm\.weight"), torch.no_grad():
         init_parameters(model, rules, seed=7)
 

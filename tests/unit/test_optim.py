@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from harness import llama
 from torch import nn
 
 from crius.config.lr_scheduler import LRSchedulerConfig
@@ -16,8 +17,7 @@ from crius.optim.build import IMPLEMENTATIONS, build_optimizer
 from crius.optim.groups import parameter_groups
 from crius.optim.lr_scheduler import WarmupStableDecay
 
-SPEC = registry.SPECS["llama3"]
-SMALL = replace(SPEC.flavors["debug"], num_layers=2)
+SMALL = llama(num_layers=2)
 
 
 def factors(steps, **config):
@@ -109,12 +109,12 @@ EMBEDDINGS = {"tok_embeddings.weight"}
 
 def model_of(tied=False):
     with torch.device("meta"):
-        return registry.build(SPEC, replace(SMALL, tied_embeddings=tied))
+        return registry.build(llama(num_layers=2, tied_embeddings=tied))
 
 
 def group_names(model, tied=False, **flags):
     """Group to the names of its parameters."""
-    plan = SPEC.plan(replace(SMALL, tied_embeddings=tied))
+    plan = llama(num_layers=2, tied_embeddings=tied).plan
     groups = parameter_groups(model.named_parameters(), plan, OptimizerConfig(**flags))
     return {group.name: set(group.members) for group in groups}
 
@@ -135,7 +135,7 @@ def test_optimizer_gets_each_parameter_once_with_its_groups_decay(caplog):
     model = model_of()
     with caplog.at_level(logging.INFO, logger="crius.optim"):
         optimizer = build_optimizer(
-            model.named_parameters(), SPEC.plan(SMALL), OptimizerConfig(weight_decay=0.3, beta2=0.9, eps=1e-6), seed=0
+            model.named_parameters(), SMALL.plan, OptimizerConfig(weight_decay=0.3, beta2=0.9, eps=1e-6), seed=0
         )
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     assert len(held) == len(set(held)) == len(list(model.parameters()))
@@ -155,7 +155,7 @@ def test_optimizer_gets_each_parameter_once_with_its_groups_decay(caplog):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_implementation_is_the_one_asked_for(implementation):
     optimizer = build_optimizer(
-        model_of().named_parameters(), SPEC.plan(SMALL), OptimizerConfig(implementation=implementation), seed=0
+        model_of().named_parameters(), SMALL.plan, OptimizerConfig(implementation=implementation), seed=0
     )
     asked = {"fused": implementation == "fused", "foreach": implementation == "foreach"}
     assert {name: optimizer.defaults[name] for name in asked} == asked
@@ -165,7 +165,7 @@ def test_implementation_is_the_one_asked_for(implementation):
 def test_decay_shrinks_the_decayed_group_only(implementation):
     """With gradient 0 all that AdamW does is ``w *= 1 - lr * weight_decay``."""
     model = nn.ModuleDict({"tok_embeddings": nn.Embedding(4, 3), "layers": nn.Linear(3, 4)})
-    plan = replace(SPEC.plan(SMALL), embeddings=("tok_embeddings",))
+    plan = replace(SMALL.plan, embeddings=("tok_embeddings",))
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     config = OptimizerConfig(implementation=implementation, lr=0.5, weight_decay=0.25)
     optimizer = build_optimizer(model.named_parameters(), plan, config, seed=0)

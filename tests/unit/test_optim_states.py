@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from harness import llama
 from torch import nn
 
 from crius.config.optimizer import OptimizerConfig
@@ -17,9 +18,8 @@ from crius.optim.build import IMPLEMENTATIONS, build_optimizer
 from crius.optim.groups import parameter_groups
 from crius.optim.rounding import places_of, random_bits, round_to_bfloat16, stream
 
-SPEC = registry.SPECS["llama3"]
-SMALL = replace(SPEC.flavors["debug"], num_layers=2)
-PLAN = replace(SPEC.plan(SMALL), embeddings=("tok_embeddings",))
+SMALL = llama(num_layers=2)
+PLAN = replace(SMALL.plan, embeddings=("tok_embeddings",))
 LR = 1e-2
 CPU = torch.device("cpu")
 
@@ -317,9 +317,9 @@ def test_an_orthogonal_matrix_has_singular_values_near_1(shape):
 
 def test_muon_is_for_the_matrices_inside_blocks_and_adamw_for_the_rest():
     with torch.device("meta"):
-        model = registry.build(SPEC, SMALL)
+        model = registry.build(SMALL)
     config = OptimizerConfig(name="muon")
-    groups = {group.name: group for group in parameter_groups(model.named_parameters(), SPEC.plan(SMALL), config)}
+    groups = {group.name: group for group in parameter_groups(model.named_parameters(), SMALL.plan, config)}
     assert groups["muon"].optimizer == "muon" and len(groups["muon"].members) == 2 * 7
     assert all(name.startswith("layers.") and "norm" not in name for name in groups["muon"].members)
     assert {name for name, group in groups.items() if group.optimizer == "adamw"} == {"decayed", "embeddings", "1d"}

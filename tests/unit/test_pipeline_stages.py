@@ -1,10 +1,10 @@
 """Stages, microbatches and bubbles of a pipeline: arithmetic, without a process group."""
 
-from dataclasses import replace
 from itertools import combinations
 
 import pytest
 import torch
+from harness import llama
 
 from crius.config.parallelism import ParallelismConfig
 from crius.config.pipeline import (
@@ -24,7 +24,6 @@ from crius.config.pipeline import (
 from crius.config.schedule import read_schedule, run_order
 from crius.errors import LayoutError
 from crius.models import registry
-from crius.models.llama3.config import FLAVORS
 from crius.parallel.pipeline import forward_steps
 from crius.parallel.stages import TORCH_SCHEDULES, order_of, prune, simulate, stage_costs, stage_table
 
@@ -35,7 +34,7 @@ def pipeline(degree, schedule="1f1b", **fields):
 
 
 def modules(num_layers, **sizes):
-    return replace(FLAVORS["debug"], num_layers=num_layers, **sizes).modules(16.0)
+    return llama(num_layers=num_layers, **sizes).modules(16.0)
 
 
 def layers(stages):
@@ -221,13 +220,13 @@ def test_the_stage_table_sums_to_the_model():
 
 
 def test_a_pruned_model_keeps_its_parameter_names():
-    facts = replace(FLAVORS["debug"], num_layers=4)
+    facts = llama(num_layers=4)
     with torch.device("meta"):
-        whole = registry.build(registry.SPECS["llama3"], facts)
+        whole = registry.build(facts)
     names = []
     for stage in split_stages(facts.modules(16.0), 2, pipeline(2)):
         with torch.device("meta"):
-            part = registry.build(registry.SPECS["llama3"], facts)
+            part = registry.build(facts)
         prune(part, stage)
         names += [name for name, _ in part.named_parameters()]
     assert names == [name for name, _ in whole.named_parameters()]

@@ -17,7 +17,7 @@ from crius.planner.hardware import KNOWN
 from crius.planner.legal import violations
 from crius.planner.memory import memory
 from crius.train.agreement import one_layout
-from crius.train.inputs import model_facts
+from crius.train.inputs import describe_model
 
 
 def test_auto_fills_a_legal_layout_that_fits_and_leaves_the_batch_and_what_was_given(user_cache):
@@ -25,7 +25,7 @@ def test_auto_fills_a_legal_layout_that_fits_and_leaves_the_batch_and_what_was_g
     given = {"activation_checkpoint.mode", "model.flavor", "training.global_batch_size"}
     config = replace(config, parallelism=replace(config.parallelism, auto=True))
     origin = lambda name: "command line" if name in given else "default"  # noqa: E731
-    facts = model_facts(config)
+    facts = describe_model(config)
     filled = auto.fill(config, facts, KNOWN["h100-80g"], 16, origin)
     assert filled.config.parallelism.total_ranks(16) == 16
     assert filled.config.training.global_batch_size == 64

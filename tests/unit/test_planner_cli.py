@@ -6,9 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from harness import ROOT, commands, parse
+from harness import ROOT, commands, llama, parse
 
-from crius import cli
 from crius.config.export import flatten
 from crius.planner.check import compare_dry_run
 
@@ -194,14 +193,13 @@ def test_a_mistake_is_one_error_with_a_fix(plan, flags, said):
 
 def test_a_plan_that_differs_from_the_dry_run_says_so():
     config = parse(["--training.mixed_precision_param", "float32"])
-    facts_of_debug = cli.plan.SPECS["llama3"].flavors["debug"]
     sizes = {"parameter": 6_824_448, "gradient": 6_824_448, "optimizer": 13_649_196, "activation": 180_494_360}
     stage = {"pp_rank": 0, **{f"{kind}_bytes": nbytes for kind, nbytes in sizes.items()}}
     ranks = [{"pp_rank": 0, "peak_bytes": 206_297_484}]
-    report = compare_dry_run(config, facts_of_debug, 1, {"ranks": ranks, "stages": [stage], "seconds": 1.0})
+    report = compare_dry_run(config, llama(), 1, {"ranks": ranks, "stages": [stage], "seconds": 1.0})
     assert report.agrees and report.lines()[-1].startswith("they agree")
     for wrong in ({"optimizer_bytes": 13_649_200}, {"activation_bytes": 160_000_000}):
-        report = compare_dry_run(config, facts_of_debug, 1, {"ranks": ranks, "stages": [stage | wrong], "seconds": 1.0})
+        report = compare_dry_run(config, llama(), 1, {"ranks": ranks, "stages": [stage | wrong], "seconds": 1.0})
         assert not report.agrees
         assert [row.kind for row in report.rows if not row.agrees] == [
             next(iter(wrong)).replace("_bytes", "").replace("activation", "activations")

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from harness import parse
+from harness import llama, parse
 
 from crius.config.parallelism import ParallelismConfig
 from crius.config.pipeline import is_layer, split_stages
@@ -15,37 +15,25 @@ from crius.dry_run.run import dry_run
 from crius.launch.local import run_workers
 from crius.models.registry import SPECS
 from crius.planner.activations import layer_bytes
-from crius.planner.from_config import from_config, shape_of
+from crius.planner.from_config import from_config
 from crius.planner.hardware import hardware
 from crius.planner.holdings import held_by
 from crius.planner.logits import loss_bytes
 from crius.planner.measurements import read_measurements
 from crius.planner.memory import memory, model_parameters, rank_bytes
 from crius.planner.memory_constants import MEMORY
+from crius.planner.shapes import NOT_TRAINABLE_YET
 from crius.planner.stages import rank_layers, stage_layers
 from crius.planner.weights import weights
-from crius.planner.workload import Layout, ModelShape, Workload
-from crius.train.inputs import model_facts, with_dtype
+from crius.planner.workload import Layout, Workload
+from crius.train.inputs import describe_model, with_dtype
 
 ROWS = Path(__file__).parent.parent.parent / "benchmarks" / "planner" / "measurements.csv"
-LLAMA = SPECS["llama3"].flavors
+LLAMA = {flavor: llama(flavor) for flavor in SPECS["llama3"].flavors}
 GIB = 2**30
 P = "--parallelism."
 
-# as a trainer of Mistral's Mixtral would see it
-MIXTRAL = ModelShape(
-    name="8x7b",
-    num_layers=32,
-    dim=4096,
-    ffn_dim=14336,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    vocab_size=32000,
-    num_experts=8,
-    top_k=2,
-    expert_ffn_dim=14336,
-)
+MIXTRAL = NOT_TRAINABLE_YET["mixtral-8x7b"]
 
 PP, SHORT = (
     f"{P}pipeline_parallel_degree",
@@ -70,13 +58,13 @@ QUICK = ("pp2_cp2_full", "fsdp4_two_layers_deferred")
 
 
 def workload(**changes):
-    shape = shape_of(LLAMA["8b"], "8b")
+    shape = LLAMA["8b"]
     return replace(Workload(model=shape, layout=Layout(dp_shard=8), seq_len=8192), **changes)
 
 
 @pytest.mark.parametrize("flavor", LLAMA)
 def test_parameters_of_every_flavor_are_exact(flavor):
-    assert model_parameters(shape_of(LLAMA[flavor], flavor)) == LLAMA[flavor].num_parameters()
+    assert model_parameters(LLAMA[flavor]) == LLAMA[flavor].num_parameters
 
 
 def test_parameters_of_a_model_with_experts_are_the_published_ones():
@@ -125,7 +113,7 @@ def test_state_is_exact_activations_within_5_and_the_peak_within_8_percent_of_th
     num_ranks, flags = measured[0][name]
     found = measured[1][name]
     config = with_dtype(parse(flags), on_gpu=True)
-    work = from_config(config, model_facts(config), num_ranks, device="dry_run")
+    work = from_config(config, describe_model(config), num_ranks, device="dry_run")
     for rank in range(work.layout.pp):
         held, planned = held_by(work, rank), rank_bytes(work, rank)
         stages = [stage for stage in found["stages"] if stage[0] == rank]
@@ -174,7 +162,7 @@ def test_zero_stages_shard_more_and_more():
     assert totals[1]["optimizer"] == pytest.approx(totals[0]["optimizer"] / 8, rel=1e-3)
     assert totals[1]["gradients"] == totals[0]["gradients"]
     assert totals[2]["gradients"] == pytest.approx(totals[1]["gradients"] / 8, rel=1e-3)
-    assert totals[0]["parameters"] == totals[2]["parameters"] == 2 * LLAMA["8b"].num_parameters()
+    assert totals[0]["parameters"] == totals[2]["parameters"] == 2 * LLAMA["8b"].num_parameters
 
 
 def test_experts_are_shared_by_expert_parallel_ranks_and_not_stored_twice():
@@ -209,7 +197,7 @@ def test_experts_under_tensor_parallelism_are_on_its_ranks_once():
 )
 def test_microbatches_in_flight_follow_the_schedule(schedule, stages, expected):
     work = workload(layout=Layout(pp=4), num_microbatches=16, schedule=schedule, stages_per_rank=stages)
-    work = replace(work, stage_layers=(2,) * 4 * stages, model=replace(work.model, num_layers=8 * stages))
+    work = replace(work, stage_layers=(2,) * 4 * stages, model=llama("8b", num_layers=8 * stages))
     assert rank_layers(work, 0).in_flight == pytest.approx(expected)
 
 
@@ -231,7 +219,7 @@ def test_stages_are_those_that_a_run_has(flavor, seq_len, stages):
     facts = LLAMA[flavor]
     split = split_stages(facts.modules((seq_len + 1) / 2), stages, ParallelismConfig())
     expected = tuple(sum(map(is_layer, names)) for names in split)
-    assert stage_layers(shape_of(facts, flavor), stages, seq_len) == expected
+    assert stage_layers(facts, stages, seq_len) == expected
 
 
 def test_a_loss_in_chunks_frees_the_logits():
@@ -254,12 +242,12 @@ def test_a_graph_keeps_no_result_that_only_the_next_layer_reads(tp, more):
     """The last matmul's, and under tensor parallelism what its reduce-scatter gives the rank."""
     kept = [
         layer_bytes(
-            shape_of(LLAMA["8b"], "8b"),
+            4096,
+            LLAMA["8b"].dense[1],
             tp,
             2,
             "torchtitan_graph",
             "operators",
-            has_experts=False,
             sequence_parallel=True,
             is_traced=is_traced,
         )

@@ -3,18 +3,17 @@
 import functools
 
 import pytest
-from harness import commands, parse
+from harness import commands, llama, parse
 
 from crius import cli
 from crius.launch.local import run_workers
-from crius.models.registry import SPECS
 from crius.planner.from_config import from_config
 from crius.planner.hardware import hardware
 from crius.planner.legal import violations
 from crius.planner.machine import shared
 from crius.planner.memory import memory
 from crius.planner.plan import PLAN_RULES
-from crius.train.inputs import known_model_facts, with_dtype
+from crius.train.inputs import describe_known_model, with_dtype
 
 SMALL = ["--flavor", "8b", "--gpus", "8"]
 NO_CP = ["--parallelism.context_parallel_degree", "1"]
@@ -53,7 +52,7 @@ def test_a_plan_is_12_lines_and_its_command_is_that_run(name, plan, planned):
         flags = ["--recipe", "llama3_debug", *flags]  # as crius train does
     on_gpu = data["gpu"] != "cpu"
     run = with_dtype(parse(flags), on_gpu=on_gpu)
-    facts = known_model_facts(run)
+    facts = describe_known_model(run)
     assert violations(run, facts, data["num_gpus"], PLAN_RULES) == []
     workload = from_config(run, facts, data["num_gpus"], device="cuda" if on_gpu else "cpu")
     assert memory(workload, shared(hardware(data["gpu"]), data["num_gpus"])).total == pytest.approx(
@@ -152,7 +151,7 @@ def test_of_a_model_that_is_not_trainable_no_command_is_printed(plan, planned, t
 def test_mfu_is_that_of_a_run_at_the_planned_speed(planned):
     """Of the bfloat16 peak, in float8 too, as the log of a run has it."""
     _, found = planned(*SMALL, "--precision", "float8")
-    facts = SPECS["llama3"].flavors["8b"]
+    facts = llama("8b")
     for row in [found["recommended"], *found["best"]]:
         flops = row["tokens_per_second"] * facts.flops_per_token((found["seq_len"] + 1) / 2)
         assert row["mfu"] == pytest.approx(flops / 989.4e12)

@@ -4,19 +4,19 @@ from dataclasses import replace
 from random import Random
 
 import pytest
+from harness import llama
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from crius.models.registry import SPECS
-from crius.planner.from_config import shape_of
 from crius.planner.hardware import KNOWN
 from crius.planner.memory import memory
-from crius.planner.shapes import NOT_TRAINABLE_YET
+from crius.planner.shapes import NOT_TRAINABLE_YET, planned
 from crius.planner.stages import stage_layers
 from crius.planner.time import step_time
 from crius.planner.workload import Layout, Workload
 
-DENSE = {name: shape_of(facts, name) for name, facts in SPECS["llama3"].flavors.items()}
+DENSE = {name: llama(name) for name in SPECS["llama3"].flavors}
 GPUS = [gpu for gpu in KNOWN.values() if gpu.generation != "cpu"]
 MODES = ("none", "selective", "full")
 SLACK = 1 + 1e-9  # sums in another order
@@ -30,6 +30,14 @@ often = settings(
 )
 
 
+def with_layers(model, number):
+    """``model`` with another number of layers, of which those with a dense feed-forward stay."""
+    config = replace(model.config, num_layers=number)
+    if not model.num_experts:
+        return llama(config)
+    return planned("other", replace(config, num_dense_layers=min(config.num_dense_layers, number - 1)))
+
+
 @st.composite
 def workloads(draw, pipeline=None, tensor=None, experts=None):
     """Any legal mix of degrees, batch and options of a known model; the arguments force an axis on or off.
@@ -41,8 +49,7 @@ def workloads(draw, pipeline=None, tensor=None, experts=None):
     model = pick([*NOT_TRAINABLE_YET.values()] if with_experts else [*DENSE.values()])
     if pick([True, False, False]):  # of few layers, where no moment is like another
         few = pick([1, 2, 3, 5])
-        dense = min(model.num_dense_layers, few - 1)
-        model = replace(model, name="few", num_layers=few, num_dense_layers=dense, num_parameters_known=None)
+        model = with_layers(model, few)
     tp = pick([2, 4, 8] if tensor else [1] if tensor is False else [1, 1, 2, 4, 8])
     assume(model.num_heads % tp == 0 and (model.num_kv_heads % tp == 0 or tp % model.num_kv_heads == 0))
     pp = pick([2, 4] if pipeline else [1] if pipeline is False else [1, 1, 2, 4])
@@ -175,7 +182,7 @@ def test_recomputing_some_layers_is_between_none_and_all(work, gpu, every):
 def test_more_layers_take_no_fewer_bytes_and_no_less_time(work, gpu):
     assume(work.model.num_layers > 1)  # the sums of both ends of a model meet in its only layer
     each = work.layout.pp * work.stages_per_rank
-    deeper = replace(work.model, name="deeper", num_layers=work.model.num_layers + each, num_parameters_known=None)
+    deeper = with_layers(work.model, work.model.num_layers + each)
     layers = tuple(size + 1 for size in work.stage_layers)
     assert nbytes(replace(work, model=deeper, stage_layers=layers)) >= nbytes(work) / SLACK
     assert seconds(replace(work, model=deeper, stage_layers=layers), gpu) >= seconds(work, gpu) / SLACK

@@ -26,7 +26,7 @@ from crius.planner.memory import memory
 from crius.planner.of_run import Machine, plan_run
 from crius.planner.remedies import remedies
 from crius.planner.validated_range import validated_range
-from crius.train.inputs import model_facts
+from crius.train.inputs import describe_model
 from crius.train.out_of_memory import explained, is_out_of_memory
 from crius.train.plan import SLOW, WINDOW_STEPS, Load, PlanWatch, blame, hardware_of
 
@@ -48,7 +48,7 @@ BIG = [
 
 def planned(flags=SMALL, machine=HERE, hardware=CPU):
     config = parse(flags)
-    return plan_run(config, model_facts(config), machine, hardware)
+    return plan_run(config, describe_model(config), machine, hardware)
 
 
 # ---- hardware of the machine
@@ -197,7 +197,9 @@ def test_a_comparison_says_both_and_the_error():
 def test_a_cpu_that_computes_in_bfloat16_has_no_planned_speed():
     """Calibration runs in float32; converting numbers in every operation costs what no part of the plan knows."""
     config = parse([*SMALL, "--training.mixed_precision_param", "bfloat16"])
-    plan = plan_run(config, model_facts(config), Machine(device="cpu", name="", ranks=1, local_ranks=1, threads=1), CPU)
+    plan = plan_run(
+        config, describe_model(config), Machine(device="cpu", name="", ranks=1, local_ranks=1, threads=1), CPU
+    )
     assert plan.time is None and plan.memory.total > 0
     measured = Measured(steps=9, tokens_per_second=100.0, memory_bytes=plan.memory.total)
     assert "the speed of bfloat16 on a CPU is not planned" in Comparison(plan=plan, measured=measured).line()
@@ -209,23 +211,23 @@ def test_a_run_folder_is_compared_with_its_plan_and_any_other_is_refused(tmp_pat
     (tmp_path / "plan.json").write_text(json.dumps(plan.as_dict() | {"activation_checkpoint": "full"}))
     rows = [json.dumps(vars(record(step))) for step in range(1, 20)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(rows))
-    found = compare_run(tmp_path, config, model_facts(config), CPU)
+    found = compare_run(tmp_path, config, describe_model(config), CPU)
     assert found.plan.workload.activation_checkpoint == "full"
     assert found.measured.tokens_per_second == 1000.0
-    assert compare_run(tmp_path, config, model_facts(config)).plan.time is None  # nobody measured this machine
+    assert compare_run(tmp_path, config, describe_model(config)).plan.time is None  # nobody measured this machine
     for text, said in (
         ("\n".join(rows) + '\n{"step": 20, "lo', "1,000 tokens/s/rank measured"),
         ("", "no steps reported yet"),
         ("\n".join(rows[:8]) + "\n", "3 steps after the first 5, at least 5 are needed"),
     ):
         (tmp_path / "metrics.jsonl").write_text(text)
-        assert said in compare_run(tmp_path, config, model_facts(config), CPU).line()
+        assert said in compare_run(tmp_path, config, describe_model(config), CPU).line()
     (tmp_path / "metrics.jsonl").write_text('{"step": 2, "lo\n' + rows[0])
     with pytest.raises(ConfigError, match="cannot be compared"):
-        compare_run(tmp_path, config, model_facts(config), CPU)
+        compare_run(tmp_path, config, describe_model(config), CPU)
     (tmp_path / "plan.json").write_text("{}")
     with pytest.raises(ConfigError, match="cannot be compared"):
-        compare_run(tmp_path, config, model_facts(config), CPU)
+        compare_run(tmp_path, config, describe_model(config), CPU)
 
 
 # ---- slow steps
@@ -274,7 +276,7 @@ def test_blame_goes_to_what_was_measured_and_else_to_the_links_or_the_device():
 @pytest.mark.parametrize(("flags", "ranks", "gib"), [(BIG, 8, 72.0), (BIG, 8, 30.0), (LONG, 1, 0.7)])
 def test_remedies_are_three_legal_flags_that_fit_and_keep_the_batch(flags, ranks, gib):
     config, on_gpu = parse(flags), ranks > 1
-    facts, device = model_facts(config), KNOWN["h100-80g"] if on_gpu else CPU
+    facts, device = describe_model(config), KNOWN["h100-80g"] if on_gpu else CPU
     found = remedies(config, facts, ranks, device, gib * GIB, on_gpu=on_gpu)
     assert len(found) == 3
     before = memory(from_config(config, facts, ranks, device="cuda" if on_gpu else "cpu"), device).total
@@ -282,7 +284,7 @@ def test_remedies_are_three_legal_flags_that_fit_and_keep_the_batch(flags, ranks
     for one in found:
         changed = parse([*flags, *one.flags.split()])
         assert {name: flatten(changed)[name] for name in one.changes} == dict(one.changes)
-        assert not violations(changed, model_facts(changed), one.num_ranks)
+        assert not violations(changed, describe_model(changed), one.num_ranks)
         assert one.nbytes == pytest.approx(before - one.saved)
         assert one.fits == (one.nbytes <= gib * GIB)
         assert changed.training.global_batch_size in (config.training.global_batch_size, 8)
@@ -306,7 +308,7 @@ def test_the_cause_of_a_wrapped_error_is_explained_and_others_pass(tmp_path):
 
     def fail(error):
         with explained(tmp_path, 3) as story:
-            story.begin(torch.device("cpu"), HERE, config, model_facts(config))
+            story.begin(torch.device("cpu"), HERE, config, describe_model(config))
             try:
                 raise error
             except (torch.OutOfMemoryError, ValueError, LayoutError) as inner:
@@ -329,7 +331,7 @@ def test_a_run_that_is_small_is_not_told_to_save_next_to_nothing(tmp_path):
     """The debug model: 0.05 GiB beside what a process takes anyway."""
     config = parse(SMALL)
     with pytest.raises(OutOfMemoryError) as caught, explained(tmp_path, 0) as story:
-        story.begin(torch.device("cpu"), HERE, config, model_facts(config))
+        story.begin(torch.device("cpu"), HERE, config, describe_model(config))
         raise MemoryError
     assert "no setting saves 0.1 GiB of the 0." in caught.value.fix
     assert "--" not in caught.value.fix.partition("all of it")[0]
@@ -343,7 +345,7 @@ def test_the_documented_error_of_8b_on_8_gpus_is_the_real_one(tmp_path, monkeypa
     words = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.11 GiB"
     config = parse(BIG)
     with pytest.raises(OutOfMemoryError) as caught, explained(tmp_path, 5) as story:
-        story.begin(torch.device("cpu"), GPUS, config, model_facts(config))
+        story.begin(torch.device("cpu"), GPUS, config, describe_model(config))
         raise torch.OutOfMemoryError(words)
     real = f"OutOfMemoryError: {caught.value}".replace(str(tmp_path), "runs/full")
     assert len(documented.splitlines()) == 11

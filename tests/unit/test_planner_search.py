@@ -3,14 +3,13 @@
 from dataclasses import replace
 
 import pytest
-from harness import ROOT, parse
+from harness import ROOT, llama, parse
 
 from crius.config.layout import replace_fields
 from crius.config.rules import RULES, extras_installed
 from crius.errors import ConfigError, LayoutError
-from crius.models.registry import SPECS
 from crius.planner.explain import explain
-from crius.planner.from_config import from_config, shape_of
+from crius.planner.from_config import from_config
 from crius.planner.hardware import hardware
 from crius.planner.legal import Case, layouts, violations
 from crius.planner.memory import model_parameters
@@ -31,11 +30,9 @@ def case(flavor="8b", gpus=8, gpu="h100-96g", seq_len=8192, **fields):
         parse(["--training.mixed_precision_param", "bfloat16", "--model.flavor", flavor]),
         {"training.seq_len": seq_len, **given},
     )
-    facts = SPECS["llama3"].flavors[flavor]
     return Case(
         config=config,
-        facts=facts,
-        shape=shape_of(facts, f"llama3/{flavor}"),
+        shape=llama(flavor),
         hardware=hardware(gpu),
         num_gpus=gpus,
         pinned=frozenset(given),
@@ -202,7 +199,7 @@ def test_what_fits_and_no_run_takes_is_refused_with_the_rule():
 
 
 def test_experts_are_searched_in_fewer_layouts_unless_degrees_are_given():
-    one = replace(case(gpus=64), facts=None, shape=NOT_TRAINABLE_YET["qwen3-30b-a3b"])
+    one = replace(case(gpus=64), shape=NOT_TRAINABLE_YET["qwen3-30b-a3b"])
     assert all(layout.cp == 1 or layout.tp == 1 for layout in layouts(one))
     assert all(layout.ep <= 8 or layout.tp <= 2 for layout in layouts(one))
     fields = {"parallelism.tensor_parallel_degree": 4}
@@ -290,7 +287,7 @@ def test_shapes_have_the_published_number_of_parameters(name, billions):
 @pytest.mark.parametrize("name", ["deepseek-v2-lite-16b", "mixtral-8x7b"])
 def test_experts_can_be_planned(name):
     shape = NOT_TRAINABLE_YET[name]
-    one = replace(case(gpus=256, seq_len=4096), facts=None, shape=shape)
+    one = replace(case(gpus=256, seq_len=4096), shape=shape)
     one = replace(one, config=replace_fields(one.config, {"parallelism.tensor_parallel_degree": 1}))
     narrow = replace(one, pinned=frozenset({"parallelism.tensor_parallel_degree"}), num_gpus=128)
     found = search(narrow).fitting

@@ -5,15 +5,14 @@ import timeit
 from dataclasses import replace
 
 import pytest
+from harness import llama
 
 from crius.errors import ConfigError
 from crius.models.registry import SPECS
 from crius.planner.collectives import all_to_all, exposed, group
 from crius.planner.communication import Communication
-from crius.planner.from_config import shape_of
 from crius.planner.hardware import ALIASES, KNOWN, hardware
-from crius.planner.layer_time import divided
-from crius.planner.matmuls import flops_per_token, layer_sizes
+from crius.planner.matmuls import linears
 from crius.planner.rates import rates
 from crius.planner.shapes import NOT_TRAINABLE_YET
 from crius.planner.time import step_time, tokens_per_second
@@ -21,7 +20,7 @@ from crius.planner.time_constants import TIME
 from crius.planner.weights import model_parameters
 from crius.planner.workload import Layout, Workload
 
-LLAMA3 = {flavor: (shape_of(facts, flavor), facts) for flavor, facts in SPECS["llama3"].flavors.items()}
+LLAMA3 = {flavor: llama(flavor) for flavor in SPECS["llama3"].flavors}
 H100, A100, CPU = KNOWN["h100-80g"], KNOWN["a100-80g"], KNOWN["cpu"]
 PARTS = {"matmul", "attention", "elementwise", "bubble", "optimizer", "other"}
 PARTS |= {f"communication_{axis}" for axis in ("fsdp", "tp", "cp", "ep", "pp", "dp")}
@@ -31,7 +30,7 @@ def workload(flavor="8b", **changes):
     degrees = {
         name: changes.pop(name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep") if name in changes
     }
-    return Workload(model=LLAMA3[flavor][0], layout=Layout(**degrees or {"dp_shard": 8}), seq_len=8192, **changes)
+    return Workload(model=LLAMA3[flavor], layout=Layout(**degrees or {"dp_shard": 8}), seq_len=8192, **changes)
 
 
 @pytest.mark.parametrize("gpu", KNOWN.values(), ids=list(KNOWN))
@@ -85,13 +84,6 @@ def test_tokens_to_experts_of_other_nodes_take_the_network_card():
 
 
 @pytest.mark.parametrize("flavor", LLAMA3)
-def test_flops_are_those_of_the_model(flavor):
-    """Causal attention sees (T + 1) / 2 tokens, the closed form T / 2."""
-    shape, facts = LLAMA3[flavor]
-    assert flops_per_token(shape, 8192) == pytest.approx(facts.flops_per_token(4096), rel=1e-9)
-
-
-@pytest.mark.parametrize("flavor", LLAMA3)
 def test_weights_that_are_sent_are_the_models_matrices(flavor):
     """All but the norms, which are less than a thousandth."""
     one = workload(flavor, dp_shard=8)
@@ -105,15 +97,15 @@ def test_active_parameters_of_experts_are_as_published(name):
     """37, 22, 5.1 and 12.9 billion a token, with or without the embedding (the model cards)."""
     active = {"deepseek-v3-671b": 37, "qwen3-235b-a22b": 22, "gpt-oss-120b": 5.1, "mixtral-8x7b": 12.9}[name]
     shape = NOT_TRAINABLE_YET[name]
-    weights = flops_per_token(shape, 0) / 6 / 1e9
+    weights = shape.matmul_parameters / 1e9
     embedding = shape.vocab_size * shape.dim / 1e9
     assert weights - embedding <= active * 1.02 and weights + embedding >= active * 0.98
 
 
 def test_tensor_parallelism_splits_the_last_matmuls_input_and_the_others_output():
-    assert divided(((8, 4), (4, 8)), 2) == [(8, 2.0), (2.0, 8)]
-    sizes = layer_sizes(LLAMA3["8b"][0])
-    assert sum(a * b for a, b in divided(sizes.dense, 4)) == sizes.dense_parameters / 4
+    _, layer = LLAMA3["8b"].dense
+    assert linears(layer, 2)[-3:] == ((4096, 14_336 / 2), (14_336 / 2, 4096), (4096, 14_336 / 2))
+    assert sum(a * b for a, b in linears(layer, 4)) == layer.matmul_parameters / 4
 
 
 def test_float8_is_faster_where_matmuls_are_large_and_compiled():

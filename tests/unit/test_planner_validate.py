@@ -8,11 +8,10 @@ from operator import attrgetter
 from pathlib import Path
 
 import pytest
+from harness import llama
 
 from crius import cli
 from crius.errors import ConfigError
-from crius.models.registry import SPECS
-from crius.planner.from_config import shape_of
 from crius.planner.hardware import KNOWN
 from crius.planner.measurements import judge_rows, read_measurements
 from crius.planner.time import tokens_per_second
@@ -204,9 +203,9 @@ def test_a_row_that_cannot_be_planned_says_why_and_hides_no_other(tmp_path, chan
         ({"zero_stage": "ZeRO-2"}, "workload.zero_stage", 2),
         ({"zero_stage": "9"}, "workload.zero_stage", 3),
         ({"zero_stage": "FSDP"}, "workload.zero_stage", 3),
-        ({"params": "8B"}, "workload.model.num_parameters_known", 8_000_000_000),
-        ({"params": "8"}, "workload.model.num_parameters_known", None),
-        ({"params": "7.5 billion"}, "workload.model.num_parameters_known", None),
+        ({"params": "8B"}, "workload.model.published_parameters", 8_000_000_000),
+        ({"params": "8"}, "workload.model.published_parameters", None),
+        ({"params": "7.5 billion"}, "workload.model.published_parameters", None),
         ({"tps_per_gpu": "7,000"}, "tokens_per_second", 7000),
         ({"tps_per_gpu": "~7.5k tokens/s"}, "tokens_per_second", 7500),
         ({"peak_mem_gib": "n/a"}, "memory_bytes", None),
@@ -325,11 +324,9 @@ def test_the_command_prints_the_table_and_json(capsys):
     assert {"n", "median", "mape", "p90"} <= set(found["dense"]["tps"]) & set(found["moe"]["memory"])
 
 
-EIGHT_B = Workload(
-    model=shape_of(SPECS["llama3"].flavors["8b"], "8b"), layout=Layout(dp_shard=8), seq_len=8192, compile=True
-)
+EIGHT_B = Workload(model=llama("8b"), layout=Layout(dp_shard=8), seq_len=8192, compile=True)
 
-LARGEST = shape_of(SPECS["llama3"].flavors["405b"], "405b")
+LARGEST = llama("405b")
 
 
 def test_what_was_measured_is_within_the_validated_range():

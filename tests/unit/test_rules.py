@@ -20,7 +20,7 @@ from crius.config.rules_stability import STABILITY_RULES
 from crius.errors import ConfigError
 from crius.launch import environment
 from crius.models.registry import SPECS
-from crius.train.inputs import known_model_facts
+from crius.train.inputs import describe_known_model
 
 # Lines leave this table as the features arrive.
 NOT_BUILT = [
@@ -37,14 +37,13 @@ def facts_of(flags, *, ranks=0, num_gpus=0, is_dry=False):
     """What the rules see of ``crius train FLAGS``; ``ranks`` is what torchrun started, if it did."""
     cli.SOURCES.origins.clear()
     config = parse(flags)
-    model = known_model_facts(config)
+    model = describe_known_model(config)
     num_ranks = ranks or config.parallelism.total_ranks(num_gpus or 1)
     return Facts(
         config=config,
         origin=cli.SOURCES.origin,
         specs=SPECS,
         model=model,
-        plan=SPECS["llama3"].plan(model) if model else None,
         num_ranks=num_ranks,
         asked_ranks=ranks,
         asked_by="torchrun" if ranks else "",

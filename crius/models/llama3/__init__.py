@@ -1,15 +1,8 @@
-"""Llama 3 (arXiv:2407.21783). This file is torch-free; the code is in ``model.py``."""
+"""Llama 3 (arXiv:2407.21783): the plain decoder of ``crius.models.decoder``, with frequencies stretched since 3.1."""
 
-from crius.models.llama3.config import FLAVORS, customize
+from crius.models.llama3.config import FLAVORS
 from crius.models.llama3.hf import HF_NAMES
 from crius.models.llama3.plan import plan
 from crius.models.spec import ModelSpec
 
-SPEC = ModelSpec(
-    name="llama3",
-    flavors=FLAVORS,
-    customize=customize,
-    plan=plan,
-    module="crius.models.llama3.model:Llama3",
-    hf_names=HF_NAMES,
-)
+SPEC = ModelSpec(name="llama3", flavors=FLAVORS, plan=plan, hf_names=HF_NAMES)

@@ -1,0 +1,98 @@
+"""``DecoderConfig``: the sizes that a decoder is built from. Torch-free."""
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar
+
+from crius.models.description import Layer, decoder_layer, feed_forward, gqa
+
+FFN_UNIT = 64
+"""A feed-forward's width that follows from another is rounded up to a multiple of this."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Llama 3.1's stretching of the low rotary frequencies for longer contexts (arXiv:2407.21783 and its code).
+
+    Attributes:
+        factor: low frequencies are divided by this.
+        low_freq_factor: wavelengths above ``original_context / low_freq_factor`` tokens are stretched in full.
+        high_freq_factor: wavelengths below ``original_context / high_freq_factor`` tokens stay.
+        original_context: tokens of context the base model was trained with.
+    """
+
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_context: int = 8192
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """Sizes of one decoder; a model whose layers have other weights overrides ``layer``, or ``layers``, and says which.
+
+    Attributes:
+        dim: width of the residual stream.
+        num_layers: decoder layers.
+        num_heads: query heads.
+        num_kv_heads: key/value heads, which queries share in groups.
+        ffn_dim: hidden width of the feed-forward.
+        vocab_size: rows of the embedding and of the output layer.
+        head_dim: width of a head; -1: ``dim / num_heads``.
+        rope_theta: base of the rotary frequencies.
+        rope_scaling: how they are stretched for longer contexts.
+        norm_eps: added to the mean square in every norm.
+        tied_embeddings: the output layer shares the embedding's weight.
+        attention_mask: what a token attends to.
+    """
+
+    dim: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    ffn_dim: int
+    vocab_size: int
+    head_dim: int = -1
+    rope_theta: float = 500_000.0
+    rope_scaling: RopeScaling | None = None
+    norm_eps: float = 1e-5
+    tied_embeddings: bool = False
+    attention_mask: Literal["causal", "document"] = "causal"
+
+    def __post_init__(self) -> None:
+        if self.head_dim == -1:
+            object.__setattr__(self, "head_dim", self.dim // max(1, self.num_heads))
+
+    @property
+    def rotary_dim(self) -> int:
+        """Width of a head that the position turns."""
+        return self.head_dim
+
+    def layer(self) -> Layer:
+        """What each layer has, where all are alike."""
+        attention = gqa(self.dim, self.num_heads, self.num_kv_heads, self.head_dim)
+        return decoder_layer(self.dim, attention, feed_forward(self.dim, self.ffn_dim))
+
+    def layers(self) -> tuple[tuple[int, Layer], ...]:
+        """All layers in order, equal ones that follow each other as one with their number."""
+        return ((self.num_layers, self.layer()),)
+
+
+Config = TypeVar("Config", bound=DecoderConfig)
+
+
+def resized(config: Config, **sizes: Any) -> Config:
+    """``config`` with other sizes; those that hang on a changed one and are not given follow it.
+
+    A head that is ``dim / num_heads`` wide stays so, a feed-forward keeps its ratio to ``dim``, and key/value heads
+    keep their ratio to the query heads where it divides them, else there are as many.
+    """
+    found = dict(sizes)
+    dim, heads = sizes.get("dim", config.dim), sizes.get("num_heads", config.num_heads)
+    if "head_dim" not in sizes and config.head_dim * config.num_heads == config.dim:
+        found["head_dim"] = -1
+    if "ffn_dim" not in sizes and dim != config.dim:
+        found["ffn_dim"] = -(-config.ffn_dim * dim // (config.dim * FFN_UNIT)) * FFN_UNIT
+    if "num_kv_heads" not in sizes and heads != config.num_heads:
+        group = config.num_heads // config.num_kv_heads
+        found["num_kv_heads"] = heads // group if heads % group == 0 else heads
+    return replace(config, **found)

@@ -1,0 +1,150 @@
+"""``Decoder``: embedding, layers, norm, output layer and loss, the contract that every layout relies on.
+
+What parallelism, checkpoints and the planner take for granted, and ``check_decoder`` checks in one go:
+
+- Its children are ``tok_embeddings``, ``layers``, ``norm``, ``output`` and ``loss``, in the order of the forward; a
+  model writes the block of ``layers`` and nothing else. ``layers`` is a dict by number, so that a pipeline stage, which
+  has some of them, keeps their names. A child that is in another stage is an ``nn.Identity``: the forward takes token
+  ids where the embedding is and the hidden state ``(B, T, D)`` elsewhere.
+- A block is called with the hidden state, cos and sin of the rotary angles, and the mask, and returns ``(B, T, D)``. It
+  is built as ``Block(config, index)``, sees one device, and takes the number of its heads from the tensors it is given,
+  since tensor parallelism leaves it some of them.
+- Parameters are those of the description, by name, shape and order, and there is no buffer. Linear layers are
+  ``crius.models.layers.linear.Linear``, without a bias; every parameter is in one FSDP unit and, where a plan has
+  tensor-parallel rows, in one of those.
+- The loss is a sum over tokens: the step divides by their global number.
+
+B batch, T tokens, D model dim, H head dim, V vocabulary
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from crius.errors import PlanError
+from crius.kernels.attention import Mask
+from crius.models.config import DecoderConfig
+from crius.models.description import ModelDescription
+from crius.models.layers.attention import Attention, DocumentMask
+from crius.models.layers.feed_forward import FeedForward
+from crius.models.layers.linear import Linear
+from crius.models.layers.norm import RMSNorm
+from crius.models.layers.output import Loss, Output
+from crius.models.layers.rope import rotary_cos_sin, rotary_frequencies, stretched_frequencies
+
+
+class Block(nn.Module):
+    """One decoder layer: attention and feed-forward, each behind an RMSNorm and beside a residual."""
+
+    def __init__(self, config: DecoderConfig, index: int) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.dim, eps=config.norm_eps)
+        self.attention = self.build_attention(config)
+        self.ffn_norm = RMSNorm(config.dim, eps=config.norm_eps)
+        self.feed_forward = FeedForward(config.dim, config.ffn_dim)
+
+    def build_attention(self, config: DecoderConfig) -> nn.Module:
+        """The attention; a model whose attention differs overrides this."""
+        return Attention(config.dim, config.num_heads, config.num_kv_heads, config.head_dim)
+
+    def forward(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], mask: Mask | None) -> Tensor:
+        """``(B, T, D)`` to ``(B, T, D)``."""
+        h_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rope, mask)
+        y: Tensor = h_BTD + self.feed_forward(self.ffn_norm(h_BTD))
+        return y
+
+
+class Decoder(nn.Module):
+    """The decoder. Building it allocates shapes only; ``crius.models.init`` says how the weights start.
+
+    Args:
+        config: its sizes.
+        block: class of a layer.
+    """
+
+    def __init__(self, config: DecoderConfig, block: Callable[[Any, int], nn.Module] = Block) -> None:
+        super().__init__()
+        self.config = config
+        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleDict({str(i): block(config, i) for i in range(config.num_layers)})
+        self.norm = RMSNorm(config.dim, eps=config.norm_eps)
+        self.output = Output(config.dim, config.vocab_size, bias=False)
+        self.loss = Loss()
+        if config.tied_embeddings:
+            self.output.weight = self.tok_embeddings.weight
+        if config.attention_mask == "document":
+            self.document_mask = DocumentMask()
+
+    def forward(self, tokens_BT: Tensor, positions_BT: Tensor | None = None, labels_BT: Tensor | None = None) -> Tensor:
+        """Logits ``(B, T, V)``; with labels the sum of the token losses in nats, a float64 scalar.
+
+        Args:
+            tokens_BT: token ids.
+            positions_BT: position of each token, which turns the rotary angles; None counts from the start of the
+                sequence. Under the ``document`` attention mask a 0 starts a document.
+            labels_BT: what to predict from each token; ``IGNORE_INDEX`` where nothing is.
+        """
+        if positions_BT is None:
+            positions_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)[None]
+        mask = self.document_mask(positions_BT) if self.config.attention_mask == "document" else None
+        rope = rotary_cos_sin(positions_BT, self.frequencies(positions_BT.device))
+        h_BTD = self.tok_embeddings(tokens_BT)
+        for layer in self.layers.values():
+            h_BTD = layer(h_BTD, rope, mask)
+        h_BTD = self.norm(h_BTD)
+        result: Tensor = self.output(h_BTD) if labels_BT is None else self.loss(h_BTD, labels_BT, self.output)
+        return result
+
+    def frequencies(self, device: torch.device) -> Tensor:
+        """Rotary frequencies in radians a token, float64 ``(H / 2,)``."""
+        plain = rotary_frequencies(self.config.rotary_dim, self.config.rope_theta, device)
+        scaling = self.config.rope_scaling
+        return stretched_frequencies(plain, **asdict(scaling)) if scaling else plain
+
+
+def check_decoder(decoder: nn.Module, model: ModelDescription) -> None:
+    """Hold a built decoder against its description, its plan and the contract above.
+
+    Raises:
+        PlanError: everything that does not fit, each by its name.
+    """
+    problems = [*_differences(decoder, model), *_broken_rules(decoder)]
+    problems += model.plan.gaps(
+        [name for name, _ in decoder.named_modules() if name], [name for name, _ in decoder.named_parameters()]
+    )
+    if problems:
+        raise PlanError(
+            f"{model.name} is not as it is described:" + "".join(f"\n  - {problem}" for problem in problems),
+            why="checkpoints, every layout and the planner rely on the description",
+            fix="mend the config's layer(), the plan, or the block: docs/adding_a_model.md",
+        )
+
+
+def _differences(decoder: nn.Module, model: ModelDescription) -> Iterator[str]:
+    built = {name: tuple(parameter.shape) for name, parameter in decoder.named_parameters()}
+    told = model.parameter_shapes
+    for name in built.keys() - told.keys():
+        yield f"parameter {name} {built[name]} is not in the description"
+    for name in told.keys() - built.keys():
+        yield f"the described weight {name} {told[name]} is not in the model"
+    for name in built.keys() & told.keys():
+        if built[name] != told[name]:
+            yield f"parameter {name} is {built[name]}, described as {told[name]}"
+    if built.keys() == told.keys() and list(built) != list(told):
+        name = next(name for name, other in zip(built, told, strict=True) if name != other)
+        yield f"parameter {name} stands elsewhere in the description"
+
+
+def _broken_rules(decoder: nn.Module) -> Iterator[str]:
+    for name, module in decoder.named_modules():
+        if isinstance(module, nn.Linear) and type(module) not in (Linear, Output):
+            yield f"{name} is a {type(module).__name__}, not crius.models.layers.linear.Linear, which kernels replace"
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            yield f"{name} has a bias, which no kernel and no tensor-parallel style adds"
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            yield f"{name} is a dropout, whose numbers would depend on the layout"
+    for name, _ in decoder.named_buffers():
+        yield f"{name} is a buffer, which no checkpoint would hold"

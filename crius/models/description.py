@@ -1,0 +1,380 @@
+"""``ModelDescription``: what a model is, said once and without torch.
+
+Its weights in order and the widths of its layers. Counts, FLOPs, pipeline modules, linear layers, how weights start,
+and the planner's memory and matmuls all derive from it; ``crius.models.decoder`` holds a built model against it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any, Literal, NamedTuple
+
+from crius.models.plan import ShardingPlan
+
+Kind = Literal["embedding", "norm", "linear", "router", "expert", "output", "bias"]
+
+MATMULS = ("linear", "router", "expert", "output")
+"""Kinds of weights that a token is multiplied with."""
+
+
+class Weight(NamedTuple):
+    """One trained tensor.
+
+    Attributes:
+        name: its dotted name, within what lists it.
+        shape: ``(out, in)`` of a matrix, with the experts in front where a layer has many.
+        kind: what it does.
+        unit: the pipeline module it belongs to, such as ``layers.3``; empty within a layer.
+        to_residual: its result is added to the residual stream, so it starts smaller the more layers there are.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    kind: Kind
+    unit: str = ""
+    to_residual: bool = False
+
+    @property
+    def numel(self) -> int:
+        """Numbers in it."""
+        return prod(self.shape)
+
+    @property
+    def is_routed(self) -> bool:
+        """It has a part for each expert of a layer, of which a token visits some."""
+        return self.kind == "expert" or (self.kind == "bias" and len(self.shape) == 2)
+
+    def within(self, place: str, unit: str = "") -> "Weight":
+        """The same weight, named from outside the module ``place``."""
+        return self._replace(name=f"{place}.{self.name}", unit=unit)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """Widths of a layer's attention.
+
+    Attributes:
+        num_heads: query heads.
+        num_kv_heads: key/value heads.
+        head_dim: width of a query and a key.
+        value_dim: width of a value.
+        rotary_dim: of ``head_dim``, what the position turns.
+        weights: named within the attention module, in its order.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    rotary_dim: int
+    weights: tuple[Weight, ...]
+
+    @property
+    def has_head_norms(self) -> bool:
+        """Queries and keys are normalised, each head alone."""
+        return any(weight.kind == "norm" and weight.shape == (self.head_dim,) for weight in self.weights)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeedForward:
+    """Widths of a layer's feed-forward.
+
+    Attributes:
+        width: hidden width for every token: of a dense one, or of the shared experts together.
+        gated: with a gate (SwiGLU), so that a part has three matrices and not two.
+        num_experts: routed experts; 0: it is dense.
+        top_k: routed experts that a token visits.
+        expert_width: hidden width of one routed expert.
+        weights: named within the feed-forward module, in its order.
+    """
+
+    width: int
+    gated: bool = True
+    num_experts: int = 0
+    top_k: int = 0
+    expert_width: int = 0
+    weights: tuple[Weight, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One decoder layer.
+
+    Attributes:
+        attention: its widths.
+        feed_forward: its widths.
+        weights: all of the layer's, named within it, in its order.
+    """
+
+    attention: Attention
+    feed_forward: FeedForward
+    weights: tuple[Weight, ...]
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """Trained numbers."""
+        return sum(weight.numel for weight in self.weights)
+
+    @cached_property
+    def num_active_parameters(self) -> int:
+        """Those that compute one token: of the routed experts the visited ones."""
+        return sum(self._active(weight) for weight in self.weights)
+
+    @cached_property
+    def matmul_parameters(self) -> int:
+        """Those that a token is multiplied with."""
+        return sum(self._active(weight) for weight in self.weights if weight.kind in MATMULS)
+
+    def flops_per_token(self, mean_visible_context: float) -> float:
+        """Of forward and backward: PaLM (arXiv:2204.02311), appendix B, but causal."""
+        attention = self.attention
+        width = attention.num_heads * (attention.head_dim + attention.value_dim)
+        return 6 * self.matmul_parameters + 6 * width * mean_visible_context
+
+    def _active(self, weight: Weight) -> int:
+        if not weight.is_routed:
+            return weight.numel
+        return weight.numel // self.feed_forward.num_experts * self.feed_forward.top_k
+
+
+@dataclass(frozen=True)
+class ModuleFacts:
+    """One module that a pipeline stage can hold.
+
+    Attributes:
+        name: as in the model.
+        parameters: its trained numbers; a tied weight counts in the first module that has it.
+        flops_per_token: of its forward and backward, recompute not counted.
+    """
+
+    name: str
+    parameters: int
+    flops_per_token: float
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ModelDescription:
+    """A decoder: embedding, layers, norm, output layer.
+
+    Attributes:
+        name: architecture and flavor, for tables.
+        config: the sizes that its modules are built from (``crius.models.config.DecoderConfig``).
+        plan: how it is laid out on a mesh.
+        block: dotted path and class of a layer's module, imported only to build it, or the class; empty: Crius does not
+            train this model yet.
+        layers: every layer in order, equal ones that follow each other counted.
+        published_parameters: what its publisher counts, where the sizes do not give it exactly.
+    """
+
+    name: str
+    config: Any
+    plan: ShardingPlan
+    block: Any
+    layers: tuple[tuple[int, Layer], ...]
+    published_parameters: int | None = None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ModelDescription) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _key(self) -> tuple[Any, ...]:
+        return self.name, self.config, self.layers, self.published_parameters
+
+    @cached_property
+    def _hash(self) -> int:  # kept: the planner asks it of one model thousands of times
+        return hash((self.name, self.config, self.published_parameters))
+
+    @property
+    def dim(self) -> int:
+        """Width of the residual stream."""
+        return int(self.config.dim)
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding."""
+        return int(self.config.vocab_size)
+
+    @property
+    def tied_embeddings(self) -> bool:
+        """Whether the output layer shares the embedding's weight."""
+        return bool(self.config.tied_embeddings)
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads of a layer."""
+        return self.attention.num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key/value heads of a layer."""
+        return self.attention.num_kv_heads
+
+    @property
+    def ffn_dim(self) -> int:
+        """Width of a feed-forward's hidden layer that tensor parallelism splits; of experts that of one."""
+        feed_forward = self.layers[-1][1].feed_forward
+        return feed_forward.expert_width if feed_forward.num_experts else feed_forward.width
+
+    @property
+    def attention(self) -> Attention:
+        """Widths of attention, which all layers share."""
+        return self.layers[0][1].attention
+
+    @property
+    def num_experts(self) -> int:
+        """Routed experts of a layer; 0: a dense model."""
+        return self.layers[-1][1].feed_forward.num_experts
+
+    @property
+    def top_k(self) -> int:
+        """Routed experts that a token visits."""
+        return self.layers[-1][1].feed_forward.top_k
+
+    @property
+    def is_routed(self) -> bool:
+        """Tokens choose some of the experts, and are brought to them."""
+        return self.top_k < self.num_experts
+
+    @cached_property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return sum(count for count, _ in self.layers)
+
+    @cached_property
+    def dense(self) -> tuple[int, Layer | None]:
+        """How many layers have a dense feed-forward, and the first of them."""
+        return self._with(experts=False)
+
+    @cached_property
+    def experts(self) -> tuple[int, Layer | None]:
+        """How many layers have routed experts, and the first of them."""
+        return self._with(experts=True)
+
+    def _with(self, *, experts: bool) -> tuple[int, Layer | None]:
+        found = [(count, layer) for count, layer in self.layers if bool(layer.feed_forward.num_experts) == experts]
+        return sum(count for count, _ in found), found[0][1] if found else None
+
+    @cached_property
+    def weights(self) -> tuple[Weight, ...]:
+        """Every trained weight in the model's order; a tied one once, under its first name."""
+        return tuple(self._weights())
+
+    def _weights(self) -> Iterator[Weight]:
+        vocabulary = (self.vocab_size, self.dim)
+        yield Weight("tok_embeddings.weight", vocabulary, "embedding", "tok_embeddings")
+        index = 0
+        for count, layer in self.layers:
+            for index in range(index, index + count):  # noqa: B020 - goes on where the last run ended
+                unit = f"layers.{index}"
+                yield from (weight.within(unit, unit) for weight in layer.weights)
+            index += 1
+        yield Weight("norm.weight", (self.dim,), "norm", "norm")
+        if not self.tied_embeddings:
+            yield Weight("output.weight", vocabulary, "output", "output")
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """All trained numbers, a tied weight once."""
+        layers = sum(count * layer.num_parameters for count, layer in self.layers)
+        return layers + self.dim + self.vocab_size * self.dim * (1 if self.tied_embeddings else 2)
+
+    @cached_property
+    def num_active_parameters(self) -> int:
+        """Those that compute one token: all but the routed experts that it does not visit."""
+        return self.num_parameters - sum(n * (one.num_parameters - one.num_active_parameters) for n, one in self.layers)
+
+    @cached_property
+    def matmul_parameters(self) -> int:
+        """Weights that a token is multiplied with: with the output layer, without the embedding lookup."""
+        return sum(n * layer.matmul_parameters for n, layer in self.layers) + self.vocab_size * self.dim
+
+    def flops_per_token(self, mean_visible_context: float) -> float:
+        """Model FLOPs of one token's forward and backward, recompute not counted.
+
+        Args:
+            mean_visible_context: tokens that a token attends to, on average; ``(T + 1) / 2`` for causal attention.
+        """
+        layers = sum(n * layer.flops_per_token(mean_visible_context) for n, layer in self.layers)
+        return layers + 6 * self.vocab_size * self.dim
+
+    @property
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of ``weights`` by name."""
+        return {weight.name: weight.shape for weight in self.weights}
+
+    @property
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """``(out_features, in_features)`` of every linear layer by name, in the model's order."""
+        found = {
+            weight.name.removesuffix(".weight"): weight.shape[-2:] for weight in self.weights if weight.kind == "linear"
+        }
+        return found | {"output": (self.vocab_size, self.dim)}  # type: ignore[return-value]
+
+    def modules(self, mean_visible_context: float) -> list[ModuleFacts]:
+        """The modules between which a pipeline can be cut, in forward order, with parameters and FLOPs."""
+        vocabulary = self.vocab_size * self.dim
+        layers = (layer for count, layer in self.layers for _ in range(count))
+        return [
+            ModuleFacts("tok_embeddings", vocabulary, 0),
+            *(
+                ModuleFacts(f"layers.{index}", layer.num_parameters, layer.flops_per_token(mean_visible_context))
+                for index, layer in enumerate(layers)
+            ),
+            ModuleFacts("norm", self.dim, 0),
+            ModuleFacts("output", 0 if self.tied_embeddings else vocabulary, 6 * vocabulary),
+        ]
+
+
+def gqa(dim: int, num_heads: int, num_kv_heads: int, head_dim: int, *, head_norms: bool = False) -> Attention:
+    """Grouped-query attention (arXiv:2305.13245) as ``crius.models.layers.attention`` has it.
+
+    Args:
+        dim: width of the residual stream.
+        num_heads: query heads.
+        num_kv_heads: key/value heads.
+        head_dim: width of a head.
+        head_norms: queries and keys are normalised, each head alone, before they are rotated.
+    """
+    queries, keys = num_heads * head_dim, num_kv_heads * head_dim
+    norms = (Weight("q_norm.weight", (head_dim,), "norm"), Weight("k_norm.weight", (head_dim,), "norm"))
+    return Attention(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        value_dim=head_dim,
+        rotary_dim=head_dim,
+        weights=(
+            Weight("wq.weight", (queries, dim), "linear"),
+            Weight("wk.weight", (keys, dim), "linear"),
+            Weight("wv.weight", (keys, dim), "linear"),
+            Weight("wo.weight", (dim, queries), "linear", to_residual=True),
+            *(norms if head_norms else ()),
+        ),
+    )
+
+
+def feed_forward(dim: int, width: int, *, gated: bool = True) -> FeedForward:
+    """A dense feed-forward as ``crius.models.layers.feed_forward`` has it; without a gate there is no ``w3``."""
+    gate = (Weight("w3.weight", (width, dim), "linear"),) if gated else ()
+    first = Weight("w1.weight", (width, dim), "linear")
+    return FeedForward(
+        width=width, gated=gated, weights=(first, Weight("w2.weight", (dim, width), "linear", to_residual=True), *gate)
+    )
+
+
+def decoder_layer(dim: int, attention: Attention, feed_forward: FeedForward) -> Layer:
+    """Attention and feed-forward, each behind a norm: the weights of ``crius.models.decoder.Block``, in its order."""
+    return Layer(
+        attention=attention,
+        feed_forward=feed_forward,
+        weights=(
+            Weight("attention_norm.weight", (dim,), "norm"),
+            *(weight.within("attention") for weight in attention.weights),
+            Weight("ffn_norm.weight", (dim,), "norm"),
+            *(weight.within("feed_forward") for weight in feed_forward.weights),
+        ),
+    )
