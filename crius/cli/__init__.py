@@ -12,7 +12,11 @@ from crius.cli.app import COMMAND, SOURCES, app
 from crius.config.load import WrongSettings, explain, normalized_argv
 from crius.data.globs import is_utf8
 from crius.errors import ConfigError, CriusError
+from crius.models.registry import import_models
 from crius.redact import printable, redact
+
+IMPORT = "CRIUS_IMPORT"
+"""Variable with modules to import, joined by commas: what ``--import`` names, for the processes of a run."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,9 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return error.exit_code
     SOURCES.origins.clear()
-    COMMAND[:] = arguments
     is_parsed = False
     try:
+        arguments = _import_models(arguments)
         command, bound, _ = app.parse_args(arguments, exit_on_error=False, print_error=False)
         is_parsed = True
         return command(*bound.args, **bound.kwargs) or 0
@@ -43,6 +47,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception:  # a mistake of Crius, or of a library below it
         print(printable(redact(traceback.format_exc())), file=sys.stderr)
         return 1
+
+
+def _import_models(arguments: list[str]) -> list[str]:
+    """``arguments`` without ``--import MODULE``, when the models of these modules and of ``CRIUS_IMPORT`` are known.
+
+    Processes that this one starts know them by the variable, and commands that it prints name them.
+
+    Raises:
+        ConfigError: no module is named, or it cannot be used.
+    """
+    named, rest = [name for name in os.environ.get(IMPORT, "").split(",") if name], []
+    where, words = IMPORT if named else "", iter(arguments)
+    for word in words:
+        flag, equals, value = word.partition("=")
+        if flag != "--import":
+            rest.append(word)
+            continue
+        named.append(value if equals else next(words, ""))
+        where = "--import (command line)"
+        if not named[-1] or named[-1].startswith("-"):
+            raise ConfigError("--import names no module.", where="command line", fix="--import mymodel for mymodel.py")
+    if named:
+        sys.path.insert(0, os.getcwd())  # as python -m does
+        import_models(named, where)
+        os.environ[IMPORT] = ",".join(dict.fromkeys(named))
+    COMMAND[:] = [*rest, *(word for name in dict.fromkeys(named) for word in ("--import", name))]
+    return rest
 
 
 __all__ = ["SOURCES", "app", "main"]

@@ -20,7 +20,7 @@ from crius.config.run import RunConfig
 from crius.errors import ConfigError, EnvironmentError
 from crius.help import PlainHelp
 from crius.install import install_line
-from crius.models.registry import SPECS
+from crius.models.registry import FLAVORS, SPECS
 from crius.redact import printable
 
 Run = Annotated[RunConfig, Parameter(name="*")]
@@ -44,9 +44,7 @@ DryRunRank = Annotated[int, Parameter(help="Rank that --dry_run shows.")]
 Json = Annotated[bool, Parameter(name="--json", negative=(), help="Print JSON.")]
 
 STARTED = time.monotonic()
-SOURCES = RunSources(
-    {"model.name": SPECS, "model.flavor": {flavor for spec in SPECS.values() for flavor in spec.flavors}}
-)
+SOURCES = RunSources({"model.name": SPECS, "model.flavor": FLAVORS})
 COMMAND: list[str] = []
 """Verb and flags of this command, as ``normalized_argv`` gives them."""
 
@@ -57,9 +55,11 @@ _SHARED: dict[str, Any] = {
     "help_formatter": PlainHelp(),
     "result_action": "return_value",
 }
-app = App(
-    name="crius", help="Train large language models, from one CPU to hundreds of GPUs.", version=__version__, **_SHARED
-)
+HELP = """Train large language models, from one CPU to hundreds of GPUs.
+
+Every verb takes --import MODULE, which makes a model of your own known: docs/adding_a_model.md.
+"""
+app = App(name="crius", help=HELP, version=__version__, **_SHARED)
 config_app = App(name="config", help="Show and compare the settings of runs.")
 verify_app = App(name="verify", help="Prove on this machine that every layout trains alike.")
 bench_app = App(name="bench", help="Measure on this machine what pays.")
@@ -80,13 +80,13 @@ def emit(text: str) -> None:
 def facts_of(run: RunConfig, nproc: int, placement: Any, is_dry: bool = False) -> Facts:
     """What the rules look at, of ``run`` on this machine."""
     from crius.launch.environment import visible_gpus
-    from crius.train.inputs import describe_known_model, settled, with_dtype
+    from crius.train.inputs import describe_known_model, settled, with_dtype, with_tokens
 
     num_gpus = 0 if run.training.device == "cpu" else visible_gpus(os.environ)
     stands_for_gpu = is_dry and run.training.device != "cpu"
     on_gpu = num_gpus > 0 or run.training.device == "cuda" or stands_for_gpu
     asked = placement.world_size if placement else nproc
-    run = with_dtype(run, on_gpu=on_gpu)
+    run = with_tokens(with_dtype(_with_flavor(run), on_gpu=on_gpu))
     if run.parallelism.auto:
         local_ranks = placement.local_world_size if placement else asked or num_gpus or 1
         run = _with_layout(
@@ -109,6 +109,17 @@ def facts_of(run: RunConfig, nproc: int, placement: Any, is_dry: bool = False) -
         local_ranks=placement.local_world_size if placement else here,
         is_dry=is_dry,
     )
+
+
+def _with_flavor(run: RunConfig) -> RunConfig:
+    """``run`` with the first flavor of a model that was asked for without one, where it lacks that of the defaults."""
+    name, spec = "model.flavor", SPECS.get(run.model.name)
+    is_open = SOURCES.origin(name) in ("default", f"recipe {SOURCES.recipe}")
+    if spec is None or run.model.flavor in spec.flavors or not is_open or SOURCES.origin("model.name") == "default":
+        return run
+    first = next(iter(spec.flavors))
+    SOURCES.origins[name] = f"the first of {run.model.name}"
+    return dataclasses.replace(run, model=dataclasses.replace(run.model, flavor=first))
 
 
 def _with_layout(
@@ -137,7 +148,9 @@ def _base_name(run: RunConfig) -> str:
     defaults = ModelConfig()
     sizes = [field.name for field in dataclasses.fields(ModelConfig) if field.name not in ("name", "flavor")]
     changed = [
-        f"{name}_{getattr(run.model, name)}" for name in sizes if getattr(run.model, name) != getattr(defaults, name)
+        f"{name}_{getattr(run.model, name)}"
+        for name in sizes
+        if getattr(run.model, name) != getattr(defaults, name) and SOURCES.origin(f"model.{name}") != "default"
     ]
     return "_".join([run.model.name, run.model.flavor, *changed])
 

@@ -129,7 +129,7 @@ def _case(run: RunConfig, gpu: str, gpus: int | None, nodes: int | None, precisi
     from crius.planner.legal import Case
     from crius.planner.machine import shared
     from crius.planner.shapes import shape_named
-    from crius.train.inputs import describe_known_model, with_dtype
+    from crius.train.inputs import describe_known_model, with_dtype, with_tokens
 
     refuse_given(UNPLANNED, SPLIT)
     found = hardware(gpu or DEFAULT_GPU)
@@ -139,7 +139,7 @@ def _case(run: RunConfig, gpu: str, gpus: int | None, nodes: int | None, precisi
     changes: dict[str, Any] = dict(PRECISIONS.get(precision, {})) | ({} if on_gpu else {"training.device": "cpu"})
     if "training.seq_len" not in pinned:
         changes["training.seq_len"] = DEFAULT_SEQ_LEN
-    run = with_dtype(replace_fields(run, changes), on_gpu=on_gpu)
+    run = with_tokens(with_dtype(replace_fields(run, changes), on_gpu=on_gpu))
     problems = [*_open_flavor(run, pinned), *(_missing_precision(run, found, precision) if on_gpu else ())]
     if problems:
         raise ConfigError.together(problems)

@@ -143,9 +143,8 @@ def _leave(number: int, frame: FrameType | None) -> NoReturn:
 
 def _train_flags(out: Path, data: DataConfig, tokenizer: TokenizerConfig) -> list[str]:
     """Flags with which ``crius train`` takes the folder ``out``: those that it needs, and no more."""
-    from crius.data.tokenizer import build_tokenizer
     from crius.errors import DataError
-    from crius.train.inputs import describe_model, open_run_corpus
+    from crius.train.inputs import open_run_corpus, with_tokens
 
     flags = ["--data.source", "tokens", "--data.path", str(out)]
     for section, config, names in (
@@ -156,14 +155,12 @@ def _train_flags(out: Path, data: DataConfig, tokenizer: TokenizerConfig) -> lis
             value, default = (getattr(settings, name) for settings in (config, type(config)()))
             flags += flag(f"{section}.{name}", value) if value != default else []
     run = _run_of(*flags)
-    if (vocab_size := build_tokenizer(tokenizer).vocab_size) > describe_model(run).vocab_size:
-        flags += flag("model.vocab_size", vocab_size)
     lengths = [run.training.seq_len >> shift for shift in range(run.training.seq_len.bit_length())]
     without_validation = [*flag("validation.interval", 0), *flag("validation.fraction", 0)]
     for seq_len, off in ((seq_len, off) for off in ([], without_validation) for seq_len in lengths):
         more = [*flags, *(flag("training.seq_len", seq_len) if seq_len != run.training.seq_len else []), *off]
         with contextlib.suppress(DataError):  # too few tokens for sequences of this length
-            open_run_corpus(_run_of(*more), 1)
+            open_run_corpus(with_tokens(_run_of(*more)), 1)
             return more
     return flags
 

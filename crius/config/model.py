@@ -12,16 +12,40 @@ class ModelConfig:
     """Architecture, a folder of ``crius/models``."""
 
     flavor: str = "debug"
-    """Size: one of the flavors of the architecture, for llama3 debug, 1b, 8b, 70b or 405b."""
+    """Size: one of the flavors of the architecture, for llama3 debug, 1b, 8b, 70b or 405b, for qwen3 debug, 0.6b,
+    1.7b, 4b, 8b, 14b or 32b."""
 
     vocab_size: int = -1
-    """Rows of the embedding and of the output layer. -1: the flavor's. It may be larger than the tokenizer's."""
+    """Rows of the embedding and of the output layer. -1: the flavor's, but never fewer than the tokenizer has ids,
+    rounded up to a multiple of 64."""
+
+    dim: int = -1
+    """Width of the residual stream. -1: the flavor's."""
 
     num_layers: int = -1
     """Number of decoder layers. -1: the flavor's. Fewer layers make a small model of the same shape."""
 
+    num_heads: int = -1
+    """Query heads of each layer. -1: the flavor's."""
+
     num_kv_heads: int = -1
-    """Key/value heads of each layer. -1: the flavor's. It must divide the query heads."""
+    """Key/value heads of each layer, which must divide the query heads. -1: in the flavor's ratio to the query heads
+    where it divides them, else as many."""
+
+    head_dim: int = -1
+    """Width of a head, an even number. -1: dim / num_heads where the flavor's is that, else the flavor's."""
+
+    ffn_dim: int = -1
+    """Hidden width of the feed-forward. -1: in the flavor's ratio to dim, rounded up to a multiple of 64."""
+
+    rope_theta: float = -1.0
+    """Base of the rotary frequencies. -1: the flavor's."""
+
+    norm_eps: float = -1.0
+    """What norms add to the mean square. -1: the flavor's."""
+
+    tied_embeddings: bool | None = None
+    """The output layer shares the embedding's weight. Unset: as the flavor has it."""
 
     attention_mask: Literal["causal", "document"] = "causal"
     """What a token attends to. causal: all earlier tokens of its sequence. document: the earlier tokens of its

@@ -35,23 +35,48 @@ def known_model(facts: Facts) -> Violations:
     elif model.flavor not in spec.flavors:
         what = f"{model.name} has no flavor {model.flavor}{did_you_mean(model.flavor, spec.flavors) or '.'}"
         yield ConfigError(what, where=facts.flag("model.flavor"), fix=f"use one of {', '.join(spec.flavors)}")
-    sizes = facts.model
-    if sizes and sizes.num_kv_heads > 0 and sizes.num_heads % sizes.num_kv_heads:
-        legal = [n for n in range(1, sizes.num_heads + 1) if sizes.num_heads % n == 0]
-        yield ConfigError(
-            f"model.num_kv_heads {sizes.num_kv_heads} does not divide the {sizes.num_heads} query heads of "
-            f"{facts.model_name}; legal: {', '.join(map(str, legal))}.",
-            where=facts.flag("model.num_kv_heads"),
-            fix=f"--model.num_kv_heads {max(n for n in legal if n <= sizes.num_kv_heads)}",
-        )
-    for name in ("vocab_size", "num_layers", "num_kv_heads"):
+    numbers = [name for name, value in vars(model).items() if isinstance(value, int | float)]
+    for name in (name for name in numbers if not isinstance(getattr(model, name), bool)):
         value = getattr(model, name)
-        if value != -1 and value < 1:
+        if value != -1 and not 0 < value < math.inf:
             yield ConfigError(
                 f"model.{name} {value} is not positive.",
                 where=facts.flag(f"model.{name}"),
                 fix=f"give a positive number, or -1 for the flavor's, e.g. --model.{name} -1",
             )
+
+
+def heads_divide(facts: Facts) -> Violations:
+    """Key/value heads divide the query heads, and a head has pairs of numbers that a position can turn."""
+    model = facts.model
+    if model is None or min(model.num_heads, model.num_kv_heads, model.dim) < 1:
+        return  # known_model reports it
+    heads, width = model.num_heads, model.attention.rotary_dim
+    if heads % model.num_kv_heads:
+        legal = [n for n in range(1, heads + 1) if heads % n == 0]
+        yield ConfigError(
+            f"model.num_kv_heads {model.num_kv_heads} does not divide the {heads} query heads of "
+            f"{facts.model_name}; legal: {', '.join(map(str, legal))}.",
+            where=facts.flag("model.num_kv_heads"),
+            fix=f"--model.num_kv_heads {max(n for n in legal if n <= model.num_kv_heads)}",
+        )
+    given = [name for name in ("dim", "num_heads", "head_dim") if facts.origin(f"model.{name}") != "default"]
+    if facts.config.model.head_dim == -1 and model.config.head_dim == model.dim // heads and model.dim % heads:
+        legal = [n for n in range(1, model.dim + 1) if model.dim % n == 0 and model.dim // n % 2 == 0]
+        near = min(legal, key=lambda n: abs(n - heads), default=0)
+        yield ConfigError(
+            f"model.dim {model.dim} is no multiple of the {heads} query heads of {facts.model_name}.",
+            where=", ".join(facts.flag(f"model.{name}") for name in given) or facts.flag("model.dim"),
+            why="a head is as wide as the model's width divided by the number of heads, unless head_dim says otherwise",
+            fix=(f"--model.num_heads {near}, or " if near else "") + "--model.head_dim with the width of a head",
+        )
+    elif width % 2 or width < 2:
+        yield ConfigError(
+            f"heads of {facts.model_name} are {width} wide, which is odd.",
+            where=", ".join(facts.flag(f"model.{name}") for name in given) or facts.flag("model.head_dim"),
+            why="a position turns a head's numbers in pairs",
+            fix=f"--model.head_dim {width + 1}",
+        )
 
 
 _LONGEST_NAME = 200
@@ -148,7 +173,7 @@ def ranges(facts: Facts) -> Violations:
 
 _LARGEST, _LARGEST_STEP, _LARGEST_VOCABULARY = 2**31 - 1, 2**36, 2**24
 """Of a whole number, of the tokens of a step, of the rows of an embedding: what tensors with 64-bit sizes can hold."""
-_MOST_LAYERS = 100_000
+_MOST_LAYERS, _WIDEST = 100_000, 2**20
 _COUNTS = ("training.steps", "debug.seed")
 """Whole numbers that are no size of a tensor."""
 
@@ -159,6 +184,7 @@ def sizes(facts: Facts) -> Violations:
     limits = dict.fromkeys((name for name, value in values.items() if isinstance(value, int)), _LARGEST)
     limits |= dict.fromkeys(_COUNTS, 2**63 - 1)
     limits |= {"model.vocab_size": _LARGEST_VOCABULARY, "model.num_layers": _MOST_LAYERS}
+    limits |= dict.fromkeys((f"model.{name}" for name in ("dim", "num_heads", "head_dim", "ffn_dim")), _WIDEST)
     too_large = {name: limit for name, limit in limits.items() if values[name] > limit}
     for name, limit in too_large.items():
         yield ConfigError(f"{name} {values[name]} is above {limit:,}.", where=facts.flag(name), fix=f"--{name} {limit}")
@@ -293,6 +319,7 @@ def not_built(config: RunConfig) -> Violations:
 
 RULES: tuple[Rule, ...] = (
     known_model,
+    heads_divide,
     ranges,
     sizes,
     job_name_is_plain,

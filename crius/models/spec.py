@@ -1,7 +1,7 @@
 """``ModelSpec``: all that Crius knows of an architecture, without torch."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -28,7 +28,7 @@ class ModelSpec:
     flavors: Mapping[str, DecoderConfig]
     plan: Callable[[Any], ShardingPlan]
     block: str | type = BLOCK
-    hf_names: Mapping[str, str]
+    hf_names: Mapping[str, str] = field(default_factory=dict)
 
     def describe(self, flavor: str, **sizes: Any) -> ModelDescription:
         """What a model of ``flavor`` is, with ``sizes`` in place of its own (``crius.models.config.resized``)."""

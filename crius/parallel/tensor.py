@@ -22,7 +22,9 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional as F
 
+from crius.kernels.rms_norm import rms_norm
 from crius.models.layers.linear import LowPrecisionLinear
+from crius.models.layers.norm import RMSNorm
 from crius.models.layers.output import Output
 from crius.models.plan import ShardingPlan
 from crius.parallel.collectives import all_gather
@@ -205,6 +207,25 @@ def _vocabulary(output: Output, x_BTD: Tensor, use: Callable[..., Tensor] | None
     return use(_whole(whole), weight.to_local(), first_row=most_rows * mesh.get_local_rank(), gather=gather)
 
 
+class HeadNorm(ParallelStyle):
+    """A norm of each head: every rank has its weight and norms the heads that it computes.
+
+    The weight counts as replicated, and its gradients are summed over the ranks.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, RMSNorm)
+        module.weight = nn.Parameter(distribute_tensor(module.weight, device_mesh, [Replicate()], src_data_rank=None))
+        module.forward = MethodType(_head_norm, module)  # type: ignore[method-assign]
+        return module
+
+
+def _head_norm(norm: RMSNorm, x_BTNH: Tensor) -> Tensor:
+    weight = norm.weight
+    assert isinstance(weight, DTensor)
+    return rms_norm(x_BTNH, weight.to_local(grad_placements=[Partial()]), norm.eps)
+
+
 StyleOf = Callable[[int, int], ParallelStyle]  # of the number of key/value heads and of ranks
 
 
@@ -212,6 +233,7 @@ STYLES: dict[str, StyleOf] = {
     "vocab": lambda heads, ranks: VocabParallel(),
     "sequence": lambda heads, ranks: SequenceParallel(),
     "gather_sequence": lambda heads, ranks: GatherSequence(),
+    "head_norm": lambda heads, ranks: HeadNorm(),
     "colwise": lambda heads, ranks: ColwiseParallel(),
     "colwise_heads": lambda heads, ranks: ReplicatedHeads(heads) if heads < ranks else ColwiseParallel(),
     "rowwise": lambda heads, ranks: RowwiseParallel(output_layouts=Shard(1)),

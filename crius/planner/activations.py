@@ -70,6 +70,9 @@ def layer_bytes(
     per_hidden = 3 + (pointwise in ("operators", "silu")) if ffn.gated else 2
     routed = ffn.top_k * ffn.expert_width / tp
     none = 2 * source + 2 * gathered + queries + keys + values + per_hidden * dense_width
+    keys_alone = max(1, num_kv_heads / tp) * attention.head_dim
+    headwise = (queries + keys_alone) * attention.has_head_norms  # what the norms of heads read
+    none += headwise
     if cp > 1 and traits.gathers_keys:  # and what attention gives for the early and the late tokens of a rank is joined
         none += keys * (cp - 1) + values + mask_tokens
     # of seven matmuls wq, wv, w1 and w2; attention; two reduce-scatters
@@ -80,7 +83,7 @@ def layer_bytes(
         dispatched = ffn.top_k * d / tp
         none += 2 * dispatched + per_hidden * routed
         selective = min(none, selective + 3 * dispatched + routed)  # sent, computed and sent back
-    normed = (itemsize + 4 * (itemsize < 4)) * source * 2 * (pointwise in ("operators", "norms"))
+    normed = (itemsize + 4 * (itemsize < 4)) * (2 * source + headwise) * (pointwise in ("operators", "norms"))
     # the gradients of a gate's factors; in bfloat16 what its operators cast too
     widest = (2 if itemsize == 4 else 3) * max(dense_width, routed)
     every = none * itemsize + normed + scores

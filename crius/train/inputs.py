@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,19 +15,26 @@ from crius.config.batch import BatchSizes, batch_sizes
 from crius.config.changes import FIRST_BOUNDARIES, changes, check_changes
 from crius.config.dtype import auto_dtype
 from crius.config.export import shown
+from crius.config.model import ModelConfig
 from crius.config.pipeline import microbatch_unit, settle_stages
 from crius.config.run import RunConfig
 from crius.data.corpus import Corpus, open_corpus
 from crius.data.tokenizer import build_tokenizer
-from crius.errors import CheckpointError, ConfigError, EnvironmentError
+from crius.data.tokens import META, TokenMeta
+from crius.errors import CheckpointError, ConfigError, CriusError, EnvironmentError
 from crius.models.description import ModelDescription, ModuleFacts
 from crius.models.registry import SPECS
+
+ROWS = 64
+"""A vocabulary that follows the tokenizer has a multiple of so many rows."""
+
+SIZES = [field.name for field in fields(ModelConfig) if field.name not in ("name", "flavor", "attention_mask")]
+"""Fields of ``[model]`` that stand in place of the flavor's."""
 
 
 def describe_model(config: RunConfig) -> ModelDescription:
     """The flavor of ``config``, with the sizes that it overrides."""
-    asked = {name: getattr(config.model, name) for name in ("vocab_size", "num_layers", "num_kv_heads")}
-    sizes = {name: value for name, value in asked.items() if value != -1}
+    sizes = {name: value for name in SIZES if (value := getattr(config.model, name)) not in (-1, None)}
     spec = SPECS[config.model.name]
     return spec.describe(config.model.flavor, attention_mask=config.model.attention_mask, **sizes)
 
@@ -58,6 +65,39 @@ def with_dtype(config: RunConfig, *, on_gpu: bool) -> RunConfig:
 
 def _with_dtype(config: RunConfig, dtype: Literal["float32", "bfloat16"]) -> RunConfig:
     return replace(config, training=replace(config.training, mixed_precision_param=dtype))
+
+
+def with_tokens(config: RunConfig) -> RunConfig:
+    """``config`` with its tokenizer and the rows of the embedding decided.
+
+    A token folder is read with the tokenizer that wrote it, and a model has a row for each id. What cannot be read is
+    left as it is: what opens the corpus says why.
+    """
+    source, path = config.data.source, config.tokenizer.path
+    try:
+        if source == "tokens" and config.data.path:
+            meta = TokenMeta.from_file(Path(config.data.path[0]).expanduser() / META)
+            number = meta.vocab_size
+            if path == "byte" and meta.tokenizer_name != "byte":
+                config = replace(config, tokenizer=replace(config.tokenizer, path=meta.tokenizer_name))
+        else:
+            number = build_tokenizer(config.tokenizer).vocab_size
+    except CriusError:
+        return config
+    facts = describe_known_model(config)
+    if facts is None or config.model.vocab_size != -1 or number <= facts.vocab_size:
+        return config
+    return replace(config, model=replace(config.model, vocab_size=-(-number // ROWS) * ROWS))
+
+
+def describe_rows(config: RunConfig, rows: int, number: int) -> str:
+    """Where the number of ``rows`` of the embedding comes from, for a tokenizer with ``number`` ids."""
+    why = f"as model.vocab_size {rows} says"
+    if rows == describe_model(replace(config, model=replace(config.model, vocab_size=-1))).vocab_size:
+        why = "the flavor's"
+    elif rows == -(-number // ROWS) * ROWS:
+        why = f"the tokenizer's, rounded up to a multiple of {ROWS}"
+    return f"{rows:,} rows for {number:,} token ids ({why})"
 
 
 def run_batch_sizes(config: RunConfig, data_parallel_ranks: int) -> BatchSizes:

@@ -30,6 +30,7 @@ from crius.metrics.build import build_sinks
 from crius.metrics.device import peak_tflops, total_memory_gib
 from crius.metrics.ledger import TimeLedger
 from crius.metrics.sinks.base import Sink
+from crius.models import registry
 from crius.models.description import ModelDescription
 from crius.optim.build import build_optimizer
 from crius.optim.lr_scheduler import WarmupStableDecay
@@ -46,7 +47,7 @@ from crius.train.checkpoints import Checkpoints, Parts
 from crius.train.choices import decide
 from crius.train.fault import Fault, read_faults
 from crius.train.guard import UpdateGuard
-from crius.train.inputs import describe_model, open_run_corpus, run_batch_sizes, with_boundaries
+from crius.train.inputs import describe_model, describe_rows, open_run_corpus, run_batch_sizes, with_boundaries
 from crius.train.kernels import run_kernels
 from crius.train.logs import start_logging
 from crius.train.loop import Loop, Meter, Validation
@@ -306,11 +307,16 @@ def _sinks(
 ) -> list[Sink]:
     if ranks.rank != 0:
         return []
-    write_run_file(run_dir / "run.toml", to_toml(config), log.warning)
+    write_run_file(run_dir / "run.toml", _imports() + to_toml(config), log.warning)
     sinks = build_sinks(config.metrics, run_dir, config.training.steps, total_memory_gib(ranks.device), resumed_step)
     for sink in sinks:
         stack.callback(sink.close)
     return sinks
+
+
+def _imports() -> str:
+    """A comment: which modules the command line named. A configuration cannot name one, for it runs no code."""
+    return "".join(f"# --import {name}\n" for name in registry.IMPORTED)
 
 
 def _log_run(
@@ -343,6 +349,7 @@ def _log_run(
         f"{facts.num_parameters:,}",
         f"{facts.matmul_parameters:,}",
     )
+    log.info("model: %s", describe_rows(config, facts.vocab_size, corpus.tokenizer.vocab_size))
     for line in corpus.description:
         log.info("data: %s", line)
     if ranks.rank == 0:

@@ -34,6 +34,8 @@ CORE = (
     *("pp2_tp2", "pp2+zbv_zero_bubble", "cp2", "cp2+ulysses", "fsdp2_cp2", "cp2+document", "fsdp2+full"),
 )
 # what the matrix lacks: a rank with fewer rows than the others, the other modes, microbatches of a pipeline with shards
+# norms of heads: as many ranks as query heads, fewer key/value heads than ranks, heads dealt out over a sequence
+QWEN3 = ("tp8", "fsdp2_tp2", "pp2_tp2", "cp2+ulysses", "fsdp2+full")
 MORE = ("fsdp3", "accum4+deferred", "ddp2_accum2+auto", "fsdp2_accum2+always", "pp2_tp2_accum2")
 
 
@@ -57,7 +59,9 @@ def rows():
     chance = drawn([row for row in others if "compile" not in row], by)
     for row in (*CORE, *others):
         marks = () if row in CORE or row in chance else pytest.mark.slow
-        yield pytest.param(row, marks=marks, id=f"{row}@{by or 'fixed'}" if row in chance else row)
+        yield pytest.param("llama3", row, marks=marks, id=f"{row}@{by or 'fixed'}" if row in chance else row)
+    for row in (*CORE, *others):
+        yield pytest.param("qwen3", row, marks=() if row in QWEN3 else pytest.mark.slow, id=f"qwen3 {row}")
 
 
 class Rows:
@@ -106,10 +110,10 @@ def row(workers, tmp_path_factory, imported_torchao):
     return Rows(workers, tmp_path_factory.mktemp("rows")).row
 
 
-@pytest.mark.parametrize("layout", list(rows()))
-def test_every_layout_computes_what_one_device_computes(layout, row):
+@pytest.mark.parametrize(("model", "layout"), list(rows()))
+def test_every_layout_computes_what_one_device_computes(model, layout, row):
     """Loss and gradient norm of three steps, the parameters after them, and the update of each parameter."""
-    found = row(layout)
+    found = row(layout, ("--model.name", model))
     assert found.status == "ok", found
 
 

@@ -42,8 +42,13 @@ class Attention(nn.Module):
 
     def forward(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], mask: Mask | None) -> Tensor:
         """Attend; ``mask`` as ``CausalAttention`` takes it. Returns ``(B, T, D)``."""
-        # -1 heads: the local count, so this line serves one device and a tensor-parallel shard alike
-        q_BTNH, k_BTKH, v_BTKH = (w(x_BTD).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
+        q_BTNH, k_BTKH, v_BTKH = self.project(x_BTD)
         q_BTNH, k_BTKH = rotary(q_BTNH, *rope), rotary(k_BTKH, *rope)
         y: Tensor = self.wo(self.inner(q_BTNH, k_BTKH, v_BTKH, mask).flatten(2))
         return y
+
+    def project(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values before positions turn them: ``(B, T, N, H)`` and twice ``(B, T, K, H)``."""
+        # -1 heads: the local count, so this line serves one device and a tensor-parallel shard alike
+        q_BTNH, k_BTKH, v_BTKH = (w(x_BTD).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
+        return q_BTNH, k_BTKH, v_BTKH
