@@ -66,11 +66,15 @@ class Workers:
             pipe.send((row, f"file:{self.folder / f'store-{self.rows}'}", log_dir))
         results: dict[int, Any] = {}
         until = time.monotonic() + seconds
+        closed: set[int] = set()
         while len(results) < self.num_ranks and self.crew.alive and (left := until - time.monotonic()) > 0:
-            waiting = {pipe: rank for rank, pipe in enumerate(self.pipes) if rank not in results}
+            waiting = {pipe: rank for rank, pipe in enumerate(self.pipes) if rank not in results.keys() | closed}
             for ready in connection.wait([*waiting, *self._sentinels()], left):
                 if ready in waiting:
-                    results[waiting[ready]] = ready.recv()
+                    try:
+                        results[waiting[ready]] = ready.recv()
+                    except EOFError:  # it died; how, its report or its exit code says
+                        closed.add(waiting[ready])
             self.crew.poll(0)
             if self.crew.exits:
                 until = min(until, min(end.monotonic for end in self.crew.exits.values()) + GRACE_SECONDS)

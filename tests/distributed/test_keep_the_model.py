@@ -14,7 +14,7 @@ import time
 
 import pytest
 from checkpoint_runs import contents, flags
-from harness import ROOT, crius, num_ranks, parse, read_metrics, steps_of
+from harness import ROOT, SMALL, crius, num_ranks, parse, read_metrics, steps_of
 
 from crius.checkpoint.disk import open_disk
 from crius.checkpoint.folder import CheckpointFolder
@@ -26,7 +26,7 @@ from crius.train.inputs import model_facts
 from crius.train.saving import checkpoint_bytes
 
 DEFAULT = CheckpointConfig()
-ENVIRON = {**os.environ, "PYTHONPATH": str(ROOT)}
+ENVIRON = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}"}
 
 
 def short(layout="1", *more, steps):
@@ -157,8 +157,8 @@ def test_a_last_validation_that_fails_loses_no_model_and_is_made_up_for(tmp_path
 
 @pytest.mark.slow  # three trainings, one of them in four processes
 def test_the_three_commands_that_a_run_ends_with_work_as_printed(tmp_path):
-    done = crius("train", *short(steps=2), cwd=tmp_path)
-    commands = re.findall(r"^  \S.*?   (\S.*crius .*)$", done.stdout, re.MULTILINE)
+    done = crius("train", *SMALL, "--training.steps", "2", "--validation.interval", "0", cwd=tmp_path)
+    commands = re.findall(r"^  \S.*?   (\S*crius .*)$", done.stdout, re.MULTILINE)
     assert len(commands) == 3
     for command in commands:
         ran = subprocess.run(command, shell=True, cwd=tmp_path, env=ENVIRON, capture_output=True, text=True)
