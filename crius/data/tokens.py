@@ -21,7 +21,7 @@ import xxhash
 from crius.data.boundary import Boundary
 from crius.data.checked import WHOLE_BYTES, CheckedFile, check_sha256, damaged
 from crius.data.permutation import mix, permute
-from crius.data.source import Cursor, Int64Array, Rows, TokenArray, positions_of
+from crius.data.source import Cursor, Int64Array, Rows, TokenArray, positions_of, storable_identity
 from crius.errors import DataError
 
 FORMAT_VERSION = 1
@@ -274,7 +274,7 @@ class IndexedSource:
         """The tokens and all that decides which of them a sample id stands for."""
         order = f"shuffled {self.seed}" if self.shuffle else "in order"
         part = f"{self.file.identity} [{self.first_token}, {self.last_token})"
-        return f"{part} by {self.seq_len} {order}{self.boundary.identity}"
+        return storable_identity(f"{part} by {self.seq_len} {order}{self.boundary.identity}")
 
     def read(self, sample_ids: Sequence[int]) -> Rows:
         """These samples, in any order.

@@ -16,6 +16,7 @@ from crius.checkpoint.state import MAX_STATE_BYTES, encode_state, read_state
 from crius.checkpoint.verify import read_manifest
 from crius.cli import main
 from crius.config.changes import changes
+from crius.data.stream import StreamSource
 from crius.errors import CheckpointError
 from crius.redact import printable
 from crius.train.logs import _Formatter
@@ -115,6 +116,20 @@ def test_a_state_that_a_run_writes_is_taken_whole(folder):
     assert found_in(folder).state == GOOD
     put(folder, encode_state({"train": {"step": STEP}, "of a newer Crius": [1]}, STEP))
     assert found_in(folder).manifest.step == STEP
+
+
+@pytest.mark.parametrize("name", ["d\u3000x/jl", "a\xa0b", "a\nb", "\x1b[2J", "\ud800", "x" * 2000])
+def test_data_of_any_name_can_be_saved_and_resumed(folder, name):
+    source, other = (
+        StreamSource(lambda shard: pytest.fail("read"), num_shards=1, seq_len=4, identity=text)
+        for text in (f"{name} as 1", f"{name} as 2")
+    )
+    state = GOOD | {"data": GOOD["data"] | {"source": source.identity}}
+    put(folder, encode_state(state, STEP))
+    manifest = dataclasses.replace(read_manifest(folder.disk, step_name(STEP)), dataset=source.identity, digest="")
+    (folder.disk._root / step_name(STEP) / "manifest.json").write_bytes(manifest.encode())
+    found = found_in(folder)
+    assert found.state == state and found.manifest.dataset == source.identity != other.identity
 
 
 def test_no_state_is_saved_that_a_resume_would_refuse():
