@@ -6,8 +6,8 @@ from typing import Any
 from crius.checkpoint.digest import digest_of
 from crius.checkpoint.disk import Disk
 from crius.checkpoint.manifest import MAX_TEXT, Manifest
-from crius.checkpoint.strict_json import load_object
 from crius.errors import CheckpointError
+from crius.strict_json import load_object
 
 MAX_STATE_BYTES = 1 << 25
 """A stream of 100,000 shards has 4 MB of cursors."""
