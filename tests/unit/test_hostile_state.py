@@ -180,6 +180,8 @@ def test_a_window_of_other_values_starts_anew():
 def test_text_of_a_stranger_acts_on_no_terminal(tmp_path, capsys):
     evil = "a\x1b[2J\x9b\u202e\r"
     assert printable(f"{evil}\n\té") == "a\\x1b[2J\\x9b\\u202e\\r\n\té"
+    assert printable("\u2028\u2029\ud800") == "\\u2028\\u2029\\ud800"
+    assert printable("a\u3000b\xa0c\x1b") == "a\u3000b\xa0c\\x1b"  # in a path, and in a command to paste
     line = logging.LogRecord("crius", logging.INFO, "", 0, "settings of %s", (evil,), None)
     assert "\x1b" not in _Formatter("%(message)s").format(line)
     change = str(changes({f"{evil}\nresume: all is well": f"{evil}\nstep 9"}, {})[-1])
