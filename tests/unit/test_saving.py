@@ -1,5 +1,6 @@
 """What a run will save is known before step 1, and what it prints at its end can be pasted into a shell."""
 
+import contextlib
 import dataclasses
 import shlex
 import shutil
@@ -15,10 +16,11 @@ from crius.checkpoint.names import step_name
 from crius.cli import next_steps
 from crius.cli.app import _base_name
 from crius.config.run import RunConfig
+from crius.errors import EnvironmentError
 from crius.launch.environment import Placement
 from crius.train import agreement, summary
 from crius.train.agreement import NOTHING, Agreement, Decision
-from crius.train.saving import save_plan, size
+from crius.train.saving import check_space, save_plan, size
 from crius.train.summary import is_complete
 
 MIB = 2**20
@@ -82,6 +84,16 @@ def test_a_run_that_is_too_large_for_the_disk_ends_before_step_1(tmp_path, monke
     assert err.startswith("EnvironmentError: a checkpoint of this run takes about 6.0 MiB, ")
     assert "has 1.0 MiB free" in err and "or --checkpoint.no_enable to save nothing" in err
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_run_that_is_done_and_saved_needs_no_room(tmp_path, monkeypatch):
+    (tmp_path / "checkpoints" / step_name(8)).mkdir(parents=True)
+    (tmp_path / "checkpoints" / step_name(8) / "manifest.json").touch()
+    for flags, is_refused in (("8", False), ("9", True), ("8 --checkpoint.load_step 4", True)):
+        given = ["--training.steps", *flags.split()]
+        assert ("too little" in planned(tmp_path, monkeypatch, *given, free=MIB).line()) == is_refused
+        with pytest.raises(EnvironmentError) if is_refused else contextlib.nullcontext():
+            check_space(parse(["--model.num_layers", "2", "--checkpoint.keep_last=3", *given]), tmp_path)
 
 
 def test_sizes_are_in_units_that_can_be_read():
