@@ -92,6 +92,12 @@ def _is_named(run: RunConfig) -> bool:
     return bool(run.job.run_dir or run.job.name)
 
 
+def _keeps_own(run: RunConfig) -> bool:
+    """Whether the same run in another folder starts anew: its checkpoints, if any, lie in its run folder."""
+    folder = Path(checkpoint_folder(run, Path("run")))
+    return not run.checkpoint.is_enabled or (folder.is_relative_to("run") and ".." not in folder.parts)
+
+
 def _script() -> str:
     return Path(sys.argv[0]).name
 
@@ -114,7 +120,7 @@ def _next_commands(facts: Facts, run: RunConfig, folder: Path) -> Iterator[tuple
     flags = [flag for flag in _flags() if flag != "--strict"]
     show = "every setting and its origin", _joined([*_program("config"), "show", *flags])
     longer = "--training.steps", str(2 * run.training.steps)
-    number, layout = _workers(facts, run)
+    number, layout = _workers(facts, run) if _keeps_own(run) else (0, [])
     if number:
         elsewhere = ["--job.run_dir", f"{folder}-{number}-workers"] if _is_named(run) else []
         yield f"the same curve on {number} workers", command(*layout, *elsewhere)

@@ -175,6 +175,26 @@ def test_under_a_launcher_the_command_is_the_launchers(local, want, monkeypatch)
 
 
 @pytest.mark.parametrize(
+    ("more", "is_offered"),
+    [
+        ([], True),
+        (["--checkpoint.folder", "deep/saves"], True),
+        (["--checkpoint.folder", "/tmp/saves"], False),  # the same one in any run folder, so that it would be resumed
+        (["--checkpoint.folder", "../saves"], False),
+        (["--checkpoint.folder", "s3://bucket/saves"], False),
+        (["--checkpoint.folder", "/tmp/saves", "--checkpoint.no_enable"], True),
+    ],
+)
+def test_the_same_curve_on_more_workers_is_offered_where_it_starts_anew(more, is_offered, monkeypatch, tmp_path):
+    _, bound, _ = cli.app.parse_args(["config", "show", *more], exit_on_error=False)
+    config = bound.arguments.get("run", RunConfig())
+    monkeypatch.setattr(next_steps, "_workers", lambda facts, run: (4, ["--layout", "fsdp4"]))
+    started(monkeypatch, "/usr/bin/crius", "train", *more)
+    rows = dict(next_steps._next_commands(None, config, tmp_path))
+    assert any("the same curve" in what for what in rows) == is_offered and len(rows) >= 2
+
+
+@pytest.mark.parametrize(
     ("flags", "name"),
     [
         ([], "llama3_debug"),
