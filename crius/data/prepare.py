@@ -124,16 +124,24 @@ def _temporary_folder(out: Path) -> Iterator[Path]:
     It is locked while it is open. The kernel frees the lock of a process that dies, which tells what a killed one left
     from what another process writes now.
     """
-    for left in out.parent.glob(f"{glob.escape(out.name)}.tmp-*"):
-        with contextlib.suppress(OSError), _locked(left, fcntl.LOCK_NB):
-            shutil.rmtree(left)
+    collect(out.parent, glob.escape(out.name))
     temporary = out.with_name(f"{out.name}.tmp-{uuid.uuid4().hex}")
     try:
-        temporary.mkdir(parents=True)
-        with _locked(temporary):
+        with contextlib.ExitStack() as stack:
+            while not temporary.exists():  # another process may collect it before it is locked
+                temporary.mkdir(parents=True)
+                with contextlib.suppress(FileNotFoundError):
+                    stack.enter_context(_locked(temporary))
             yield temporary
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def collect(folder: Path, name: str = "*") -> None:
+    """Remove what killed writers of token folders in ``folder`` left, whose names fit the pattern ``name``."""
+    for left in folder.glob(f"{name}.tmp-*"):
+        with contextlib.suppress(OSError), _locked(left, fcntl.LOCK_NB):
+            shutil.rmtree(left)
 
 
 @contextlib.contextmanager

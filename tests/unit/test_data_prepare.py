@@ -201,10 +201,25 @@ def test_what_a_killed_writer_left_is_removed(tmp_path):
     data = jsonl(tmp_path, ["a"])
     folder = open_cached(data, BYTE, ByteTokenizer()).folder
     (folder / "tokens.bin").unlink()
-    leftover = folder.with_name(folder.name + ".tmp-0")
-    leftover.mkdir()
-    open_cached(data, BYTE, ByteTokenizer())
-    assert not leftover.exists()
+    leftovers = [folder.with_name(f"{name}.tmp-0") for name in (folder.name, "0" * 32, "1" * 32)]
+    for leftover in leftovers:
+        leftover.mkdir()
+    with prepare_module._locked(leftovers[2]):  # written now
+        open_cached(data, BYTE, ByteTokenizer())
+    assert [leftover.exists() for leftover in leftovers] == [False, False, True]
+
+
+def test_a_folder_that_is_collected_before_it_is_locked_is_made_again(tmp_path, monkeypatch):
+    real, taken = prepare_module._locked, []
+
+    def locked(folder, *flags):
+        if not taken:
+            taken.append(folder.rmdir())
+        return real(folder, *flags)
+
+    monkeypatch.setattr(prepare_module, "_locked", locked)
+    prepare(jsonl(tmp_path, ["a"]), BYTE, tmp_path / "out")
+    assert taken and sorted(contents(tmp_path / "out")) == FILES
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch):
