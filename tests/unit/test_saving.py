@@ -16,7 +16,7 @@ from crius.checkpoint.names import step_name
 from crius.cli import next_steps
 from crius.cli.app import _base_name
 from crius.config.run import RunConfig
-from crius.errors import EnvironmentError
+from crius.errors import CheckpointError, EnvironmentError
 from crius.launch.environment import Placement
 from crius.train import agreement, summary
 from crius.train.agreement import NOTHING, Agreement, Decision
@@ -192,6 +192,29 @@ def test_the_same_curve_on_more_workers_is_offered_where_it_starts_anew(more, is
     started(monkeypatch, "/usr/bin/crius", "train", *more)
     rows = dict(next_steps._next_commands(None, config, tmp_path))
     assert any("the same curve" in what for what in rows) == is_offered and len(rows) >= 2
+
+
+def test_the_last_lines_name_what_is_there_and_never_end_a_good_run_as_failed(monkeypatch, tmp_path, capsys):
+    started(monkeypatch, "/usr/bin/crius", "train")
+    run = RunConfig(model=dataclasses.replace(RunConfig().model, flavor="8b"))
+    place = f"{tmp_path}/checkpoints"
+
+    def said():
+        next_steps.say_next(None, run, tmp_path, None, 0)
+        return capsys.readouterr().out.splitlines()
+
+    assert said() == [f"run folder: {tmp_path}", "saved: nothing"]
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "checkpoints" / step_name(8)).mkdir(parents=True)
+    (tmp_path / "checkpoints" / step_name(8) / "manifest.json").touch()
+    assert said() == [f"run folder: {tmp_path} (metrics.jsonl, logs/)", f"saved: step 8 in {place}/{step_name(8)}"]
+
+    def gone(self):
+        raise CheckpointError("the store does not answer.")
+
+    monkeypatch.setattr(LocalDisk, "committed", gone)
+    assert said()[1] == f"saved: in {place}, which cannot be listed now: the store does not answer."
 
 
 @pytest.mark.parametrize(
