@@ -95,7 +95,8 @@ class TokenMeta:
             if field.default is not MISSING:
                 record.setdefault(field.name, field.default)
             expected: Any = get_origin(field.type) or field.type
-            if type(value := record.get(field.name)) is not expected:  # True is an int too, and is none here
+            value: Any = record.get(field.name)
+            if type(value) is not expected:  # True is an int too, and is none here
                 raise _refusal(path, field.name, value, f"it is {'an' if expected is int else 'a'} {expected.__name__}")
             if expected is int and not 0 <= value <= MAX_COUNT:
                 raise _refusal(path, field.name, value, f"it is 0 to {MAX_COUNT:,}")
