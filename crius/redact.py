@@ -7,6 +7,7 @@ secret's name holds is taken out wherever it turns up. A secret of no known form
 import functools
 import os
 import re
+import unicodedata
 from collections.abc import Mapping
 from typing import Any
 
@@ -105,10 +106,18 @@ def redact(text: str, environ: Mapping[str, str] = os.environ) -> str:
 
 
 def printable(text: str) -> str:
-    """``text`` with escapes such as ``\\x1b`` in place of characters that act on a terminal; lines and tabs stay."""
+    """``text`` with escapes such as ``\\x1b`` in place of characters that act on a terminal; lines and tabs stay.
+
+    These are control, format and surrogate characters and Unicode's own line ends. Wide and unbroken spaces stay, for
+    a printed path must be the path.
+    """
     if text.replace("\n", "").replace("\t", "").isprintable():
         return text
-    return "".join(char if char.isprintable() or char in "\n\t" else ascii(char)[1:-1] for char in text)
+    return "".join(ascii(char)[1:-1] if _acts(char) else char for char in text)
+
+
+def _acts(char: str) -> bool:
+    return unicodedata.category(char) in ("Cc", "Cf", "Cs", "Zl", "Zp") and char not in "\n\t"
 
 
 def _after(text: str) -> str:

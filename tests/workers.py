@@ -7,6 +7,7 @@ workers only at their start: a row that needs a patch makes it itself.
 import functools
 import itertools
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import _redistribute, debug
 
@@ -66,11 +68,15 @@ class Workers:
             pipe.send((row, f"file:{self.folder / f'store-{self.rows}'}", log_dir))
         results: dict[int, Any] = {}
         until = time.monotonic() + seconds
+        closed: set[int] = set()
         while len(results) < self.num_ranks and self.crew.alive and (left := until - time.monotonic()) > 0:
-            waiting = {pipe: rank for rank, pipe in enumerate(self.pipes) if rank not in results}
+            waiting = {pipe: rank for rank, pipe in enumerate(self.pipes) if rank not in results.keys() | closed}
             for ready in connection.wait([*waiting, *self._sentinels()], left):
                 if ready in waiting:
-                    results[waiting[ready]] = ready.recv()
+                    try:
+                        results[waiting[ready]] = ready.recv()
+                    except EOFError:  # it died; how, its report or its exit code says
+                        closed.add(waiting[ready])
             self.crew.poll(0)
             if self.crew.exits:
                 until = min(until, min(end.monotonic for end in self.crew.exits.values()) + GRACE_SECONDS)
@@ -113,15 +119,18 @@ def _serve(pipes: list[connection.Connection], placement: Placement) -> None:
     pipe = pipes[placement.rank]
     for number in itertools.count(1):
         row, meeting, log_dir = pipe.recv()
-        _forget_groups(number)
+        _forget(number)
         pipe.send(row(replace(placement, rendezvous=meeting, log_dir=log_dir)))
 
 
-def _forget_groups(row: int) -> None:
-    """Empty the caches of DTensor, which find a mesh by its ranks and then use the groups of an earlier row.
+def _forget(row: int) -> None:
+    """Empty the caches of DTensor, which find a mesh by its ranks and then use the groups of an earlier row, and those
+    of torch.compile, which gives up on a function that it compiled for some rows.
 
     Group names count from 0 in each row. They get other numbers here, so that an old name is an error.
     """
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
     for module, name in ((debug, "_clear_sharding_prop_cache"), (_redistribute, "clear_redistribute_planner_cache")):
         getattr(module, name, lambda: None)()
     distributed_c10d._world.group_count = row * GROUPS_OF_A_ROW

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple, NoReturn
 
 from crius.checkpoint.digest import ALGORITHM, digest_of, is_digest
 from crius.checkpoint.names import MANIFEST, MAX_STEP, check_name, is_state
-from crius.checkpoint.strict_json import load_object
 from crius.checkpoint.tiles import MAX_SPLIT_DIMS, cover, fits, split_dims
 from crius.errors import CheckpointError
+from crius.strict_json import load_object
 
 FORMAT, VERSION = "crius-checkpoint", 1
 ITEM_BYTES = {

@@ -18,8 +18,8 @@ from crius.checkpoint.foreign import (
     open_inside,
 )
 from crius.checkpoint.names import check_name
-from crius.checkpoint.strict_json import load_object
 from crius.checkpoint.unpickle import refusal
+from crius.strict_json import load_object
 
 MAX_HEADER = 1 << 25
 """Bytes. The safetensors library takes up to 100 MB; a header of 100,000 tensors has 12."""

@@ -6,14 +6,17 @@ from typing import Any
 from crius.checkpoint.digest import digest_of
 from crius.checkpoint.disk import Disk
 from crius.checkpoint.manifest import MAX_TEXT, Manifest
-from crius.checkpoint.strict_json import load_object
 from crius.errors import CheckpointError
+from crius.strict_json import load_object
 
 MAX_STATE_BYTES = 1 << 25
 """A stream of 100,000 shards has 4 MB of cursors."""
 
-MAX_COUNT = 10**18
+MAX_WRITTEN = 10**18
 """Of tokens and samples; sums and products of batches with it stay below 2**63."""
+
+MAX_READ = 10**16
+"""The same where a run goes on: far enough below that it can save what it comes to."""
 
 MAX_NUMBER = 1e100
 """Of losses, norms and seconds; its square is finite."""
@@ -30,7 +33,7 @@ def encode_state(state: dict[str, Any], step: int) -> bytes:
         ValueError: ``read_state`` would refuse it.
     """
     data = json.dumps(state, indent=1, allow_nan=False).encode()
-    _check(load_object(data), step)
+    _check(load_object(data), step, MAX_WRITTEN)
     return data
 
 
@@ -49,7 +52,8 @@ def read_state(disk: Disk, folder: str, manifest: Manifest) -> dict[str, Any]:
         raise _refusal(f"the state of {where} is {'not what was written' if name else 'missing'}")
     try:
         state = load_object(data)
-        _check(state, manifest.step)
+        _check(state, manifest.step, MAX_READ)
+        _check_shards(state, manifest.config)
     except ValueError as error:
         raise _refusal(f"{name} of {where} is not a state that Crius writes: {str(error)[:200]}") from None
     return state
@@ -59,25 +63,25 @@ def _refusal(what: str) -> CheckpointError:
     return CheckpointError(f"{what}.", fix="resume from another step: --checkpoint.load_step N")
 
 
-def _check(state: dict[str, Any], step: int) -> None:
-    """Raise ValueError where a run could not go on from ``state``, which belongs to ``step``."""
+def _check(state: dict[str, Any], step: int, most: int) -> None:
+    """Raise ValueError where a run could not go on from ``state`` of ``step``; counts go up to ``most``."""
     if type(state.get("imported", False)) is not bool:
         raise ValueError(f"imported is {_shown(state['imported'])}")
     train = _table(state, "train")
-    counts = {name: _count(value, f"train.{name}") for name, value in train.items()}
+    counts = {name: _count(value, f"train.{name}", most) for name, value in train.items()}
     if counts.get("step") != step:
         raise ValueError(f"train.step is {_shown(train.get('step'))}, the manifest is of step {step}")
     for name in ("updates", "skipped_steps"):
         if counts.get(name, 0) > step:
             raise ValueError(f"train.{name} is {counts[name]}, which is more than the {step} steps")
     if "data" in state:
-        _check_data(_table(state, "data"))
+        _check_data(_table(state, "data"), step, most)
     if "stability" in state:
-        _check_stability(_table(state, "stability"))
+        _check_stability(_table(state, "stability"), most)
     if "run" in state:
         run = _table(state, "run")
         _text(run.get("id", ""), "run.id")
-        _count(run.get("threads", 1), "run.threads")
+        _count(run.get("threads", 1), "run.threads", most)
     if "ledger" in state:
         ledger = _table(state, "ledger")
         _text(ledger.get("command"), "ledger.command")
@@ -85,9 +89,10 @@ def _check(state: dict[str, Any], step: int) -> None:
             _number(seconds, f"ledger.seconds.{_text(name, 'a name of ledger.seconds')}")
 
 
-def _check_data(data: dict[str, Any]) -> None:
-    for name in ("step", "next_sample"):
-        _count(data.get(name), f"data.{name}")
+def _check_data(data: dict[str, Any], step: int, most: int) -> None:
+    _count(data.get("next_sample"), "data.next_sample", most)
+    if _count(data.get("step"), "data.step", most) != step:  # a batch a step, also where the update was skipped
+        raise ValueError(f"data.step is {_shown(data['step'])}, the manifest is of step {step}")
     _text(data.get("source"), "data.source")
     for shard, cursor in _table(data, "cursors").items():
         if not (shard.isascii() and shard.isdecimal() and len(shard) <= 9):
@@ -95,12 +100,23 @@ def _check_data(data: dict[str, Any]) -> None:
         if type(cursor) is not list or len(cursor) != 3:
             raise ValueError(f"data.cursors has {_shown(cursor)} for shard {shard}")
         for place in cursor:
-            _count(place, f"data.cursors of shard {shard}")
+            _count(place, f"data.cursors of shard {shard}", most)
 
 
-def _check_stability(stability: dict[str, Any]) -> None:
+def _check_shards(state: dict[str, Any], config: dict[str, Any]) -> None:
+    """Raise ValueError where the cursors are not those of the shards that the settings of the checkpoint ask for."""
+    source, number = config.get("data.source"), config.get("data.virtual_shards")
+    if "data" not in state or type(source) is not str or type(number) is not int:
+        return
+    wanted = number if source == "huggingface" else 0
+    shards = {int(shard) for shard in state["data"]["cursors"]}
+    if len(shards) != wanted or any(shard >= wanted for shard in shards):
+        raise ValueError(f"data.cursors is of {len(shards)} shards, the data of the checkpoint has {wanted}")
+
+
+def _check_stability(stability: dict[str, Any], most: int) -> None:
     for name in ("skips_in_a_row", "rollbacks_in_a_row", "spikes_in_a_row"):
-        _count(stability.get(name), f"stability.{name}")
+        _count(stability.get(name), f"stability.{name}", most)
     window = _table(stability, "window")
     for name, values in window.items():
         if type(values) is not list:
@@ -118,8 +134,8 @@ def _table(state: dict[str, Any], name: str) -> dict[str, Any]:
     return found
 
 
-def _count(value: Any, what: str) -> int:
-    if type(value) is not int or not 0 <= value <= MAX_COUNT:  # True is an int too, and is none here
+def _count(value: Any, what: str, most: int) -> int:
+    if type(value) is not int or not 0 <= value <= most:  # True is an int too, and is none here
         raise ValueError(f"{ascii(what)[1:-1][:60]} is {_shown(value)}")
     return value
 

@@ -17,10 +17,14 @@ from crius.config.layout import replace_fields
 from crius.config.load import normalized_argv
 from crius.config.rules import RULES
 from crius.config.run import RunConfig
+from crius.errors import CriusError
 from crius.launch.environment import Placement
 from crius.launch.stop import STOPPED
 from crius.redact import redact
 from crius.train.inputs import checkpoint_folder
+
+_LEFT = ("metrics.jsonl", "summary.json", "run.toml", "logs/")
+"""What a run leaves in its folder, where that can be written."""
 
 _SHARD = "parallelism.data_parallel_shard_degree"
 
@@ -37,14 +41,12 @@ def say_next(facts: Facts, run: RunConfig, folder: Path, placement: Placement | 
     """
     if code and code not in STOPPED:
         return
-    emit(f"run folder: {folder} (metrics.jsonl, summary.json, run.toml, logs/)")
-    step = newest_step(run, folder)
-    if step is None:
-        emit("saved: nothing")
-    else:
-        emit(f"saved: step {step} in {redact(checkpoint_folder(run, folder))}/{step_name(step)}")
+    present = ", ".join(name for name in _LEFT if (folder / name).exists())
+    emit(f"run folder: {folder}{present and f' ({present})'}")
+    saved = _saved(run, folder)
+    emit(f"saved: {saved or 'nothing'}")
     if code:
-        if step is not None:
+        if saved:
             emit(f"go on from there: {continued(run, folder, placement)}")
     elif run.model.flavor == "debug" and placement is None:
         rows = list(_next_commands(facts, run, folder))
@@ -52,12 +54,16 @@ def say_next(facts: Facts, run: RunConfig, folder: Path, placement: Placement | 
         emit("\n".join(["try next:", *(f"  {what:<{width}}   {command}" for what, command in rows)]))
 
 
-def newest_step(run: RunConfig, folder: Path) -> int | None:
-    """The newest step that the run has saved."""
+def _saved(run: RunConfig, folder: Path) -> str:
+    """The newest step that the run has saved, in words; empty where it has saved none."""
     if not run.checkpoint.is_enabled:
-        return None
-    steps = CheckpointFolder(open_disk(checkpoint_folder(run, folder))).steps()
-    return steps[-1] if steps else None
+        return ""
+    place = checkpoint_folder(run, folder)
+    try:
+        steps = CheckpointFolder(open_disk(place)).steps()
+    except CriusError as error:  # the run is over, and its exit code is known
+        return f"in {redact(place)}, which cannot be listed now: {redact(error.what)}"
+    return f"step {steps[-1]} in {redact(place)}/{step_name(steps[-1])}" if steps else ""
 
 
 def continued(run: RunConfig, folder: Path, placement: Placement | None, *more: str) -> str:
@@ -92,6 +98,12 @@ def _is_named(run: RunConfig) -> bool:
     return bool(run.job.run_dir or run.job.name)
 
 
+def _keeps_own(run: RunConfig) -> bool:
+    """Whether the same run in another folder starts anew: its checkpoints, if any, lie in its run folder."""
+    folder = Path(checkpoint_folder(run, Path("run")))
+    return not run.checkpoint.is_enabled or (folder.is_relative_to("run") and ".." not in folder.parts)
+
+
 def _script() -> str:
     return Path(sys.argv[0]).name
 
@@ -114,7 +126,7 @@ def _next_commands(facts: Facts, run: RunConfig, folder: Path) -> Iterator[tuple
     flags = [flag for flag in _flags() if flag != "--strict"]
     show = "every setting and its origin", _joined([*_program("config"), "show", *flags])
     longer = "--training.steps", str(2 * run.training.steps)
-    number, layout = _workers(facts, run)
+    number, layout = _workers(facts, run) if _keeps_own(run) else (0, [])
     if number:
         elsewhere = ["--job.run_dir", f"{folder}-{number}-workers"] if _is_named(run) else []
         yield f"the same curve on {number} workers", command(*layout, *elsewhere)

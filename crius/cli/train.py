@@ -71,9 +71,9 @@ def train(
     need_torch()
     check_save_ops(run)
     folder = run_dir(run, placement)
-    from crius.train.inputs import resumed_dtype, with_boundaries
+    from crius.train.inputs import resumed_dtype
 
-    run = with_boundaries(resumed_dtype(asked, run, folder), folder)
+    run = resumed_dtype(asked, run, folder)
     rules.check(dataclasses.replace(facts, config=run))
 
     with contextlib.ExitStack() as stack:

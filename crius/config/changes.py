@@ -45,14 +45,18 @@ FIRST_BOUNDARIES: dict[str, Any] = {"data.add_bos": False, "data.add_eos": True}
 behind the end of a document, which saw the next document's first token as its label."""
 
 
+TAKEN_OVER = ("data.add_bos",)
+"""Settings that a resume takes from the checkpoint where they are not set, as ``train.inputs.with_boundaries`` does."""
+
+
 @dataclass(frozen=True)
 class Change:
     """A setting that differs.
 
     Attributes:
         name: dotted field.
-        old: value in the checkpoint; None where that does not know the setting.
-        new: value now; None where this version does not know it.
+        old: value in the checkpoint; None where it is not set there, or not known.
+        new: value now; None where it is not set, or not known to this version.
         kind: what it means.
     """
 
@@ -68,7 +72,7 @@ class Change:
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
     """The differences of two flat configs, in the order of the new one, settings that only one knows included.
 
-    A setting that the new one leaves open, as None, is no difference: a resume takes that of the checkpoint.
+    One of ``TAKEN_OVER`` that the new one leaves open, as None, is no difference.
     """
     plain_old, plain_new = (json.loads(json.dumps(dict(config))) for config in (old, new))
     if plain_old.get("model.attention_mask") != "document":
@@ -77,7 +81,8 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
     return [
         Change(name, plain_old.get(name), plain_new.get(name), kind_of(name))
         for name in names
-        if plain_old.get(name) != plain_new.get(name) and plain_new.get(name, "") is not None
+        if plain_old.get(name) != plain_new.get(name)
+        and (name not in TAKEN_OVER or plain_new.get(name, "") is not None)
     ]
 
 
@@ -118,7 +123,7 @@ def check_changes(found: Iterable[Change], allowed: Iterable[str], where: str) -
 
 def _shown(value: Any) -> str:
     if value is None:
-        return "(unknown)"
+        return "(not set)"
     return _plain(" ".join(map(str, value)) if isinstance(value, list) else str(value)) or "(empty)"
 
 

@@ -17,7 +17,7 @@ from crius.config.data import DataConfig
 from crius.config.tokenizer import TokenizerConfig
 from crius.data.checked import SETTLED_NS
 from crius.data.documents import describe, find_files, read_pieces
-from crius.data.prepare import write_folder
+from crius.data.prepare import collect, write_folder
 from crius.data.tokenizer import Tokenizer
 from crius.data.tokens import FORMAT_VERSION, TokenFile
 from crius.errors import DataError
@@ -56,6 +56,7 @@ def open_cached(
         if (found := _open(folder)) is not None:
             return found
         _remove(folder)
+        collect(folder.parent)  # of any corpus: the one of a run that was killed may never come again
         pieces = read_pieces(data, files)
         write_folder(folder, pieces, tokenizer, tokenizer_config=config, source=describe(data, files))
         for file, signature in zip(files, before, strict=True):

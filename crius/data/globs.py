@@ -9,8 +9,21 @@ from pathlib import Path
 def matches(pattern: Path) -> list[Path]:
     """Files and folders that fit ``pattern``, in which ``**`` is any number of folders.
 
-    A folder is looked into once for each ``**``, under a name without links where there is one. Links are followed.
+    Links are followed. With a ``**``, a file counts once for each name that it has in a folder, however many links to
+    folders lead there; the shortest path is taken. A file that has several names itself, by links that someone made to
+    it, hard or symbolic, counts under each.
     """
+    if "**" not in pattern.parts:
+        return [Path(name) for name in glob.glob(str(pattern))]
+    found: dict[tuple[int, int, str], Path] = {}
+    for path in sorted(_walked(pattern), key=lambda path: (len(path.parts), path)):
+        status = path.parent.stat()
+        found.setdefault((status.st_dev, status.st_ino, path.name), path)
+    return list(found.values())
+
+
+def _walked(pattern: Path) -> list[Path]:
+    """The same, with what links to folders lead to more than once; a folder is looked into once for each ``**``."""
     parts = pattern.parts
     if "**" not in parts:
         return [Path(name) for name in glob.glob(str(pattern))]
@@ -20,7 +33,7 @@ def matches(pattern: Path) -> list[Path]:
     for base in glob.glob(str(top)) if place else ["."]:
         for folder in _folders(base):
             below = Path(glob.escape(folder)) / (rest if rest.parts else "*")
-            found |= dict.fromkeys([*([] if rest.parts else [Path(folder)]), *matches(below)])
+            found |= dict.fromkeys([*([] if rest.parts else [Path(folder)]), *_walked(below)])
     return list(found)
 
 

@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import glob
 import hashlib
+import itertools
 import logging
 import multiprocessing
 import os
@@ -12,13 +13,12 @@ import signal
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from functools import partial
+from collections.abc import Generator, Iterable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
+from queue import SimpleQueue
 from threading import Thread
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +35,9 @@ from crius.errors import DataError
 
 CHUNK_CHARACTERS = 4 << 20
 CHUNK_PIECES = 4096
+
+Worker: TypeAlias = "Connection[Any, Any]"
+"""This side of the pipe to a worker, or a worker's to its parent: chunks go down, ``Encoded`` or an error come up."""
 
 _log = logging.getLogger("crius.data")
 
@@ -99,8 +102,8 @@ def write_folder(
     start = time.monotonic()
     try:
         with _temporary_folder(out) as temporary:
-            start_worker = partial(_start_worker, tokenizer_config, temporary)
-            with contextlib.closing(_encode_all(_chunks(pieces), tokenizer, start_worker, num_workers)) as encoded:
+            chunks = _encode_all(_chunks(pieces), tokenizer, tokenizer_config, temporary, num_workers)
+            with contextlib.closing(chunks) as encoded:
                 meta = _write(temporary, encoded, tokenizer, source)
             _sync(temporary)
             temporary.rename(out)
@@ -121,16 +124,24 @@ def _temporary_folder(out: Path) -> Iterator[Path]:
     It is locked while it is open. The kernel frees the lock of a process that dies, which tells what a killed one left
     from what another process writes now.
     """
-    for left in out.parent.glob(f"{glob.escape(out.name)}.tmp-*"):
-        with contextlib.suppress(OSError), _locked(left, fcntl.LOCK_NB):
-            shutil.rmtree(left)
+    collect(out.parent, glob.escape(out.name))
     temporary = out.with_name(f"{out.name}.tmp-{uuid.uuid4().hex}")
     try:
-        temporary.mkdir(parents=True)
-        with _locked(temporary):
+        with contextlib.ExitStack() as stack:
+            while not temporary.exists():  # another process may collect it before it is locked
+                temporary.mkdir(parents=True)
+                with contextlib.suppress(FileNotFoundError):
+                    stack.enter_context(_locked(temporary))
             yield temporary
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def collect(folder: Path, name: str = "*") -> None:
+    """Remove what killed writers of token folders in ``folder`` left, whose names fit the pattern ``name``."""
+    for left in folder.glob(f"{name}.tmp-*"):
+        with contextlib.suppress(OSError), _locked(left, fcntl.LOCK_NB):
+            shutil.rmtree(left)
 
 
 @contextlib.contextmanager
@@ -225,57 +236,91 @@ def encode_chunk(tokenizer: Tokenizer, chunk: list[Piece]) -> Encoded:
 
 
 def _encode_all(
-    chunks: Iterable[list[Piece]], tokenizer: Tokenizer, start_worker: Callable[[], None], num_workers: int
+    chunks: Iterable[list[Piece]], tokenizer: Tokenizer, config: TokenizerConfig, temporary: Path, num_workers: int
 ) -> Generator[Encoded, None, None]:
     """Each chunk encoded, in order; at most two chunks a worker are in memory."""
     if num_workers <= 1:
         yield from (encode_chunk(tokenizer, chunk) for chunk in chunks)
         return
+    waiting: deque[Worker] = deque()
+    with _workers(config, temporary, num_workers) as workers:
+        for chunk, worker in zip(chunks, itertools.cycle(workers), strict=False):
+            with _alive(num_workers):
+                worker.send(chunk)
+            waiting.append(worker)
+            if len(waiting) >= 2 * num_workers:
+                yield _receive(waiting.popleft(), num_workers)
+        while waiting:
+            yield _receive(waiting.popleft(), num_workers)
+
+
+@contextlib.contextmanager
+def _workers(config: TokenizerConfig, temporary: Path, number: int) -> Iterator[list[Worker]]:
+    """Processes that encode chunks, each with a pipe of its own: it can be killed at any time and nobody waits for it.
+
+    A queue that is shared would be left locked, or with half a result in it.
+    """
     # not fork: the parent may have threads (torch, a tokenizer), and a forked child can then wait for ever
     context = multiprocessing.get_context("forkserver")
-    others = multiprocessing.active_children()
-    pool = ProcessPoolExecutor(num_workers, mp_context=context, initializer=start_worker)
-    waiting: deque[Future[Encoded]] = deque()
+    processes, ends = [], []
     try:
-        for chunk in chunks:
-            waiting.append(pool.submit(_encode_in_worker, chunk))
-            if len(waiting) >= 2 * num_workers:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    except BrokenProcessPool as error:
+        for _ in range(number):
+            here, there = context.Pipe()
+            ends.append(here)
+            processes.append(context.Process(target=_work, args=(there, config, temporary), daemon=True))
+            processes[-1].start()
+            there.close()
+        yield ends
+    finally:  # at the end of the work too: nobody needs what they are at
+        started = [process for process in processes if process.pid is not None]
+        for process in started:
+            process.kill()
+        for process in started:
+            process.join()
+        for end in ends:
+            end.close()
+
+
+def _receive(worker: Worker, num_workers: int) -> Encoded:
+    with _alive(num_workers):
+        result = worker.recv()
+    if isinstance(result, Exception):
+        raise result
+    assert isinstance(result, Encoded)
+    return result
+
+
+@contextlib.contextmanager
+def _alive(num_workers: int) -> Iterator[None]:
+    """A pipe that breaks means that its worker is gone."""
+    try:
+        yield
+    except (EOFError, OSError) as error:
         raise DataError(
             f"one of {num_workers} tokeniser processes ended before its work did.",
             why="most often it was killed because the memory was full",
             fix=f"use {max(1, num_workers // 2)} workers",
         ) from error
-    except BaseException:  # bad data, Ctrl-C, a full disk: nobody needs what the workers are at
-        for worker in multiprocessing.active_children():
-            if worker not in others:
-                worker.terminate()
-        raise
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
-_worker_tokenizer: list[Tokenizer] = []
-
-
-def _start_worker(config: TokenizerConfig, temporary: Path) -> None:
+def _work(parent: Worker, config: TokenizerConfig, temporary: Path) -> None:
+    """Encode what comes until the parent kills this process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent ends its workers
-    Thread(target=_end_with_parent, args=(temporary,), daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process a core is enough threads
-    _worker_tokenizer.append(build_tokenizer(config))
+    chunks: SimpleQueue[list[Piece]] = SimpleQueue()
+    Thread(target=_take, args=(parent, chunks, temporary), daemon=True).start()
+    try:
+        tokenizer = build_tokenizer(config)
+        while True:
+            parent.send(encode_chunk(tokenizer, chunks.get()))
+    except Exception as error:
+        parent.send(error)
 
 
-def _end_with_parent(temporary: Path) -> None:
-    """Wait until the parent is gone. A killed one can neither end its workers nor remove what it wrote."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
+def _take(parent: Worker, chunks: "SimpleQueue[list[Piece]]", temporary: Path) -> None:
+    """Take chunks until the parent is gone. A killed one can neither end its workers nor remove what it wrote."""
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            chunks.put(parent.recv())
     shutil.rmtree(temporary, ignore_errors=True)
     os._exit(1)
-
-
-def _encode_in_worker(chunk: list[Piece]) -> Encoded:
-    return encode_chunk(_worker_tokenizer[0], chunk)

@@ -1,5 +1,6 @@
 """What a loader needs from a source of sequences: read by sample id, and a cursor where reading is in order only."""
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -10,6 +11,21 @@ Int64Array = npt.NDArray[np.int64]
 TokenArray = npt.NDArray[np.integer[Any]]
 Cursor = Sequence[int]
 """``[epoch, document, token_offset]`` of the next token that a shard has not trained on."""
+
+
+MAX_IDENTITY = 1024
+"""Characters of an identity, the limit of a checkpoint's texts."""
+
+
+def storable_identity(text: str) -> str:
+    """``text`` as a checkpoint takes it: printable and no longer than ``MAX_IDENTITY``.
+
+    A text that is both stays as it is. Any other is escaped and cut, and its hash tells it from the rest.
+    """
+    if text.isprintable() and len(text) <= MAX_IDENTITY:
+        return text
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+    return f"{ascii(text)[1:-1][:900]} (sha256 {digest})"
 
 
 class Rows(NamedTuple):
@@ -43,7 +59,10 @@ class TokenSource(Protocol):
 
     @property
     def identity(self) -> str:
-        """Changes when sample ids stand for other sequences; a resume under another identity is reported."""
+        """Changes when sample ids stand for other sequences; a resume under another identity is reported.
+
+        It is a ``storable_identity``.
+        """
 
     def read(self, sample_ids: Sequence[int]) -> Rows:
         """These samples.

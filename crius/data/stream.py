@@ -12,7 +12,7 @@ import numpy as np
 
 from crius.data.boundary import Boundary
 from crius.data.documents import document_text
-from crius.data.source import Cursor, Int64Array, Rows, positions_of
+from crius.data.source import Cursor, Int64Array, Rows, positions_of, storable_identity
 from crius.data.tokenizer import Tokenizer
 from crius.errors import DataError
 
@@ -190,7 +190,7 @@ class StreamSource:
     def __init__(
         self, new_reader: Callable[[int], ShardReader], *, num_shards: int, seq_len: int, identity: str
     ) -> None:
-        self.num_shards, self.seq_len, self.identity = num_shards, seq_len, identity
+        self.num_shards, self.seq_len, self.identity = num_shards, seq_len, storable_identity(identity)
         self._new_reader = new_reader
         self._readers: dict[int, ShardReader] = {}
         self._next: dict[int, int] = {}

@@ -1,5 +1,6 @@
 """Text to token ids: bytes, or a Hugging Face ``tokenizer.json``."""
 
+import contextlib
 import difflib
 import hashlib
 import itertools
@@ -157,12 +158,22 @@ class HuggingFaceTokenizer(Tokenizer):
         self.fingerprint = f"hf-1-{hashlib.sha256(content).hexdigest()}-{self.eos_id}"
 
     def encode(self, text: str) -> TokenArray:
-        """Ids of ``text``, int64."""
-        return np.asarray(self._model.encode(text, add_special_tokens=False).ids, dtype=np.int64)
+        """Ids of ``text``, int64.
+
+        Raises:
+            DataError: the tokenizer has no tokens for it.
+        """
+        with self._encoding():
+            return np.asarray(self._model.encode(text, add_special_tokens=False).ids, dtype=np.int64)
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenArray]:
-        """Ids of each text, int64; the library spreads the texts over its threads."""
-        encoded = self._model.encode_batch_fast(list(texts), add_special_tokens=False)
+        """Ids of each text, int64; the library spreads the texts over its threads.
+
+        Raises:
+            DataError: the tokenizer has no tokens for one of them.
+        """
+        with self._encoding():
+            encoded = self._model.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(one.ids, dtype=np.int64) for one in encoded]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -182,12 +193,27 @@ class HuggingFaceTokenizer(Tokenizer):
             counts[token_id] = 0 if added.special else len(added.content.encode())
         return counts
 
+    @contextlib.contextmanager
+    def _encoding(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # the library raises bare Exception
+            raise DataError(
+                f"tokenizer {self.name} cannot encode a text: {error}.",
+                where="--tokenizer.path",
+                fix="a tokenizer whose vocabulary has its unk_token, or that needs none",
+            ) from error
+
     def _find_bos(self, config_file: Path) -> tuple[int | None, bool]:
         """The id of BOS, and whether a text gets it: from the post-processor, or from ``add_bos_token``.
 
         To have a ``bos_token`` is not enough: SmolLM2 has one and does not put it in front of a text.
         """
-        encoded = self._model.encode("a", add_special_tokens=True)
+        import tokenizers  # noqa: PLC0415  optional package
+
+        # of another tokenizer, for this one may know no such text, or make no token of it
+        text = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")).encode("a")
+        encoded = self._model.post_process(text, add_special_tokens=True)
         special = itertools.takewhile(bool, encoded.special_tokens_mask)
         in_front = encoded.ids[: sum(special)]
         config = _read_config(config_file)

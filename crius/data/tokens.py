@@ -9,6 +9,7 @@ meta.json        TokenMeta
 
 import json
 import logging
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
@@ -21,8 +22,9 @@ import xxhash
 from crius.data.boundary import Boundary
 from crius.data.checked import WHOLE_BYTES, CheckedFile, check_sha256, damaged
 from crius.data.permutation import mix, permute
-from crius.data.source import Cursor, Int64Array, Rows, TokenArray, positions_of
+from crius.data.source import Cursor, Int64Array, Rows, TokenArray, positions_of, storable_identity
 from crius.errors import DataError
+from crius.strict_json import load_object
 
 FORMAT_VERSION = 1
 TOKENS, DOCUMENTS, TOKEN_BYTES, META = "tokens.bin", "documents.bin", "token_bytes.bin", "meta.json"
@@ -31,6 +33,9 @@ DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtyp
 
 ORDER_BLOCK = 1024
 """Samples whose order is found at once: a permutation of few costs as many calls of NumPy as one of many."""
+
+MAX_COUNT = 1 << 60
+"""Of tokens, documents, ids and bytes in meta.json."""
 
 _PREPARE = "crius data prepare writes a new folder"
 
@@ -68,22 +73,21 @@ class TokenMeta:
         """Read meta.json.
 
         Raises:
-            DataError: no such file, not JSON, another version, or a key is missing or of another type.
+            DataError: no such file, not JSON, another version, or a key is missing or has a value that none can be.
         """
         folder = path.parent
         try:
-            record = json.loads(path.read_bytes())
+            record = load_object(path.read_bytes())
         except FileNotFoundError as error:
             kind = "has no meta.json" if folder.is_dir() else "does not exist"
             raise DataError(f"token folder {folder} {kind}.", where=str(folder), fix=_PREPARE) from error
         except OSError as error:
             raise DataError(f"{path} cannot be read: {error.strerror or error}.", where=str(path)) from error
         except ValueError as error:
-            raise DataError(f"{path} is not JSON: {error}.", where=str(path), fix=_PREPARE) from error
-        version = record.get("version") if isinstance(record, dict) else None
-        if version != FORMAT_VERSION:
+            raise DataError(f"{path} is not JSON: {_shown(error)}.", where=str(path), fix=_PREPARE) from error
+        if (version := record.get("version")) != FORMAT_VERSION:
             raise DataError(
-                f"{path} has format version {version}, this Crius reads version {FORMAT_VERSION}.",
+                f"{path} has format version {_shown(version)}, this Crius reads version {FORMAT_VERSION}.",
                 where=str(path),
                 fix=_PREPARE,
             )
@@ -91,18 +95,28 @@ class TokenMeta:
             if field.default is not MISSING:
                 record.setdefault(field.name, field.default)
             expected: Any = get_origin(field.type) or field.type
-            if not isinstance(record.get(field.name), expected):
-                raise DataError(
-                    f"{path} has {record.get(field.name)!r} for {field.name}.",
-                    where=str(path),
-                    why=f"it is {'an' if expected is int else 'a'} {expected.__name__}",
-                    fix=_PREPARE,
-                )
+            value: Any = record.get(field.name)
+            if type(value) is not expected:  # True is an int too, and is none here
+                raise _refusal(path, field.name, value, f"it is {'an' if expected is int else 'a'} {expected.__name__}")
+            if expected is int and not 0 <= value <= MAX_COUNT:
+                raise _refusal(path, field.name, value, f"it is 0 to {MAX_COUNT:,}")
         if record["dtype"] not in DTYPES:
-            raise DataError(
-                f"{path} has dtype {record['dtype']!r}.", where=str(path), why=f"it is one of {', '.join(DTYPES)}"
-            )
+            raise _refusal(path, "dtype", record["dtype"], f"it is one of {', '.join(DTYPES)}")
+        if record["eos_id"] >= record["vocab_size"]:
+            raise _refusal(path, "eos_id", record["eos_id"], f"there are {record['vocab_size']} ids")
+        for name, digest in record["sha256"].items():
+            if type(digest) is not str or not re.fullmatch("[0-9a-f]{64}", digest):
+                raise _refusal(path, f"the sha256 of {_shown(name)}", digest, "it has 64 hexadecimal digits")
         return cls(**{field.name: record[field.name] for field in fields(cls)})
+
+
+def _refusal(path: Path, name: str, value: object, why: str) -> DataError:
+    return DataError(f"{path} has {_shown(value)} for {name}.", where=str(path), why=why, fix=_PREPARE)
+
+
+def _shown(value: object) -> str:
+    text = str(value) if isinstance(value, ValueError) else ascii(value)
+    return text if len(text) <= 100 else f"{text[:100]}..."
 
 
 class TokenFile:
@@ -135,6 +149,10 @@ class TokenFile:
         self.documents = self._map(DOCUMENTS, np.dtype("<i8"), self.meta.num_documents)
         self.token_bytes = self._map(TOKEN_BYTES, np.dtype("<i4"), self.meta.vocab_size)
         self._checked = self._hold_against_hashes()
+        if self.documents.nbytes < WHOLE_BYTES:
+            starts = self.documents
+            if starts[0] != 0 or starts[-1] >= len(self.tokens) or (starts[1:] <= starts[:-1]).any():
+                raise self.disorder()
 
     def check(self, name: str, begins: Int64Array, ends: Int64Array) -> None:
         """Check the blocks that hold the elements ``[begin, end)`` of a file, ``(ranges,)`` each.
@@ -159,7 +177,19 @@ class TokenFile:
         """
         first, end = np.searchsorted(self.documents, (begins, ends))
         self.check(DOCUMENTS, first - 1, end + 1)
+        if (first > end).any():
+            raise self.disorder()
         return first, end
+
+    def disorder(self) -> DataError:
+        """The error for a documents.bin that matches its hashes and has no places of documents."""
+        path = self.folder / DOCUMENTS
+        return DataError(
+            f"{path} is not the places of documents one after the other, the first one at 0.",
+            where=str(path),
+            why="it was not written by Crius, or changed together with its hashes",
+            fix=self._fix,
+        )
 
     @property
     def identity(self) -> str:
@@ -274,7 +304,7 @@ class IndexedSource:
         """The tokens and all that decides which of them a sample id stands for."""
         order = f"shuffled {self.seed}" if self.shuffle else "in order"
         part = f"{self.file.identity} [{self.first_token}, {self.last_token})"
-        return f"{part} by {self.seq_len} {order}{self.boundary.identity}"
+        return storable_identity(f"{part} by {self.seq_len} {order}{self.boundary.identity}")
 
     def read(self, sample_ids: Sequence[int]) -> Rows:
         """These samples, in any order.
@@ -309,7 +339,10 @@ class IndexedSource:
         rows = np.repeat(np.arange(len(firsts)), counts)
         # number of the n-th document of all rows together: the first one of its row, plus its place in the row
         numbers = np.arange(len(rows)) + np.repeat(first - np.cumsum(counts) + counts, counts)
-        return rows, self.file.documents[numbers] - 1 - firsts[rows]
+        columns = self.file.documents[numbers] - 1 - firsts[rows]
+        if columns.size and not 0 <= columns.min() <= columns.max() < self.seq_len:
+            raise self.file.disorder()
+        return rows, columns
 
     def windows(self, sample_ids: Sequence[int]) -> Int64Array:
         """Which window each sample is, ``(batch,)``, in [0, num_samples)."""

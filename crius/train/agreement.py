@@ -85,9 +85,9 @@ class Preempted(Exception):
         self.signal, self.step = signal, step
 
 
-def is_asked_to_stop(request: StopRequest | None, num_ranks: int) -> bool:
-    """Whether one of the ranks is asked to stop, the same on all of them; False where no signal is caught."""
-    return request is not None and _greatest([request.number or 0], num_ranks) > [0]
+def stop_number(request: StopRequest | None, num_ranks: int) -> int:
+    """Number of the signal that asks one of the ranks to stop, the same on all; 0 for none, or where none is caught."""
+    return 0 if request is None else _greatest([request.number or 0], num_ranks)[0]
 
 
 def _greatest(words: list[int], num_ranks: int) -> list[int]:

@@ -146,7 +146,8 @@ def _run(loop: Loop, run_dir: Path, placement: Placement, watch: PlanWatch | Non
     step, steps = loop.state.step, loop.config.training.steps
     was_complete = loop.world.gather_json(is_complete(run_dir, step, steps))[0]
     if step >= steps:
-        log.info("nothing to train: %d of %d steps are done", step, steps)
+        rest = "" if was_complete or not loop.config.validation.interval else "; the last validation is made up for"
+        log.info("nothing to train: %d of %d steps are done%s", step, steps, rest)
     validation, stopped = None, None
     try:
         validation = dataclasses.replace(loop, is_complete=was_complete).run()
@@ -154,6 +155,7 @@ def _run(loop: Loop, run_dir: Path, placement: Placement, watch: PlanWatch | Non
         stopped = end
         where = loop.checkpoints.folder.disk.where if loop.checkpoints else ""
         fate = f"all of them saved in {where}" if where else "all of them lost: checkpoint.enable is off"
+        fate += "; the last validation is not done" if end.step == steps else ""
         log.info("stopped by %s after %d of %d steps, %s", signal.Signals(end.signal).name, end.step, steps, fate)
     if watch and not was_complete:
         write_summary(run_dir, loop.ledger, loop.state, validation, watch, stopped)

@@ -26,7 +26,7 @@ from crius.metrics.sinks.base import Sink
 from crius.parallel.dims import ParallelDims
 from crius.parallel.gradients import Gradients
 from crius.parallel.runtime import World
-from crius.train.agreement import Agreement, Decision, Preempted, is_asked_to_stop
+from crius.train.agreement import Agreement, Decision, Preempted, stop_number
 from crius.train.checkpoints import Checkpoints
 from crius.train.evaluate import evaluate
 from crius.train.guard import UpdateGuard
@@ -202,8 +202,7 @@ class Loop:
                     self.after_step(state.step, state.step - first)
                 with self.ledger.phase("profiler"):
                     profile()
-                is_last = state.step == config.training.steps
-                if self.validation and interval and not is_last and state.step % interval == 0:
+                if self.validation and interval and state.step < config.training.steps and state.step % interval == 0:
                     last_validation = self._validate(self.validation)
                 self._settle(agreement)
                 tidy(state.step)
@@ -214,6 +213,8 @@ class Loop:
                 self.guard.check_weights()  # no save has looked at what the last update made of them
             if self.validation and interval and not self.is_complete:  # what goes wrong in it loses nothing
                 last_validation = self._validate(self.validation)
+                if last_validation is None:
+                    raise Preempted(stop_number(self.stop, self.world.size), state.step)
         return last_validation
 
     def _settle(self, agreement: Agreement) -> None:
@@ -221,10 +222,9 @@ class Loop:
         checkpoints, state = self.checkpoints, self.state
         if checkpoints is None and self.stop is None:
             return
-        number = self.stop.number if self.stop else None
         is_due, has_failed = checkpoints.poll() if checkpoints else (False, False)
         with self.ledger.phase("compute"):  # waits for the slowest rank
-            decision = agreement.ask(number, is_due, has_failed)
+            decision = agreement.ask(self.stop.number if self.stop else None, is_due, has_failed)
         is_last = state.step == self.config.training.steps
         if checkpoints:
             self._save(checkpoints, decision, is_last)
@@ -358,7 +358,7 @@ class Loop:
                 self.world,
                 self.dims,
                 self.state.step,
-                lambda: is_asked_to_stop(self.stop, self.world.size),
+                lambda: stop_number(self.stop, self.world.size) > 0,
             )
             if record is None:
                 return None

@@ -28,6 +28,7 @@ class SavePlan:
         most: checkpoints that lie there at the same time, at most.
         present: checkpoints that lie there now.
         free_bytes: what the disk can still take; None where that is not known.
+        is_saved: the last step lies there already: nothing is left to train, and nothing to save.
     """
 
     where: str
@@ -36,12 +37,13 @@ class SavePlan:
     most: int
     present: int
     free_bytes: int | None
+    is_saved: bool
 
     @property
     def missing_bytes(self) -> int:
         """Bytes that the disk lacks for all that will lie there; 0 where it has room, or does not say."""
         needed = self.num_bytes * max(1, self.most - self.present)
-        return 0 if self.free_bytes is None else max(0, needed - self.free_bytes)
+        return 0 if self.free_bytes is None or self.is_saved else max(0, needed - self.free_bytes)
 
     def line(self) -> str:
         """The plan in one line, for the log."""
@@ -59,6 +61,8 @@ def save_plan(config: RunConfig, run_dir: Path) -> SavePlan | None:
     folder = CheckpointFolder(open_disk(checkpoint_folder(config, run_dir)))
     saves = steps // checkpoint.interval if checkpoint.interval else steps if checkpoint.interval_minutes else 0
     kept = max(checkpoint.keep_last, FEWEST) + 1  # a new one is whole before an old one goes
+    goes_back = checkpoint.load_step >= 0 and not checkpoint.load_path
+    present = folder.steps()
     kept += steps // checkpoint.keep_every if checkpoint.keep_every else 0
     ways = [f"every {checkpoint.interval} steps"] if checkpoint.interval else []
     ways += [f"every {checkpoint.interval_minutes:g} minutes"] if checkpoint.interval_minutes else []
@@ -67,8 +71,9 @@ def save_plan(config: RunConfig, run_dir: Path) -> SavePlan | None:
         when=", ".join([*ways, "the last step, and the step of a Ctrl-C or SIGTERM"]),
         num_bytes=checkpoint_bytes(config, describe_model(config)),
         most=min(kept, saves + 1),
-        present=len(folder.steps()),
+        present=len(present),
         free_bytes=folder.disk.free_bytes(),
+        is_saved=bool(present) and present[-1] >= steps and not goes_back,
     )
 
 
@@ -88,7 +93,7 @@ def check_space(config: RunConfig, run_dir: Path) -> None:
         EnvironmentError: with the sizes.
     """
     plan = save_plan(config, run_dir)
-    if plan is None or plan.free_bytes is None or plan.free_bytes >= plan.num_bytes:
+    if plan is None or plan.free_bytes is None or plan.is_saved or plan.free_bytes >= plan.num_bytes:
         return
     raise EnvironmentError(
         f"a checkpoint of this run takes about {size(plan.num_bytes)}, {plan.where} has {size(plan.free_bytes)} free.",

@@ -14,7 +14,7 @@ import time
 
 import pytest
 from checkpoint_runs import contents, flags
-from harness import ROOT, crius, num_ranks, parse, read_metrics, steps_of
+from harness import ROOT, SMALL, crius, num_ranks, parse, read_metrics, steps_of
 
 from crius.checkpoint.disk import open_disk
 from crius.checkpoint.folder import CheckpointFolder
@@ -26,7 +26,7 @@ from crius.train.inputs import describe_model
 from crius.train.saving import checkpoint_bytes
 
 DEFAULT = CheckpointConfig()
-ENVIRON = {**os.environ, "PYTHONPATH": str(ROOT)}
+ENVIRON = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}"}
 
 
 def short(layout="1", *more, steps):
@@ -155,10 +155,39 @@ def test_a_last_validation_that_fails_loses_no_model_and_is_made_up_for(tmp_path
     assert sum("val_loss" in record for record in read_metrics(tmp_path)) == 1
 
 
+@pytest.mark.parametrize(
+    ("layout", "enable", "code", "fate"),
+    [("1", None, 75, "saved in"), ("fsdp2", None, 75, "saved in"), ("1", False, 143, "lost: checkpoint.enable is off")],
+)
+def test_a_signal_in_the_last_validation_is_told_and_the_validation_made_up_for(
+    layout, enable, code, fate, tmp_path, monkeypatch
+):
+    given = [*short(layout, steps=2), "--validation.interval", "50", "--validation.num_samples", "4"]
+
+    def stop(*arguments):
+        os.kill(os.getppid(), signal.SIGTERM)
+        while not arguments[-1]():  # is asked between two batches
+            time.sleep(0.05)
+
+    monkeypatch.setattr(loop, "evaluate", stop)
+    assert run(given, tmp_path, CheckpointConfig(enable=enable)) == code
+    assert re.search(
+        f"stopped by SIGTERM after 2 of 2 steps, all of them {fate}.* the last validation", log_of(tmp_path)
+    )
+    found = summary_of(tmp_path)
+    assert (found["steps"], found["stopped_by"], found["val_loss"]) == (2, "SIGTERM", None)
+    if enable is None:
+        monkeypatch.undo()
+        assert run(given, tmp_path) == 0
+        assert "nothing to train: 2 of 2 steps are done; the last validation is made up for" in log_of(tmp_path)
+        found = summary_of(tmp_path)
+        assert found["stopped_by"] is None and found["val_loss"] == read_metrics(tmp_path)[-1]["val_loss"]
+
+
 @pytest.mark.slow  # three trainings, one of them in four processes
 def test_the_three_commands_that_a_run_ends_with_work_as_printed(tmp_path):
-    done = crius("train", *short(steps=2), cwd=tmp_path)
-    commands = re.findall(r"^  \S.*?   (\S.*crius .*)$", done.stdout, re.MULTILINE)
+    done = crius("train", *SMALL, "--training.steps", "2", "--validation.interval", "0", cwd=tmp_path)
+    commands = re.findall(r"^  \S.*?   (\S*crius .*)$", done.stdout, re.MULTILINE)
     assert len(commands) == 3
     for command in commands:
         ran = subprocess.run(command, shell=True, cwd=tmp_path, env=ENVIRON, capture_output=True, text=True)

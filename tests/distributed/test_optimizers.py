@@ -35,7 +35,8 @@ OFFLOAD = ["--training.enable_cpu_offload"]
 # rows of wo and w2 (here shorter than two blocks), groups other numbers together: measured 9e-3, and 3e-6 in the loss.
 # Muon iterates whole float32 matrices on one rank, whatever the layout.
 RUNS = [
-    ("bf16 states", "pp2_fsdp2", [], 1e-7, 1e-4),  # measured 3e-5
+    # measured 3e-5 on AMD; on Intel 1.2e-4, of norm.weight: one of 128 moments rounds the other way, 2**-9 / 128**0.5
+    ("bf16 states", "pp2_fsdp2", [], 1e-7, 5e-4),
     ("bf16 states", "fsdp2_tp2", [], 1e-7, 5e-4),  # measured 1.2e-4
     ("8bit states", "pp2_fsdp4", [], 1e-7, 5e-4),  # measured 1.1e-4; shards of wk that are too small to quantize alone
     ("8bit states", "fsdp2_tp2", [], 1e-5, 3e-2),

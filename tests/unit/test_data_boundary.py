@@ -229,6 +229,12 @@ def test_another_rule_than_that_of_the_checkpoint_is_refused_with_the_flag_that_
     assert refusal(document | {"data.add_bos": False, "data.add_eos": True}) == ""
 
 
+def test_a_setting_that_is_left_open_is_a_change_unless_a_resume_takes_it_over():
+    old = {"lr_scheduler.decay_ratio": 0.5, "data.add_bos": True, "data.add_eos": True}
+    (found,) = changes(old, old | {"lr_scheduler.decay_ratio": None, "data.add_bos": None})
+    assert str(found) == "lr_scheduler.decay_ratio: 0.5 -> (not set) (warn)"
+
+
 def test_a_bos_that_a_tokenizer_lacks_is_refused_with_the_flag(tmp_path):
     with pytest.raises(DataError, match=r"byte has no token that begins(?s:.)*--data.no_add_bos"):
         boundary_of(DataConfig(add_bos=True), ByteTokenizer())

@@ -32,7 +32,8 @@ def flip(path, byte, bit=0):
 def large(monkeypatch, tmp_path):
     """A folder of many small blocks, whose files count as too large for a check when they are opened."""
     monkeypatch.setattr(prepare, "BLOCK_BYTES", 64)
-    monkeypatch.setattr(checked, "WHOLE_BYTES", 0)
+    for module in (checked, tokens):
+        monkeypatch.setattr(module, "WHOLE_BYTES", 0)
     pieces = [prepare.Piece(f"<{number}> some text ", True) for number in range(300)]
     out = tmp_path / "large"
     prepare.write_folder(out, pieces, ByteTokenizer(), tokenizer_config=TokenizerConfig(), source="test")

@@ -201,10 +201,25 @@ def test_what_a_killed_writer_left_is_removed(tmp_path):
     data = jsonl(tmp_path, ["a"])
     folder = open_cached(data, BYTE, ByteTokenizer()).folder
     (folder / "tokens.bin").unlink()
-    leftover = folder.with_name(folder.name + ".tmp-0")
-    leftover.mkdir()
-    open_cached(data, BYTE, ByteTokenizer())
-    assert not leftover.exists()
+    leftovers = [folder.with_name(f"{name}.tmp-0") for name in (folder.name, "0" * 32, "1" * 32)]
+    for leftover in leftovers:
+        leftover.mkdir()
+    with prepare_module._locked(leftovers[2]):  # written now
+        open_cached(data, BYTE, ByteTokenizer())
+    assert [leftover.exists() for leftover in leftovers] == [False, False, True]
+
+
+def test_a_folder_that_is_collected_before_it_is_locked_is_made_again(tmp_path, monkeypatch):
+    real, taken = prepare_module._locked, []
+
+    def locked(folder, *flags):
+        if not taken:
+            taken.append(folder.rmdir())
+        return real(folder, *flags)
+
+    monkeypatch.setattr(prepare_module, "_locked", locked)
+    prepare(jsonl(tmp_path, ["a"]), BYTE, tmp_path / "out")
+    assert taken and sorted(contents(tmp_path / "out")) == FILES
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch):
@@ -275,17 +290,24 @@ def test_what_a_killed_writer_left_is_removed_and_what_another_writes_now_is_not
 
 ENDLESS = """
 import itertools, sys, time
+from multiprocessing.connection import Connection
 from crius import cli
 from crius.data import prepare
 from crius.data.documents import Piece
 prepare.CHUNK_PIECES = 1
 def endless(data, files):
     for number in itertools.count():
-        if number == 20:
+        if number == 8:
             print("writes", flush=True)
-        time.sleep(0.01)
         yield Piece("some text", True)
 prepare.read_pieces = endless
+if __name__ == "__mp_main__":  # a worker: a signal meets it halfway through a result
+    send = Connection._send
+    def slowly(self, content):
+        send(self, content[:9])
+        time.sleep(0.3)
+        send(self, content[9:])
+    Connection._send = slowly
 if __name__ == "__main__":
     sys.exit(cli.main(["data", "prepare", "out", "--num_workers", "2"]))
 """
@@ -316,13 +338,13 @@ def test_the_train_command_that_is_printed_trains(tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_stopped_or_killed_preparation_leaves_no_process_semaphore_or_folder(tmp_path, number):
+def test_a_stopped_or_killed_preparation_ends_and_leaves_no_process_semaphore_or_folder(tmp_path, number):
     (tmp_path / "endless.py").write_text(ENDLESS)
     writer = subprocess.Popen([sys.executable, "endless.py"], stdout=subprocess.PIPE, cwd=tmp_path)
     assert writer.stdout.readline() == b"writes\n"
     processes = descendants(writer.pid)
     semaphores = set(re.findall(r"/dev/shm/sem\S+", Path(f"/proc/{writer.pid}/maps").read_text()))
-    assert len(processes) >= 4 and semaphores and list(tmp_path.glob("out.tmp-*"))
+    assert len(processes) >= 4 and list(tmp_path.glob("out.tmp-*"))
     writer.send_signal(number)
     assert writer.wait(30) == (143 if number == signal.SIGTERM else -number)
     writer.stdout.close()

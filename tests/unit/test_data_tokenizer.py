@@ -128,3 +128,27 @@ def test_a_tokenizer_with_a_huge_id_is_refused(tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
     with pytest.raises(DataError, match="a token with id 4,294,967,295; ids above 16,777,215 are refused"):
         build_tokenizer(TokenizerConfig(path=str(tmp_path)))
+
+
+@pytest.mark.parametrize(("template", "adds_bos"), [("<s> $A </s>", True), ("$A <s>", False), ("", False)])
+def test_bos_is_found_where_the_tokenizer_knows_no_such_text_or_makes_no_token_of_it(tmp_path, template, adds_bos):
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+
+    words = {"<s>": 0, "</s>": 1, "alpha": 2, "beta": 3}
+    for number, normalizer in enumerate((None, normalizers.Replace("a", ""))):
+        tok = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+        tok.add_special_tokens(["<s>", "</s>"])
+        tok.pre_tokenizer = pre_tokenizers.Whitespace()
+        if normalizer:
+            tok.normalizer = normalizer
+        if template:
+            special = [("<s>", 0), ("</s>", 1)]
+            tok.post_processor = processors.TemplateProcessing(single=template, special_tokens=special)
+        tok.save(str(tmp_path / f"{number}.json"))
+        built = build_tokenizer(TokenizerConfig(path=str(tmp_path / f"{number}.json")))
+        assert (built.bos_id, built.adds_bos) == (0, adds_bos)
+    built = build_tokenizer(TokenizerConfig(path=str(tmp_path / "0.json")))
+    assert built.encode("alpha beta").tolist() == [2, 3]
+    for encode in (built.encode, lambda text: built.encode_batch([text])):
+        with pytest.raises(DataError, match=r"cannot encode a text: .*UNK"):
+            encode("gamma")

@@ -6,10 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 
 from crius.config.data import DataConfig
 from crius.config.tokenizer import TokenizerConfig
+from crius.data import tokens
 from crius.data.boundary import boundary_of
+from crius.data.checked import BlockHasher
 from crius.data.documents import Piece
 from crius.data.permutation import mix, permute
 from crius.data.prepare import write_folder
@@ -162,15 +165,51 @@ def test_meta_of_another_version_or_shape_is_refused(folder):
         ("num_tokens", "7"): "'7' for num_tokens",
         ("num_tokens", 0): "no tokens",
         ("num_tokens", meta["num_tokens"] + 1): r"tokens.bin has [\d,]+ bytes, meta.json says",
-        ("dtype", "float32"): "dtype 'float32'",
+        ("dtype", "float32"): "'float32' for dtype",
         ("sha256", None): "None for sha256",
+        ("num_tokens", True): "True for num_tokens",
+        ("num_tokens", -1): "-1 for num_tokens",
+        ("vocab_size", 10**30): r"10{30} for vocab_size",
+        ("vocab_size", 0): "256 for eos_id",
+        ("eos_id", 257): "257 for eos_id",
+        ("block_bytes", 10**30): r"10{30} for block_bytes",
+        ("source", 10**200): r"10{99}\.\.\. for source",
     }.items():
         (folder / "meta.json").write_text(json.dumps(meta | dict([change])))
         with pytest.raises(DataError, match=want):
             TokenFile(folder)
-    (folder / "meta.json").write_text("[]")
-    with pytest.raises(DataError, match="format version None"):
-        TokenFile(folder)
+    for digest in ([], "", "g" * 64, None):
+        (folder / "meta.json").write_text(json.dumps(meta | {"block_bytes": 0, "sha256": {"tokens.bin": digest}}))
+        with pytest.raises(DataError, match=r"for the sha256 of 'tokens.bin'"):
+            TokenFile(folder)
+    for content, want in {
+        "[]": "not JSON: it is no object",
+        "[" * 100_000: "not JSON: it is nested too deeply",
+        '{"version": NaN}': "not JSON: NaN",
+        json.dumps({"version": "\x1b[2J" * 10**5}): r"format version '\\x1b.*\.\.\.",
+    }.items():
+        (folder / "meta.json").write_text(content)
+        with pytest.raises(DataError, match=want):
+            TokenFile(folder)
+
+
+@pytest.mark.parametrize("whole_bytes", [1 << 30, 0])  # below it all is looked at at once, above it what is read
+def test_documents_in_disorder_with_right_hashes_are_refused(folder, whole_bytes, monkeypatch):
+    monkeypatch.setattr(tokens, "WHOLE_BYTES", whole_bytes)
+    starts = np.fromfile(folder / "documents.bin", "<i8")
+    for changed in (starts[::-1], np.random.default_rng(0).permutation(starts)):
+        changed.tofile(folder / "documents.bin")
+        meta = json.loads((folder / "meta.json").read_text())
+        hashes = [BlockHasher(meta["block_bytes"]) for _ in range(3)]
+        for one, name in zip(hashes, ("tokens.bin", "documents.bin", "token_bytes.bin"), strict=True):
+            one.update((folder / name).read_bytes())
+        table = np.concatenate([one.hashes() for one in hashes]).tobytes()
+        (folder / "hashes.bin").write_bytes(table)
+        meta["hashes_xxh3"] = xxhash.xxh3_128_hexdigest(table)
+        (folder / "meta.json").write_text(json.dumps(meta))
+        with pytest.raises(DataError, match=r"documents.bin is not the places of documents one after the other"):
+            data = source(folder)
+            data.read(range(data.num_samples))
 
 
 def test_a_folder_that_is_none_is_refused(tmp_path):

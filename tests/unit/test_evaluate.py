@@ -36,7 +36,7 @@ def validation(last, num_batches, monkeypatch):
     tokens = torch.zeros(2, 4, dtype=torch.int64)
     batches = itertools.repeat(Batch(tokens, tokens, tokens, (0, 1)), num_batches)
     dims = ParallelDims.build(ParallelismConfig(), 1)
-    must_stop = lambda: agreement.is_asked_to_stop(request, 2)  # noqa: E731
+    must_stop = lambda: agreement.stop_number(request, 2) > 0  # noqa: E731
     record = evaluate([part], runner, batches, lambda b: b, torch.ones(1), Alone(0, 1, CPU), dims, 3, must_stop)
     assert part.training
     return record, runner.count
@@ -52,4 +52,4 @@ def test_a_validation_that_nobody_stops_is_whole(monkeypatch):
 
 
 def test_nobody_is_asked_where_no_signal_is_caught():
-    assert not agreement.is_asked_to_stop(None, 2)
+    assert agreement.stop_number(None, 2) == 0

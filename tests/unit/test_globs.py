@@ -39,6 +39,23 @@ def test_links_to_a_parent_end_and_each_file_counts_once(tree):
     assert len(files) == 3
 
 
+@pytest.mark.parametrize("pattern", ["**/**/*/**/*.txt", "*/**/*.txt", "**/*/**/*.txt", "**/sub/**/*.txt"])
+def test_links_to_a_parent_multiply_nothing_under_several_stars(tree, pattern):
+    (tree / "sub" / "up").symlink_to(tree)
+    (tree / "sub" / "deep" / "up2").symlink_to(tree / "sub")
+    found = names(tree, pattern)
+    assert sorted(os.path.realpath(tree / name) for name in found) == sorted(
+        str(tree / name) for name in ("a.txt", "sub/b.txt", "sub/deep/c.txt")
+    )
+    assert "sub/deep/c.txt" in found  # the shortest path
+
+
+def test_a_file_counts_under_each_name_that_someone_gave_it(tree):
+    (tree / "sub" / "hard.txt").hardlink_to(tree / "a.txt")
+    (tree / "soft.txt").symlink_to(tree / "a.txt")
+    assert names(tree, "**/*.txt") == ["a.txt", "soft.txt", "sub/b.txt", "sub/deep/c.txt", "sub/hard.txt"]
+
+
 def test_a_folder_elsewhere_is_found_through_its_link_once(tree, tmp_path):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "f.txt").write_text("x")

@@ -12,10 +12,11 @@ from crius.checkpoint.folder import CheckpointFolder
 from crius.checkpoint.load import find
 from crius.checkpoint.manifest import FileEntry
 from crius.checkpoint.names import step_name
-from crius.checkpoint.state import MAX_STATE_BYTES, encode_state, read_state
+from crius.checkpoint.state import MAX_READ, MAX_STATE_BYTES, encode_state, read_state
 from crius.checkpoint.verify import read_manifest
 from crius.cli import main
 from crius.config.changes import changes
+from crius.data.stream import StreamSource
 from crius.errors import CheckpointError
 from crius.redact import printable
 from crius.train.logs import _Formatter
@@ -34,15 +35,25 @@ GOOD = {
 }
 PLACES = {
     "train.step": ("absent", None, True, -1, 0, 19, 21, 10**12, 1e3, "20", [20], {}),
-    "train.tokens": (None, False, -1, 10**30, 1.5, "\x1b[2J"),
+    "train.tokens": (None, False, -1, 10**30, 10**18, 1.5, "\x1b[2J"),
     "train.updates": (21, "19", -1),
     "train.skipped_steps": (21, None),
     "train": ("absent", None, [], 7, "x"),
     "data": (None, [], 0, {}),
-    "data.next_sample": ("absent", -1, 10**19, True, 1.0),
+    "data.step": ("absent", 3, STEP - 1, STEP + 1, None, 20.0),
+    "data.next_sample": ("absent", -1, 10**19, 10**18, True, 1.0),
     "data.source": ("absent", None, 7, "a\x1b[2Jb", "a\nb", "x" * 2000),
     "data.cursors": ("absent", [], None, {"x": [0, 0, 0]}, {"-1": [0, 0, 0]}, {"0": [0, 0]}, {"0": "abc"}),
-    "data.cursors.0": ([0, 0, -1], [0, 0, None], [0, 0, True], [0.0, 0, 0], {"a": 1}, 5, [10**30, 0, 0]),
+    "data.cursors.0": (
+        [0, 0, -1],
+        [0, 0, None],
+        [0, 0, True],
+        [0.0, 0, 0],
+        {"a": 1},
+        5,
+        [10**30, 0, 0],
+        [0, 10**18, 0],
+    ),
     "stability": (None, [], {}, 1),
     "stability.skips_in_a_row": ("absent", "1", -1, None),
     "stability.window": ("absent", None, [], {"loss": [1.0], "grad_norm": []}),
@@ -83,14 +94,14 @@ HOSTILE = {
 HOSTILE |= BYTES
 
 
-def put(folder, data):
-    """Give the checkpoint of ``STEP`` another state, with a manifest that agrees."""
+def put(folder, data, **config):
+    """Give the checkpoint of ``STEP`` another state, and settings, with a manifest that agrees."""
     name = step_name(STEP)
     manifest = read_manifest(folder.disk, name)
     place = folder.disk._root / name
     (place / "state.json").write_bytes(data)
     files = {**manifest.files, "state.json": FileEntry(len(data), digest_of(data))}
-    (place / "manifest.json").write_bytes(dataclasses.replace(manifest, files=files, digest="").encode())
+    (place / "manifest.json").write_bytes(dataclasses.replace(manifest, files=files, config=config, digest="").encode())
 
 
 @pytest.fixture(scope="module")
@@ -110,11 +121,42 @@ def test_a_hostile_state_is_refused_and_the_checkpoint_before_it_is_taken(data, 
     assert found_in(folder).manifest.step == 10
 
 
+@pytest.mark.parametrize(
+    ("source", "shards", "step"),
+    [("text", ["0"], 10), ("huggingface", [], 10), ("huggingface", ["0"], 10), ("huggingface", ["0", "2"], 10)]
+    + [("huggingface", ["0", "00"], 10), ("huggingface", ["1", "0"], STEP), ("text", [], STEP)],
+)
+def test_cursors_of_other_shards_than_the_settings_ask_for_are_damage(folder, source, shards, step):
+    state = GOOD | {"data": GOOD["data"] | {"cursors": dict.fromkeys(shards, [0, 3, 17])}}
+    put(folder, encode_state(state, STEP), **{"data.source": source, "data.virtual_shards": 2})
+    assert found_in(folder).manifest.step == step
+
+
+def test_what_a_run_counts_on_from_a_state_that_was_read_can_be_saved():
+    put_off = {"next_sample": MAX_READ + 10**12, "step": STEP}
+    state = GOOD | {"train": GOOD["train"] | {"tokens": MAX_READ + 10**15}, "data": GOOD["data"] | put_off}
+    assert encode_state(state, STEP)
+
+
 def test_a_state_that_a_run_writes_is_taken_whole(folder):
     put(folder, encode_state(GOOD, STEP))
     assert found_in(folder).state == GOOD
     put(folder, encode_state({"train": {"step": STEP}, "of a newer Crius": [1]}, STEP))
     assert found_in(folder).manifest.step == STEP
+
+
+@pytest.mark.parametrize("name", ["d\u3000x/jl", "a\xa0b", "a\nb", "\x1b[2J", "\ud800", "x" * 2000])
+def test_data_of_any_name_can_be_saved_and_resumed(folder, name):
+    source, other = (
+        StreamSource(lambda shard: pytest.fail("read"), num_shards=1, seq_len=4, identity=text)
+        for text in (f"{name} as 1", f"{name} as 2")
+    )
+    state = GOOD | {"data": GOOD["data"] | {"source": source.identity}}
+    put(folder, encode_state(state, STEP))
+    manifest = dataclasses.replace(read_manifest(folder.disk, step_name(STEP)), dataset=source.identity, digest="")
+    (folder.disk._root / step_name(STEP) / "manifest.json").write_bytes(manifest.encode())
+    found = found_in(folder)
+    assert found.state == state and found.manifest.dataset == source.identity != other.identity
 
 
 def test_no_state_is_saved_that_a_resume_would_refuse():
@@ -138,6 +180,8 @@ def test_a_window_of_other_values_starts_anew():
 def test_text_of_a_stranger_acts_on_no_terminal(tmp_path, capsys):
     evil = "a\x1b[2J\x9b\u202e\r"
     assert printable(f"{evil}\n\té") == "a\\x1b[2J\\x9b\\u202e\\r\n\té"
+    assert printable("\u2028\u2029\ud800") == "\\u2028\\u2029\\ud800"
+    assert printable("a\u3000b\xa0c\x1b") == "a\u3000b\xa0c\\x1b"  # in a path, and in a command to paste
     line = logging.LogRecord("crius", logging.INFO, "", 0, "settings of %s", (evil,), None)
     assert "\x1b" not in _Formatter("%(message)s").format(line)
     change = str(changes({f"{evil}\nresume: all is well": f"{evil}\nstep 9"}, {})[-1])

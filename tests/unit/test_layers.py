@@ -12,7 +12,9 @@ ROOT = Path(__file__).parent.parent.parent
 
 LAYER = {
     **{"config": 0, "models": 1, "kernels": 1, "__main__": 5, "cli": 4, "help": 0},
-    **dict.fromkeys(("host_cpu", "host_memory", "install", "redact", "run_file", "shards", "silence", "table"), -1),
+    **dict.fromkeys(
+        ("host_cpu", "host_memory", "install", "redact", "run_file", "shards", "silence", "strict_json", "table"), -1
+    ),
     **dict.fromkeys(("parallel", "quantize", "data", "optim", "checkpoint", "metrics"), 2),
     **dict.fromkeys(("train", "planner", "dry_run", "verify", "report", "launch", "bench"), 3),
 }
@@ -50,10 +52,11 @@ TORCH_FREE = (
     *(f"checkpoint/{name}.py" for name in ("digest", "disk", "folder", "local_disk", "manifest", "names")),
     *(f"checkpoint/{name}.py" for name in ("remote_disk", "shard_file", "small_file", "state", "verify")),
     *(f"checkpoint/{name}.py" for name in ("convert", "dcp", "foreign", "foreign_names", "safetensors_file")),
-    *(f"checkpoint/{name}.py" for name in ("strict_json", "tiles", "torch_file", "unpickle")),
+    *(f"checkpoint/{name}.py" for name in ("tiles", "torch_file", "unpickle")),
     *(f"bench/{name}.py" for name in ("contestant", "receipt", "samples", "train", "turns")),
     "run_file.py",
     "redact.py",
+    "strict_json.py",
     "table.py",
     *("models/registry.py", "models/spec.py", "models/*/__init__.py", "launch/*.py", "data/*.py", "train/inputs.py"),
     "train/saving.py",

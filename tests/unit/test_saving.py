@@ -1,5 +1,6 @@
 """What a run will save is known before step 1, and what it prints at its end can be pasted into a shell."""
 
+import contextlib
 import dataclasses
 import shlex
 import shutil
@@ -15,10 +16,11 @@ from crius.checkpoint.names import step_name
 from crius.cli import next_steps
 from crius.cli.app import _base_name
 from crius.config.run import RunConfig
+from crius.errors import CheckpointError, EnvironmentError
 from crius.launch.environment import Placement
 from crius.train import agreement, summary
 from crius.train.agreement import NOTHING, Agreement, Decision
-from crius.train.saving import save_plan, size
+from crius.train.saving import check_space, save_plan, size
 from crius.train.summary import is_complete
 
 MIB = 2**20
@@ -82,6 +84,16 @@ def test_a_run_that_is_too_large_for_the_disk_ends_before_step_1(tmp_path, monke
     assert err.startswith("EnvironmentError: a checkpoint of this run takes about 6.0 MiB, ")
     assert "has 1.0 MiB free" in err and "or --checkpoint.no_enable to save nothing" in err
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_run_that_is_done_and_saved_needs_no_room(tmp_path, monkeypatch):
+    (tmp_path / "checkpoints" / step_name(8)).mkdir(parents=True)
+    (tmp_path / "checkpoints" / step_name(8) / "manifest.json").touch()
+    for flags, is_refused in (("8", False), ("9", True), ("8 --checkpoint.load_step 4", True)):
+        given = ["--training.steps", *flags.split()]
+        assert ("too little" in planned(tmp_path, monkeypatch, *given, free=MIB).line()) == is_refused
+        with pytest.raises(EnvironmentError) if is_refused else contextlib.nullcontext():
+            check_space(parse(["--model.num_layers", "2", "--checkpoint.keep_last=3", *given]), tmp_path)
 
 
 def test_sizes_are_in_units_that_can_be_read():
@@ -160,6 +172,49 @@ def test_under_a_launcher_the_command_is_the_launchers(local, want, monkeypatch)
     started(monkeypatch, "/my/crius/__main__.py", "train")
     line = next_steps.continued(RunConfig(), "runs/x", Placement(0, 0, 2, local, "torchrun"))
     assert line.startswith(want) and line.endswith("--job.run_dir runs/x")
+
+
+@pytest.mark.parametrize(
+    ("more", "is_offered"),
+    [
+        ([], True),
+        (["--checkpoint.folder", "deep/saves"], True),
+        (["--checkpoint.folder", "/tmp/saves"], False),  # the same one in any run folder, so that it would be resumed
+        (["--checkpoint.folder", "../saves"], False),
+        (["--checkpoint.folder", "s3://bucket/saves"], False),
+        (["--checkpoint.folder", "/tmp/saves", "--checkpoint.no_enable"], True),
+    ],
+)
+def test_the_same_curve_on_more_workers_is_offered_where_it_starts_anew(more, is_offered, monkeypatch, tmp_path):
+    _, bound, _ = cli.app.parse_args(["config", "show", *more], exit_on_error=False)
+    config = bound.arguments.get("run", RunConfig())
+    monkeypatch.setattr(next_steps, "_workers", lambda facts, run: (4, ["--layout", "fsdp4"]))
+    started(monkeypatch, "/usr/bin/crius", "train", *more)
+    rows = dict(next_steps._next_commands(None, config, tmp_path))
+    assert any("the same curve" in what for what in rows) == is_offered and len(rows) >= 2
+
+
+def test_the_last_lines_name_what_is_there_and_never_end_a_good_run_as_failed(monkeypatch, tmp_path, capsys):
+    started(monkeypatch, "/usr/bin/crius", "train")
+    run = RunConfig(model=dataclasses.replace(RunConfig().model, flavor="8b"))
+    place = f"{tmp_path}/checkpoints"
+
+    def said():
+        next_steps.say_next(None, run, tmp_path, None, 0)
+        return capsys.readouterr().out.splitlines()
+
+    assert said() == [f"run folder: {tmp_path}", "saved: nothing"]
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "checkpoints" / step_name(8)).mkdir(parents=True)
+    (tmp_path / "checkpoints" / step_name(8) / "manifest.json").touch()
+    assert said() == [f"run folder: {tmp_path} (metrics.jsonl, logs/)", f"saved: step 8 in {place}/{step_name(8)}"]
+
+    def gone(self):
+        raise CheckpointError("the store does not answer.")
+
+    monkeypatch.setattr(LocalDisk, "committed", gone)
+    assert said()[1] == f"saved: in {place}, which cannot be listed now: the store does not answer."
 
 
 @pytest.mark.parametrize(

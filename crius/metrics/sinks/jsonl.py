@@ -11,8 +11,6 @@ from crius.run_file import RunFile
 
 log = logging.getLogger("crius.metrics")
 
-log = logging.getLogger("crius.metrics")
-
 
 class JsonlSink:
     """Writes ``metrics.jsonl`` of a run folder; that of another run is kept as ``metrics.N.jsonl``.
