@@ -136,6 +136,14 @@ def tensor_parallel_divides(facts: Facts) -> Violations:
     degree, model = facts.config.parallelism.tensor_parallel_degree, facts.model
     if degree <= 1 or model is None:
         return
+    if not model.plan.tensor_parallel:
+        yield LayoutError(
+            f"the sharding plan of {facts.model_name} has no tensor-parallel rows.",
+            where=facts.flag(name),
+            why="they say how each module is split",
+            fix=f"--{name} 1, or add rows to the plan: docs/adding_a_model.md",
+        )
+        return
     queries, pairs = (getattr(model, field) for field in facts.heads)
     if min(queries, pairs) < 1:
         return  # known_model reports it

@@ -34,6 +34,7 @@ COMMANDS = [
     for document in DOCUMENTS
     for match in BLOCK.finditer(document.read_text())
 ]
+FILE = re.compile(r"<!-- file: (?P<name>[^\n]*?) -->\n```python\n(?P<text>.*?)```", re.DOTALL)
 RUNNABLE = [command for command in COMMANDS if command.mark.startswith("run")]
 
 
@@ -53,6 +54,8 @@ def workplace(tmp_path_factory):
         script.chmod(0o755)
     for name in ("Makefile", "pyproject.toml", "train.py"):
         shutil.copy(ROOT / name, folder)
+    for match in (match for document in DOCUMENTS for match in FILE.finditer(document.read_text())):
+        (folder / match["name"]).write_text(match["text"])
     path = os.pathsep.join([str(tools), str(Path(sys.executable).parent), os.environ["PATH"]])
     environ = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     return folder, environ

@@ -6,7 +6,7 @@ J5 experts rehearsed on a laptop, J6 my own model outside the repository, J7 som
 
 from dataclasses import dataclass
 
-BUILT = {"engine", "nothing lost"}
+BUILT = {"engine", "nothing lost", "one description"}
 """What Crius can do so far. A row that needs more is skipped until its part is built, and added here with it."""
 
 
@@ -71,6 +71,7 @@ J2 = [
         "crius train --data.source tokens --data.path mydata --model.dim 384 --model.num_layers 8 --model.num_heads 6"
         " --steps 4",
         needs="one description",
+        says=(r"rows for [\d,]+ token ids", "step 4/4"),
     ),
     Row(
         f"{{train}} {SHORT} --training.steps 500 --job.run_dir runs/mine & pid=$!;"
@@ -116,6 +117,31 @@ J4 = [
         code=1,
         says=("--activation_checkpoint.mode",),
     ),
+]
+
+# mymodel.py is the one that docs/adding_a_model.md shows
+J6 = [
+    Row(
+        f"crius train --import mymodel --model.name mymodel {SHORT} --training.steps 2",
+        needs="one description",
+        says=("model: mymodel/", "step 2/2"),
+    ),
+    Row(
+        "crius verify parity --import mymodel --model.name mymodel --layouts fsdp2",
+        needs="one description",
+        says=("2 ok",),
+    ),
+    Row(
+        "crius plan --import mymodel --model mymodel --flavor small --gpus 2 --gpu cpu",
+        needs="one description",
+        says=("mymodel/small", "tokens/s"),
+    ),
+    Row(
+        "crius train --import mymodel --model.name mymodel --dry_run --nproc 2",
+        needs="one description",
+        says=("optimizer",),
+    ),
+    Row("crius import hf-folder mine --import mymodel", needs="from weights to weights"),
 ]
 
 BEFORE_J7 = (

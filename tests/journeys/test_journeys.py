@@ -12,7 +12,7 @@ from harness import ROOT, TEXT
 
 from journeys import rows
 
-JOURNEYS = {name: getattr(rows, name) for name in ("J1", "J2", "J4", "J7")}
+JOURNEYS = {name: getattr(rows, name) for name in ("J1", "J2", "J4", "J6", "J7")}
 STEPS = [(journey, number) for journey, steps in JOURNEYS.items() for number in range(len(steps))]
 
 
@@ -69,6 +69,9 @@ def desks(tmp_path_factory):
             folder = tmp_path_factory.mktemp(journey)
             if journey == "J2":
                 books_and_tokenizer(folder)
+            if journey == "J6":
+                shown = (ROOT / "docs" / "adding_a_model.md").read_text()
+                (folder / "mymodel.py").write_text(shown.split("```python\n")[1].split("```")[0])
             made[journey] = Desk(folder, getattr(rows, f"BEFORE_{journey}", ""))
         return made[journey]
 

@@ -12,18 +12,42 @@ from torch.utils.flop_counter import FlopCounterMode
 from crius.config.parallelism import ParallelismConfig
 from crius.errors import PlanError
 from crius.models import registry
-from crius.models.decoder import check_decoder
+from crius.models.config import resized
+from crius.models.decoder import Block, check_decoder
 from crius.models.init import init_rules
 from crius.models.layers.attention import DocumentMask
+from crius.models.layers.linear import Linear
 from crius.models.plan import match
 from crius.parallel.fsdp import plan_units
 from crius.parallel.init import init_parameters
+from crius.planner.shapes import NOT_TRAINABLE_YET
 
 SPEC = registry.SPECS["llama3"]
 DEBUG, SMALL = llama(), llama(num_layers=2)
 
-# parameters of the published safetensors: meta-llama/Llama-3.1-8B, -70B, -405B and Llama-3.2-1B
-PUBLISHED = {"1b": 1_235_814_400, "8b": 8_030_261_248, "70b": 70_553_706_496, "405b": 405_853_388_800}
+FLAVORS = [(name, flavor) for name, spec in registry.SPECS.items() for flavor in spec.flavors]
+# parameters of the published safetensors: meta-llama/Llama-3.1-8B, -70B, -405B and Llama-3.2-1B, Qwen/Qwen3-*
+PUBLISHED = {
+    ("llama3", "1b"): 1_235_814_400,
+    ("llama3", "8b"): 8_030_261_248,
+    ("llama3", "70b"): 70_553_706_496,
+    ("llama3", "405b"): 405_853_388_800,
+    ("qwen3", "0.6b"): 596_049_920,
+    ("qwen3", "1.7b"): 1_720_574_976,
+    ("qwen3", "4b"): 4_022_468_096,
+    ("qwen3", "8b"): 8_190_735_360,
+    ("qwen3", "14b"): 14_768_307_200,
+    ("qwen3", "32b"): 32_762_123_264,
+}
+# of models that are planned only: all, and those that compute one token (transformers' classes on the meta device)
+PLANNED = {
+    "deepseek-v3-671b": (671_026_404_352, 37_552_282_624),
+    "deepseek-v2-lite-16b": (15_706_484_224, 2_661_150_208),
+    "qwen3-30b-a3b": (30_532_122_624, 3_353_032_704),
+    "qwen3-235b-a22b": (235_093_634_560, 22_190_763_520),
+    "mixtral-8x7b": (46_702_792_704, 12_879_925_248),
+    "gpt-oss-120b": (116_829_156_672, 5_711_982_912),
+}
 
 
 def meta_model(facts):
@@ -42,11 +66,17 @@ def random_tokens(length, seed):
     return torch.randint(DEBUG.vocab_size, (2, length), generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("flavor", PUBLISHED)
-def test_flavor_has_the_published_number_of_parameters(flavor):
-    facts = llama(flavor)
-    assert facts.num_parameters == PUBLISHED[flavor]
-    assert sum(parameter.numel() for parameter in meta_model(facts).parameters()) == PUBLISHED[flavor]
+@pytest.mark.parametrize(("name", "flavor"), PUBLISHED)
+def test_flavor_has_the_published_number_of_parameters(name, flavor):
+    facts = registry.SPECS[name].describe(flavor)
+    assert facts.num_parameters == facts.num_active_parameters == PUBLISHED[name, flavor]
+    assert sum(parameter.numel() for parameter in meta_model(facts).parameters()) == PUBLISHED[name, flavor]
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_models_that_are_planned_only_have_the_published_numbers_of_parameters(name):
+    facts = NOT_TRAINABLE_YET[name]
+    assert (facts.num_parameters, facts.num_active_parameters) == PLANNED[name]
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -56,9 +86,10 @@ def test_facts_count_what_the_debug_model_has(tied):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("flavor", SPEC.flavors)
-def test_facts_list_the_linear_layers_and_parameters_of_the_model_in_its_order(flavor, tied):
-    facts = llama(flavor, tied_embeddings=tied, num_layers=2)
+@pytest.mark.parametrize(("name", "flavor"), FLAVORS)
+def test_a_description_is_what_is_built(name, flavor, tied):
+    """Linear layers, parameters and their order, and the contract of ``Decoder``."""
+    facts = registry.SPECS[name].describe(flavor, tied_embeddings=tied, num_layers=2)
     model = meta_model(facts)
     linears = [(name, tuple(m.weight.shape)) for name, m in model.named_modules() if isinstance(m, nn.Linear)]
     assert list(facts.linears.items()) == linears
@@ -222,3 +253,61 @@ def test_a_fresh_model_scores_like_a_uniform_guess():
     loss = nn.functional.cross_entropy(logits.flatten(0, 1), random_tokens(64, 1).flatten()).item()
     # 128 tokens with a standard deviation of 1 each: 0.09 standard error
     assert loss == pytest.approx(torch.tensor(DEBUG.vocab_size).log().item() + 0.5, abs=0.4)
+
+
+class Strange(Block):
+    """A block that breaks the contract in each way there is."""
+
+    def __init__(self, config, index):
+        super().__init__(config, index)
+        self.feed_forward.w1 = nn.Linear(config.dim, config.ffn_dim)
+        self.feed_forward.dropout = nn.Dropout(0.1)
+        self.gain = nn.Parameter(torch.ones(3))
+        self.register_buffer("seen", torch.zeros(2))
+        self.attention.wo = Linear(config.num_heads * config.head_dim, config.dim + 1, bias=False)
+        del self.ffn_norm
+
+
+def test_a_block_that_breaks_the_contract_is_told_all_of_it_at_once():
+    facts = replace(llama(num_layers=1), block=Strange)
+    with pytest.raises(PlanError) as caught:
+        check_decoder(meta_model(facts), facts)
+    for said in (
+        "parameter layers.0.gain (3,) is not in the description",
+        "the described weight layers.0.ffn_norm.weight (128,) is not in the model",
+        "parameter layers.0.attention.wo.weight is (129, 128), described as (128, 128)",
+        "layers.0.feed_forward.w1 is a Linear, not crius.models.layers.linear.Linear",
+        "layers.0.feed_forward.w1 has a bias",
+        "layers.0.feed_forward.dropout is a dropout",
+        "layers.0.seen is a buffer",
+        "row 'layers.*.ffn_norm' matches no module",
+    ):
+        assert said in caught.value.what, said
+    assert "docs/adding_a_model.md" in caught.value.fix
+
+
+def test_weights_in_another_order_are_no_description():
+    facts = llama(num_layers=1)
+    [(count, layer)] = facts.layers
+    swapped = replace(facts, layers=((count, replace(layer, weights=layer.weights[::-1])),))
+    with pytest.raises(PlanError, match=r"layers\.0\.attention_norm\.weight stands elsewhere in the description"):
+        check_decoder(meta_model(facts), swapped)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "follow"),
+    [
+        ({"dim": 384, "num_heads": 6}, {"head_dim": 64, "num_kv_heads": 3, "ffn_dim": 1152}),
+        ({"num_heads": 7, "dim": 126}, {"head_dim": 18, "num_kv_heads": 7, "ffn_dim": 384}),
+        ({"dim": 100, "ffn_dim": 50}, {"head_dim": 12, "num_kv_heads": 4, "ffn_dim": 50}),
+        ({"head_dim": 24}, {"head_dim": 24, "num_kv_heads": 4, "ffn_dim": 384}),
+    ],
+)
+def test_sizes_that_hang_on_a_given_one_follow_it(sizes, follow):
+    config = resized(DEBUG.config, **sizes)
+    assert {name: getattr(config, name) for name in follow} == follow
+
+
+def test_a_head_that_was_never_dim_by_heads_stays():
+    config = resized(registry.SPECS["qwen3"].flavors["8b"], dim=2048, num_heads=16)
+    assert (config.head_dim, config.num_kv_heads, config.ffn_dim) == (128, 4, 6144)

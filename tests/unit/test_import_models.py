@@ -1,0 +1,60 @@
+"""Models outside of the repository: named by a command line or its environment, and never by a configuration."""
+
+import pytest
+from harness import crius
+
+MODULE = """
+from dataclasses import replace
+from crius.models.registry import SPECS
+LLAMA3 = SPECS["llama3"]
+SPEC = replace(LLAMA3, name="{name}", flavors={{"tiny": replace(LLAMA3.flavors["debug"], num_layers=2)}})
+"""
+SHORT = ["--training.seq_len", "16", "--steps", "1", "--validation.interval", "0"]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "ours.py").write_text(MODULE.format(name="ours"))
+    (tmp_path / "taken.py").write_text(MODULE.format(name="llama3"))
+    (tmp_path / "empty.py").write_text("SPEC = 3\n")
+    (tmp_path / "broken.py").write_text("import os\n1 / 0\n")
+    return tmp_path
+
+
+def test_a_named_module_is_trained_recorded_and_named_again(folder):
+    done = crius("train", "--import", "ours", "--model.name", "ours", *SHORT, "--job.run_dir", "r", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "model: ours/tiny" in done.stdout + done.stderr
+    settings = (folder / "r" / "run.toml").read_text()
+    assert settings.startswith("# --import ours\n")
+    again = crius(
+        "train", "--config", "r/run.toml", "--steps", "2", "--job.run_dir", "r", cwd=folder, CRIUS_IMPORT="ours"
+    )
+    assert again.returncode == 0, again.stderr
+    unknown = crius("train", "--config", "r/run.toml", cwd=folder)
+    assert unknown.returncode == 2 and "no model is called ours" in unknown.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--import", "nowhere"], "module nowhere cannot be imported: ModuleNotFoundError"),
+        (["--import", "broken"], "broken.py, line 2"),
+        (["--import=empty"], "module empty has no model: SPEC is int"),
+        (["--import", "taken"], "module taken calls its model llama3, which is one of Crius"),
+        (["--import", "ours", "--import"], "--import names no module"),
+        (["--import", "--steps"], "--import names no module"),
+    ],
+)
+def test_what_is_wrong_with_a_module_is_one_error(folder, flags, said):
+    done = crius("config", "show", *flags, cwd=folder)
+    assert done.returncode == 2
+    assert said in done.stderr and "  fix    " in done.stderr
+
+
+def test_a_configuration_cannot_name_a_module(folder):
+    (folder / "a.toml").write_text("import = 'ours'\n")
+    done = crius("train", "--config", "a.toml", cwd=folder)
+    assert done.returncode == 2
+    assert "a configuration runs no code" in done.stderr
+    assert not (folder / "runs").exists()
