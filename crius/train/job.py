@@ -202,6 +202,7 @@ def assemble(
     gradients = build_gradients(config, facts, parameters, mesh, ranks)
     if mesh.pp is None:  # a bad gradient of a later stage would be seen on the rank of the first one
         gradients.watch(built.parts[0])
+    copies = build_copies(facts, parameters, mesh, ranks)
     peak = config.metrics.peak_tflops or peak_tflops(ranks.device)
     return Loop(
         config=config,
@@ -212,16 +213,7 @@ def assemble(
         runner=runner,
         sdc=build_sdc(config, facts, built, runner, parameters, mesh, ranks, sizes.accumulation),
         gradients=gradients,
-        guard=UpdateGuard(
-            config.stability,
-            state,
-            parameters,
-            gradients,
-            built.names,
-            ranks,
-            run_dir,
-            build_copies(facts, parameters, mesh, ranks),
-        ),
+        guard=UpdateGuard(config.stability, state, parameters, gradients, built.names, ranks, run_dir, copies),
         validation=_validation(config, corpus, sizes, mesh),
         world=ranks,
         meter=Meter(facts.flops_per_token((training.seq_len + 1) / 2), peak, ranks),

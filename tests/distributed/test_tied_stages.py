@@ -1,4 +1,4 @@
-"""A tied weight under a pipeline: two copies that stay equal to the last bit, and a save that looks whether they are."""
+"""A tied weight under a pipeline: two copies, equal to the last bit, and a save that looks whether they are."""
 
 import functools
 import time
