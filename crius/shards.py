@@ -52,8 +52,15 @@ def num_shards(tensor: Tensor, axis: str | None = None) -> int:
 
 
 def named_parameters(parts: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter]]:
-    """The parameters of the stages that this rank holds, by their names in the whole model."""
-    return [(name, parameter) for part in parts for name, parameter in part.named_parameters()]
+    """The parameters of the stages that this rank holds, by their names in the whole model.
+
+    A stage that has the copy of a tied weight has it under the weight's one name; a rank with both has that name twice.
+    """
+    return [
+        (getattr(part, "ties", {}).get(name, name), parameter)
+        for part in parts
+        for name, parameter in part.named_parameters()
+    ]
 
 
 def local_shard(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:

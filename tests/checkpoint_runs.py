@@ -9,14 +9,15 @@ from crius.checkpoint.verify import read_manifest
 
 BATCH = 12
 SHORT = [
-    *("--training.seq_len", "32", "--training.global_batch_size", str(BATCH), "--model.num_layers", "2"),
+    *("--training.seq_len", "32", "--training.global_batch_size", str(BATCH)),
     *("--data.source", "text", "--data.path", SMALL[SMALL.index("--data.path") + 1], "--validation.interval", "0"),
     *("--checkpoint.mode", "sync"),
 ]
 
 
-def flags(layout, *more, steps=3):
-    return [*SHORT, *layout_flags(layout, BATCH), "--training.steps", str(steps), *more]
+def flags(layout, *more, steps=3, layers=2):
+    sizes = ("--training.steps", str(steps), "--model.num_layers", str(layers))
+    return [*SHORT, *layout_flags(layout, BATCH), *sizes, *more]
 
 
 def contents(run_dir, step):

@@ -8,13 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from harness import TIED
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import SequenceParallel
 from torch.nn import functional as F
 
 from crius.data.batch import Batch
 from crius.data.loader import BatchLoader
-from crius.parallel import context, gradients, init, pipeline, tensor
+from crius.parallel import context, gradients, init, pipeline, tensor, ties
 from crius.parallel.fsdp import GradientSync
 from crius.parallel.gradients import Gradients
 from crius.train import build, job
@@ -272,6 +273,21 @@ def draw_other_bits_on_one_rank(patch):
     patch.setattr(init, "draw_rows", draw_rows)
 
 
+def average_the_copies_of_a_tied_weight(patch):
+    original = ties.TiedStages.sum_gradients
+
+    def sum_gradients(self):
+        original(self)
+        for parameter in sum(self._pairs, []):
+            parameter.grad *= 0.5
+
+    patch.setattr(ties.TiedStages, "sum_gradients", sum_gradients)
+
+
+def count_both_copies_of_a_tied_weight(patch):
+    patch.setattr(build, "copied_names", lambda facts, dims: [])
+
+
 BFLOAT16 = ("--training.mixed_precision_param", "bfloat16")
 ONE_KEY_VALUE_HEAD = ("--model.num_kv_heads", "1")
 
@@ -301,6 +317,8 @@ MUTATIONS = [
     (bypass_a_stage, "pp2+interleave_1f1b", ("--model.num_layers", "4")),
     (forget_a_stage_in_the_norm, "pp2", ()),
     (clip_by_the_norm_of_one_stage, "pp2", ()),
+    (average_the_copies_of_a_tied_weight, "pp2", TIED),
+    (count_both_copies_of_a_tied_weight, "pp2", TIED),
 ]
 NAMES = ["-".join((mutate.__qualname__.split(".")[0], layout, *flags[1:])) for mutate, layout, flags in MUTATIONS]
 

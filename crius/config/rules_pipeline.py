@@ -143,22 +143,6 @@ def microbatches_suit(facts: Facts) -> Violations:
     )
 
 
-def pipeline_has_no_tied_embeddings(facts: Facts) -> Violations:
-    """The embedding and the output layer of a pipeline are two modules with a weight each."""
-    model, name = facts.model, f"{PREFIX}degree"
-    if model is None or facts.config.parallelism.pipeline_parallel_degree <= 1 or not model.tied_embeddings:
-        return
-    spec = facts.specs[facts.config.model.name]
-    others = [flavor for flavor, sizes in spec.flavors.items() if not sizes.tied_embeddings]
-    untied = f", or a flavor with an output layer of its own: --model.flavor {others[0]}" if others else ""
-    yield LayoutError(
-        f"{facts.model_name} ties its output layer to the embedding, which a pipeline takes apart.",
-        where=facts.flag(name),
-        why="the first and the last stage are gathered and reduced apart, so one weight cannot be in both",
-        fix=f"--{name} 1, and more data-parallel shards instead{untied}",
-    )
-
-
 def split_backward_goes_with(facts: Facts) -> Violations:
     """A schedule that runs the backward in two parts needs the graph of eager blocks with their weights at hand."""
     config = facts.config
@@ -203,6 +187,5 @@ PIPELINE_RULES: tuple[Rule, ...] = (
     stages_per_rank_suit,
     modules_split,
     microbatches_suit,
-    pipeline_has_no_tied_embeddings,
     split_backward_goes_with,
 )

@@ -26,7 +26,7 @@ from crius.parallel.mesh import Mesh
 from crius.parallel.runtime import World
 from crius.parallel.ties import allocate
 from crius.shards import local_tensor, named_parameters
-from crius.train.build import build_gradients, build_part, run_optimizer
+from crius.train.build import build_gradients, build_part, copied_names, run_optimizer
 from crius.train.precision import LowPrecision, keep_scales
 from crius.train.step import Accumulation, Runner, train_step
 
@@ -79,6 +79,10 @@ class _Bench:
         """All that was recorded."""
         found: Values = Counter()
         found["parameters",] = sum(local_tensor(p).numel() for _, p in self.parameters)
+        copied = copied_names(self.job.facts, self.job.mesh.dims)
+        found["copied",] = sum(
+            local_tensor(p).numel() * p.element_size() for name, p in self.parameters if name in copied
+        )
         starts, peaks = self.recorder.peaks()
         for name, group in (("start", starts), ("peak", peaks)):
             found.update({(name, *key, kind): size for key, sizes in group.items() for kind, size in sizes.items()})
@@ -110,7 +114,7 @@ def _bench(job: Job, names: Sequence[str], groups: dict[str, str], *, fake: bool
         recorder.collectives.clear()
         state = (item for held in optimizer.state.values() for item in held.values() if isinstance(item, Tensor))
         recorder.timeline.mark(map(local_tensor, state), "optimizer")
-        gradients = build_gradients(job.config, parameters, job.mesh, job.world)
+        gradients = build_gradients(job.config, job.facts, parameters, job.mesh, job.world)
         yield _Bench(job, model, recorder, parameters, gradients, optimizer)
 
 

@@ -27,7 +27,8 @@ Bytes = Counter[str]
 Values = dict[tuple[str, ...], int]
 """All numbers of a measurement by name, so that two of them can be subtracted.
 
-``parameters``; ``start, phase, microbatch, kind`` and ``peak, phase, microbatch, block, kind`` in bytes;
+``parameters``; ``copied``, tied weights that another stage has too, ``start, phase, microbatch, kind`` and
+``peak, phase, microbatch, block, kind`` in bytes;
 ``flops, phase, microbatch``; ``collective, phase, microbatch, kind, axis, count | bytes``."""
 
 

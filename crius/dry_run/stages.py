@@ -50,8 +50,10 @@ def pipeline(
     for index, (names, values) in enumerate(zip(split, found, strict=True)):
         others = [side for side in (index - 1, index + 1) if 0 <= side < total and rank_of[side] != rank_of[index]]
         received[index] = len(others) * count * hidden_bytes(job)
-        traffic = Counter({(way, "pp", "count"): len(others) * count for way in ("send", "recv") if others})
-        traffic.update({(way, "pp", "bytes"): received[index] for way in ("send", "recv") if others})
+        sent = {"count": len(others) * count, "bytes": received[index]}
+        if values["copied",] and rank_of[0] != rank_of[total - 1]:  # the gradient of a tied weight
+            sent = {"count": sent["count"] + 1, "bytes": sent["bytes"] + values["copied",]}
+        traffic = Counter({(way, "pp", what): n for way in ("send", "recv") for what, n in sent.items() if n})
         times = {"1": min(1, count - 1), "2": max(0, count - STAGE_MICROBATCHES + 1)}
         reports.append(stage_report(index, rank_of[index], names, values, traffic, times, timeline.in_flight[index]))
     batch = _BATCH_TENSORS * torch.int64.itemsize * count * job.sizes.local * job.num_tokens

@@ -67,6 +67,11 @@ class DecoderConfig:
         """Width of a head that the position turns."""
         return self.head_dim
 
+    @property
+    def ties(self) -> dict[str, str]:
+        """Parameters that are another one: the name each would have, and the name of that one."""
+        return {"output.weight": "tok_embeddings.weight"} if self.tied_embeddings else {}
+
     def layer(self) -> Layer:
         """What each layer has, where all are alike."""
         attention = gqa(self.dim, self.num_heads, self.num_kv_heads, self.head_dim)

@@ -12,6 +12,8 @@ What parallelism, checkpoints and the planner take for granted, and ``check_deco
 - Parameters are those of the description, by name, shape and order, and there is no buffer. Linear layers are
   ``crius.models.layers.linear.Linear``, without a bias; every parameter is in one FSDP unit and, where a plan has
   tensor-parallel rows, in one of those.
+- ``ties`` names the parameters that are another one. A stage that has only such a module has a copy of the weight, and
+  ``crius.parallel.ties`` keeps the two equal.
 - The loss is a sum over tokens: the step divides by their global number.
 
 B batch, T tokens, D model dim, H head dim, V vocabulary
@@ -73,6 +75,7 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.dim, eps=config.norm_eps)
         self.output = Output(config.dim, config.vocab_size, bias=False)
         self.loss = Loss()
+        self.ties = config.ties
         if config.tied_embeddings:
             self.output.weight = self.tok_embeddings.weight
         if config.attention_mask == "document":

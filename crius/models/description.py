@@ -144,7 +144,8 @@ class ModuleFacts:
 
     Attributes:
         name: as in the model.
-        parameters: its trained numbers; a tied weight counts in the first module that has it.
+        parameters: its trained numbers; a tied weight counts in the first module that has it, but in a pipeline in
+            both, for each has a copy.
         flops_per_token: of its forward and backward, recompute not counted.
     """
 
@@ -314,8 +315,14 @@ class ModelDescription:
         }
         return found | {"output": (self.vocab_size, self.dim)}  # type: ignore[return-value]
 
-    def modules(self, mean_visible_context: float) -> list[ModuleFacts]:
-        """The modules between which a pipeline can be cut, in forward order, with parameters and FLOPs."""
+    def modules(self, mean_visible_context: float, *, is_cut: bool = False) -> list[ModuleFacts]:
+        """The modules between which a pipeline can be cut, in forward order, with parameters and FLOPs.
+
+        Args:
+            mean_visible_context: tokens that a token attends to, on average.
+            is_cut: there is a pipeline.
+        """
+        is_shared = self.tied_embeddings and not is_cut
         vocabulary = self.vocab_size * self.dim
         layers = (layer for count, layer in self.layers for _ in range(count))
         return [
@@ -325,7 +332,7 @@ class ModelDescription:
                 for index, layer in enumerate(layers)
             ),
             ModuleFacts("norm", self.dim, 0),
-            ModuleFacts("output", 0 if self.tied_embeddings else vocabulary, 6 * vocabulary),
+            ModuleFacts("output", 0 if is_shared else vocabulary, 6 * vocabulary),
         ]
 
 

@@ -37,7 +37,7 @@ def build_optimizer(
         seed: of stochastic rounding.
     """
     groups = parameter_groups(parameters, plan, config)
-    named = {parameter: name for group in groups for name, parameter in group.members.items()}
+    named = {parameter: name for group in groups for parameter, name in group.members.items()}
     storage = Storage(named, config.state_dtype, config.stochastic_rounding, seed)
     by_muon = [group for group in groups if group.optimizer == "muon"]
     by_adamw = [group for group in groups if group.optimizer == "adamw"]
@@ -58,7 +58,7 @@ def build_optimizer(
 
 def _adamw(groups: list[Group], storage: Storage, config: OptimizerConfig) -> Optimizer:
     betas, how = (config.beta1, config.beta2), IMPLEMENTATIONS[config.implementation]
-    weights = (parameter for group in groups for parameter in group.members.values())
+    weights = (parameter for group in groups for parameter in group.members)
     if config.state_dtype == "float32" and all(weight.dtype == torch.float32 for weight in weights):
         return AdamW(_torch_groups(groups, config), lr=config.lr, betas=betas, eps=config.eps, **how)
     return CompactAdamW(_torch_groups(groups, config), storage, betas=betas, eps=config.eps, **how)
@@ -78,7 +78,7 @@ def _muon(groups: list[Group], storage: Storage, config: OptimizerConfig) -> Opt
 def _torch_groups(groups: list[Group], config: OptimizerConfig) -> list[dict[str, Any]]:
     return [
         {
-            "params": list(group.members.values()),
+            "params": list(group.members),
             "name": group.name,
             "lr": config.lr * group.lr_factor,
             "lr_factor": group.lr_factor,
@@ -93,10 +93,10 @@ def _memory(groups: list[Group], storage: Storage, config: OptimizerConfig) -> s
     states = sum(
         storage.state_bytes(parameter, 1 if group.optimizer == "muon" else len(MOMENTS))
         for group in groups
-        for parameter in group.members.values()
+        for parameter in group.members
     )
-    weights = nbytes(parameter for group in groups for parameter in group.members.values())
-    dtypes = {parameter.dtype for group in groups for parameter in group.members.values()}
+    weights = nbytes(parameter for group in groups for parameter in group.members)
+    dtypes = {parameter.dtype for group in groups for parameter in group.members}
     is_rounded = torch.bfloat16 in dtypes or config.state_dtype == "bfloat16"
     how = ", bfloat16 rounded " + ("stochastically" if config.stochastic_rounding else "to nearest")
     return (

@@ -19,18 +19,18 @@ class Group:
         optimizer: that updates them.
         lr_factor: of the learning rate of the step.
         weight_decay: decoupled.
-        members: the parameters by name.
+        members: the parameters with their names; of a tied weight a pipeline rank may have two with one name.
     """
 
     name: str
     optimizer: Kind
     lr_factor: float
     weight_decay: float
-    members: dict[str, nn.Parameter] = field(default_factory=dict)
+    members: dict[nn.Parameter, str] = field(default_factory=dict)
 
     def describe(self) -> str:
         """Name, counts and settings."""
-        numel = sum(parameter.numel() for parameter in self.members.values())
+        numel = sum(parameter.numel() for parameter in self.members)
         counts = f"{self.name} {len(self.members)} tensors, {numel:,} parameters"
         factor = f", lr x {self.lr_factor}" if self.lr_factor != 1 else ""
         return f"{counts}, weight decay {self.weight_decay}{factor}"
@@ -59,7 +59,7 @@ def parameter_groups(
         place = (1 + specs.index(spec) if spec else 0, order[label] + len(order) * (optimizer == "muon"))
         full_name = f"{spec.pattern}/{label}" if spec else label
         group = groups.setdefault(place, Group(full_name, optimizer, factor, decay))
-        group.members[name] = parameter
+        group.members[parameter] = name
     return [groups[place] for place in sorted(groups)]
 
 

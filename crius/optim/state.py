@@ -85,6 +85,16 @@ def to_load(
     return targets, finish
 
 
+def fill_copies(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> None:
+    """Where two parameters have one name, the last was loaded: give the other its numbers and its state."""
+    loaded = {name: parameter for parameter, name in names.items()}
+    for parameter, name in names.items():
+        source = loaded[name]
+        if source is not parameter:
+            local_tensor(parameter).copy_(local_tensor(source))
+            optimizer.state[parameter] = {key: kept.clone() for key, kept in optimizer.state.get(source, {}).items()}
+
+
 def _members(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
     return ((parameter, group) for group in optimizer.param_groups for parameter in group["params"])
 

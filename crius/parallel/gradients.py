@@ -1,6 +1,6 @@
 """The global gradient norm and clipping, under every layout with one small sum over all ranks."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,15 +18,23 @@ class Gradients:
         parameters: all trained parameters of this rank.
         num_holders: ranks that hold a part of each: all of the run, or of one pipeline stage.
         device: where sums over ranks happen.
+        twice: those of which two stages have a copy each, so that twice as many ranks hold a part.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], num_holders: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        num_holders: int,
+        device: torch.device,
+        twice: Collection[nn.Parameter] = (),
+    ) -> None:
         self._parameters = list(parameters)
         self._local_peak: Tensor | None = None
         self._device = device
-        shards = [num_shards(parameter) for parameter in self._parameters]
+        copies = set(twice)
         # a parameter held by several ranks counts once: each of its copies brings its share
-        self._share = torch.tensor([n / num_holders for n in shards], dtype=torch.float64, device=device)
+        shares = [num_shards(p) / num_holders / (2 if p in copies else 1) for p in self._parameters]
+        self._share = torch.tensor(shares, dtype=torch.float64, device=device)
 
     def squared_norms(self) -> Tensor:
         """Squared L2 norm of each parameter's gradient, this rank's share of it. float64 ``(num parameters,)``.

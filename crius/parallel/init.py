@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from crius.errors import PlanError
 from crius.models.init import Constant, Init
 from crius.models.plan import match
-from crius.shards import local_shard
+from crius.shards import local_shard, named_parameters
 
 BLOCK_NUMEL = 1 << 16  # elements drawn with one seed; seeding costs 10 us, a shard draws at most one block too many
 
@@ -25,7 +25,7 @@ def init_parameters(model: nn.Module, rules: list[tuple[str, Init]], seed: int) 
     Raises:
         PlanError: no rule fits a parameter.
     """
-    for name, parameter in model.named_parameters():
+    for name, parameter in named_parameters([model]):
         rule = next((rule for pattern, rule in rules if match(pattern, name)), None)
         if rule is None:
             raise PlanError(f"no init rule fits parameter {name}.", fix="describe it: a weight of the config's layer()")

@@ -25,6 +25,7 @@ from crius.config.parallelism import ParallelismConfig
 from crius.config.pipeline import placement
 from crius.parallel.fsdp import fsdp_modules
 from crius.parallel.stages import TORCH_SCHEDULES, order_of
+from crius.parallel.ties import TiedStages
 
 _HIDDEN_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -72,6 +73,7 @@ class Pipeline:
         self._device = device
         self._ranks = placement(parallelism)
         self._num_stages = sum(map(len, self._ranks))
+        self._tied = TiedStages(self._parts, self._ranks, self._group, device)
         self._schedule: _PipelineSchedule | None = None
         self._batch_shape = torch.Size()
         self._valid_tokens = torch.ones((), dtype=torch.float64, device=device)
@@ -86,6 +88,8 @@ class Pipeline:
         self, tokens_BT: Tensor, positions_BT: Tensor, labels_BT: Tensor, valid_tokens: Tensor
     ) -> Tensor:
         """Gradients of a batch, summed over its microbatches into the parts, and synchronised once.
+
+        Those of a tied weight are the same on both stages that have it.
 
         Args:
             tokens_BT: token ids; rows are dealt to the microbatches in order, evenly.
@@ -104,6 +108,7 @@ class Pipeline:
         inputs = (tokens_BT,) if 0 in self._parts else ()
         batch: dict[str, Any] = {"positions_BT": positions_BT, "labels_BT": labels_BT}
         self._schedule.step(*inputs, target=labels_BT, losses=losses, return_outputs=False, **batch)
+        self._tied.sum_gradients()
         if not self.has_last_stage:
             return torch.zeros(self._num_microbatches, dtype=torch.float64, device=self._device)
         return torch.stack([loss.detach() for loss in losses])

@@ -48,14 +48,12 @@ def held_by(workload: Workload, rank: int) -> Held:
         shards *= layout.dp_replicate
     elif workload.zero_stage == 0:
         shards = 1
-    units = weights(workload.model, layout.tp, layout.ep, shards)
+    units = weights(workload.model, layout.tp, layout.ep, shards, is_tied=workload.is_tied)
     layer = units.dense if layers.dense else units.experts
-    # a tied output layer is a copy of the embedding where that is in another stage
-    copies = workload.model.tied_embeddings and layers.has_head and layout.pp > 1
     held = (
         (units.dense, layers.dense),
         (units.experts, layers.experts),
-        (units.embedding, layers.has_embedding + copies),
+        (units.embedding, int(layers.has_embedding)),
         (units.head, int(layers.has_head)),
     )
     return Held(

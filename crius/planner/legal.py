@@ -247,11 +247,7 @@ def _context_degrees(case: Case, tp: int) -> list[int]:
 
 def _pipeline_degrees(case: Case, others: int) -> list[int]:
     shape, given = case.shape, case.given(DEGREES["pp"])
-    legal = [
-        pp
-        for pp in divisors(case.num_gpus // others)
-        if pp == 1 or (pp <= shape.num_layers and not shape.tied_embeddings)
-    ]
+    legal = [pp for pp in divisors(case.num_gpus // others) if pp == 1 or pp <= shape.num_layers]
     return [pp for pp in legal if (pp == given if given else pp <= MOST_PIPELINE_RANKS)]
 
 

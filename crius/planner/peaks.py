@@ -200,14 +200,14 @@ class _Rank:
     def __init__(self, workload: Workload, held: Held, activations: Activations) -> None:
         self._work, self._held, self._activations = workload, held, activations
         self._param, self._reduce, self._stored = workload.param_bytes, workload.reduce_bytes, workload.weight_bytes
-        layers, layout, model = held.layers, workload.layout, workload.model
+        layers, layout = held.layers, workload.layout
         is_sharded = workload.zero_stage == 3
         self._is_plain = (
             layout.num_ranks == 1 and self._param == self._stored <= self._reduce and not workload.cpu_offload
         )
         self._is_copied = is_sharded and not self._is_plain  # FSDP gathers weights and sums gradients
         self._is_whole = workload.num_microbatches > 1 and (workload.gradient_sync == "deferred" or layout.pp > 1)
-        is_tied = model.tied_embeddings and layers.has_embedding and layers.has_head
+        is_tied = workload.is_tied
         stays = is_sharded and TRAITS[workload.framework].ends_stay
         # embedding and output layer in one unit: gathered, and their gradients whole, until the end
         self._is_one_end = is_tied or (stays and layers.has_head)
@@ -260,7 +260,7 @@ class _Rank:
         summed = ends * self._reduce / self._param * (one.is_summed and self._is_copied)
         freed = self._sum(one, 0) + self._gathered(one, -1)  # by when its own gradient is summed
         # of a tied weight both gradients and their sum
-        made = max(ends, 3 * self._waiting) if self._work.model.tied_embeddings else ends
+        made = max(ends, 3 * self._waiting) if self._work.is_tied else ends
         shard = ends / self._param * self._stored / self._work.layout.fsdp
         left = ends if not summed or self._is_whole or self._work.cpu_offload else max(ends, shard)
         copies = max(made + freed, left + summed + freed * (is_cached and self._is_one_end))
@@ -308,7 +308,7 @@ class _Rank:
         whole, own = held.first(index + 1)
         if self._embedding is not None:
             whole, own = whole + self._embedding.whole, own + self._embedding.own
-        if self._is_one_end and not self._work.model.tied_embeddings:
+        if self._is_one_end and not self._work.is_tied:
             whole, own = whole + held.units.head.whole, own + held.units.head.own
         made, stored = held.whole - whole, (held.own - own) * (not self._work.cpu_offload)
         if not self._is_whole:

@@ -46,7 +46,7 @@ class Weights:
         dense: a layer with a dense feed-forward.
         experts: a layer with experts.
         embedding: before the layers.
-        head: after them: the norm and, unless it is tied, the output layer.
+        head: after them: the norm and, unless it is tied on the same stage, the output layer.
     """
 
     dense: Part
@@ -61,7 +61,7 @@ def model_parameters(model: ModelDescription) -> int:
 
 
 @lru_cache(maxsize=4096)
-def weights(model: ModelDescription, tp: int, ep: int, shards: int) -> Weights:
+def weights(model: ModelDescription, tp: int, ep: int, shards: int, *, is_tied: bool) -> Weights:
     """The units of ``model``, each weight split over ``tp`` ranks and then by rows over ``shards``.
 
     Args:
@@ -69,6 +69,7 @@ def weights(model: ModelDescription, tp: int, ep: int, shards: int) -> Weights:
         tp: tensor-parallel ranks, which split as the plan's rows say.
         ep: ranks that share the experts of a layer, which lie within ``tp * shards``.
         shards: ranks that store a part of each weight.
+        is_tied: the output layer has no weight of its own, nor a copy of the embedding's.
     """
     dim = model.dim
     norm = _Tensor(dim, 1, dim, is_matrix=False)
@@ -84,7 +85,7 @@ def weights(model: ModelDescription, tp: int, ep: int, shards: int) -> Weights:
         dense=dense,
         experts=experts,
         embedding=_part([embedding], shards),
-        head=_part([norm] if model.tied_embeddings else [norm, embedding], shards),
+        head=_part([norm] if is_tied else [norm, embedding], shards),
     )
 
 

@@ -108,6 +108,11 @@ class Workload:
     snapshot: bool = False
 
     @property
+    def is_tied(self) -> bool:
+        """The output layer shares the embedding's weight; the last stage of a pipeline has a copy of its own."""
+        return self.model.tied_embeddings and self.layout.pp == 1
+
+    @property
     def tokens_per_rank(self) -> float:
         """Tokens of one step for each GPU: what tokens/s/GPU counts."""
         layout = self.layout

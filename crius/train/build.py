@@ -19,6 +19,7 @@ from crius.models.description import ModelDescription
 from crius.models.init import init_rules
 from crius.models.layers.output import loss_of
 from crius.parallel.apply import Applied, materialize, parallelize
+from crius.parallel.dims import ParallelDims
 from crius.parallel.fsdp import GradientSync
 from crius.parallel.gradients import Gradients
 from crius.parallel.mesh import Mesh
@@ -126,13 +127,24 @@ def run_optimizer(config: RunConfig) -> OptimizerConfig:
 
 
 def build_gradients(
-    config: RunConfig, parameters: Sequence[tuple[str, nn.Parameter]], mesh: Mesh, ranks: World
+    config: RunConfig,
+    facts: ModelDescription,
+    parameters: Sequence[tuple[str, nn.Parameter]],
+    mesh: Mesh,
+    ranks: World,
 ) -> Gradients:
     """The gradients of ``parameters``, those of this rank by their names, with how they are summed over the ranks."""
     trained = [parameter for _, parameter in parameters]
     if config.training.reproducible:
         return ReproducibleGradients(trained, mesh, ranks)
-    return Gradients(trained, ranks.size // mesh.dims.pp, ranks.device)
+    copied = copied_names(facts, mesh.dims)
+    twice = [parameter for name, parameter in parameters if name in copied]
+    return Gradients(trained, ranks.size // mesh.dims.pp, ranks.device, twice)
+
+
+def copied_names(facts: ModelDescription, dims: ParallelDims) -> list[str]:
+    """The weights of which two stages of a pipeline have a copy each."""
+    return list(facts.config.ties.values()) if dims.pp > 1 else []
 
 
 def build_runner(
@@ -168,6 +180,8 @@ def build_runner(
         log.info("pipeline: %s", about_stages)
     for line in stage_table(modules, built.modules, placement(parallelism), timeline):
         log.info("pipeline: %s", line)
+    for name in copied_names(facts, mesh.dims):
+        log.info("pipeline: %s is tied: the first and the last stage have a copy each, and sum its gradients", name)
     log.info("gradient_sync deferred: the schedule synchronises once a step, after the last microbatch")
     pipeline = Pipeline(built.parts, built.stages, parallelism, sizes.accumulation, mesh.pp, ranks.device)
     return Pipelined(pipeline)

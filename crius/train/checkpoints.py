@@ -300,6 +300,7 @@ class Checkpoints:
         }
         load_tensors(found, {name: target for name, target in targets.items() if name in manifest.tensors} | rng)
         finish()
+        optimizer_state.fill_copies(self._parts.state.optimizer, names)  # of a tied weight, on two stages of a rank
         self._restore_state(found, is_import)
         if rng and manifest.num_ranks == self._ranks.size:
             restore_streams({name.removeprefix(own): stream for name, stream in rng.items()}, self._ranks.device)

@@ -17,6 +17,7 @@ from crius.parallel.gradients import Gradients
 from crius.parallel.runtime import World
 from crius.train.incident import IncidentReporter
 from crius.train.late import Late
+from crius.train.sdc import Replicas
 from crius.train.snapshot import Snapshot
 from crius.train.stability import Score, SpikeMonitor
 from crius.train.state import TrainState
@@ -72,6 +73,7 @@ class UpdateGuard:
         all_names: of the whole model, in order: a pipeline stage has some of them.
         world: all ranks.
         run_dir: folder of the run.
+        copies: of the weights that two stages share; None where there are none.
 
     Attributes:
         passed_step: number of the last step it has looked at without ending the run; 0 before the first.
@@ -86,8 +88,10 @@ class UpdateGuard:
         all_names: Sequence[str],
         world: World,
         run_dir: Path,
+        copies: Replicas | None = None,
     ) -> None:
         self._config = config
+        self._copies = copies
         self._state = state
         self._optimizer = state.optimizer
         self._gradients = gradients
@@ -140,7 +144,7 @@ class UpdateGuard:
         """Look at the last result and the weights, and take the snapshot that a run which goes on from here would take.
 
         Raises:
-            NonFiniteError, SpikeError: as ``check`` and ``check_weights``.
+            NonFiniteError, SpikeError, CorruptionError: as ``check`` and ``check_weights``.
         """
         self.check()
         self.check_weights()
@@ -154,7 +158,10 @@ class UpdateGuard:
 
         Raises:
             NonFiniteError: some are not finite, and the policy is another.
+            CorruptionError: the copies of a weight that two stages share differ.
         """
+        if self._copies:
+            self._copies.check(self._state.step)
         is_finite = torch.isfinite(self._gradients.squared_weight_norms()).tolist()
         mine = [name for name, is_good in zip(self._names, is_finite, strict=True) if not is_good]
         broken = sorted({name for of_rank in self._world.gather_json(mine) for name in of_rank})

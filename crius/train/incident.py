@@ -52,7 +52,7 @@ class IncidentReporter:
 
     Args:
         names: the parameters of the whole model, in order.
-        places: those of this rank among them.
+        places: those of this rank among them; it may have two copies of one.
         squared_weight_norms: this rank's share of the squared norm of each of its parameters.
         world: all ranks.
         folder: where the files go; made with the first one.
@@ -152,8 +152,7 @@ class IncidentReporter:
     def _spread(self, values: Tensor) -> Tensor:
         """Values of this rank's parameters at their places among all parameters of the model, 0 elsewhere."""
         spread = values.new_zeros(len(self._names))
-        spread[self._places] = values
-        return spread
+        return spread.index_add_(0, torch.tensor(self._places, device=values.device), values)
 
     def _sample_ids(self, result: StepResult) -> Tensor:
         return self._world.gather(torch.tensor(result.sample_ids, device=self._world.device))

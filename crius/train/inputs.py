@@ -107,7 +107,8 @@ def run_batch_sizes(config: RunConfig, data_parallel_ranks: int) -> BatchSizes:
 
 def run_modules(config: RunConfig, facts: ModelDescription) -> list[ModuleFacts]:
     """The modules that pipeline stages are made of, weighed at the sequence length of ``config``."""
-    return facts.modules((config.training.seq_len + 1) / 2)
+    is_cut = config.parallelism.pipeline_parallel_degree > 1
+    return facts.modules((config.training.seq_len + 1) / 2, is_cut=is_cut)
 
 
 def open_run_corpus(config: RunConfig, data_parallel_ranks: int) -> Corpus:

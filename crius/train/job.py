@@ -58,7 +58,7 @@ from crius.train.precision import keep_scales
 from crius.train.profiler import profiler
 from crius.train.recovery import Recovery
 from crius.train.saving import log_save_plan
-from crius.train.sdc import build_sdc
+from crius.train.sdc import build_copies, build_sdc
 from crius.train.state import TrainState
 from crius.train.summary import is_complete, write_summary
 from crius.train.watch import EffectWatch
@@ -202,9 +202,10 @@ def assemble(
     )
     stack.callback(loader.close)
     state = TrainState(built.parts, optimizer, WarmupStableDecay(config.lr_scheduler, training.steps))
-    gradients = build_gradients(config, parameters, mesh, ranks)
+    gradients = build_gradients(config, facts, parameters, mesh, ranks)
     if mesh.pp is None:  # a bad gradient of a later stage would be seen on the rank of the first one
         gradients.watch(built.parts[0])
+    copies = build_copies(facts, parameters, mesh, ranks)
     peak = config.metrics.peak_tflops or peak_tflops(ranks.device)
     return Loop(
         config=config,
@@ -215,7 +216,7 @@ def assemble(
         runner=runner,
         sdc=build_sdc(config, facts, built, runner, parameters, mesh, ranks, sizes.accumulation),
         gradients=gradients,
-        guard=UpdateGuard(config.stability, state, parameters, gradients, built.names, ranks, run_dir),
+        guard=UpdateGuard(config.stability, state, parameters, gradients, built.names, ranks, run_dir, copies),
         validation=_validation(config, corpus, sizes, mesh),
         world=ranks,
         meter=Meter(facts.flops_per_token((training.seq_len + 1) / 2), peak, ranks),

@@ -5,6 +5,7 @@ random numbers, and compares the loss and each FSDP unit's gradient, as this ran
 of others. The other compares the weights of ranks that hold the same shard.
 """
 
+import itertools
 import logging
 import math
 import platform
@@ -24,7 +25,7 @@ from crius.parallel.fsdp import plan_units, show_gradients
 from crius.parallel.mesh import Mesh
 from crius.parallel.runtime import World
 from crius.shards import local_shard
-from crius.train.build import Built
+from crius.train.build import Built, copied_names
 from crius.train.rng import restore_streams, streams
 from crius.train.step import Accumulation, Runner
 
@@ -103,19 +104,24 @@ class Replicas:
 
     Args:
         parameters: of this rank, by their names in the whole model.
-        all_names: of the whole model, in order; a pipeline stage has some of them.
+        names: those to compare, the same on each rank, which has some of them; twice, if a rank may have two copies.
         world: all ranks.
+        where: what asks for it.
     """
 
-    def __init__(self, parameters: Named, all_names: Sequence[str], world: World) -> None:
-        self._names, self._world = list(all_names), world
-        places = {name: place for place, name in enumerate(all_names)}
+    def __init__(self, parameters: Named, names: Sequence[str], world: World, where: str) -> None:
+        self._world, self._where = world, where
+        self._places: dict[str, list[int]] = {}
+        for place, name in enumerate(names):
+            self._places.setdefault(name, []).append(place)
+        self._num_places = len(names)
+        free = {name: list(places) for name, places in self._places.items()}
         self._held: list[tuple[int, int, nn.Parameter]] = []
         for name, parameter in parameters:
             local, offset = local_shard(parameter)
-            if local.numel():
+            if name in free and local.numel():
                 start = sum(at * math.prod(parameter.shape[dim + 1 :]) for dim, at in enumerate(offset))
-                self._held.append((places[name], start + 1, parameter))
+                self._held.append((free[name].pop(0), start + 1, parameter))
 
     @property
     def nbytes(self) -> int:
@@ -129,19 +135,19 @@ class Replicas:
             CorruptionError: replicas of a weight differ; the same on every rank.
         """
         device = self._world.device
-        rows = torch.zeros((len(self._names), 3), dtype=torch.int64, device=device)  # start + 1 of the shard, its hash
+        rows = torch.zeros((self._num_places, 3), dtype=torch.int64, device=device)  # start + 1 of the shard, its hash
         for place, start, parameter in self._held:
             rows[place, 0] = start
             rows[place, 1:] = hash_bits(local_shard(parameter)[0]).to(device)
         gathered = self._world.gather(rows).cpu().tolist()
         found: dict[str, list[int]] = {}
-        for place, name in enumerate(self._names):
+        for name, places in self._places.items():
             holders: dict[int, list[tuple[int, tuple[int, ...]]]] = defaultdict(list)
-            for rank, of_rank in enumerate(gathered):
-                start, *bits = of_rank[place]
+            for rank, place in itertools.product(range(len(gathered)), places):
+                start, *bits = gathered[rank][place]
                 if start:
                     holders[start].append((rank, tuple(bits)))
-            wrong = [rank for held in holders.values() for rank in odd_ones(held)]
+            wrong = {rank for held in holders.values() for rank in odd_ones(held)}
             if wrong:
                 found[name] = sorted(wrong)
         if found:
@@ -156,11 +162,18 @@ class Replicas:
         others = "the other replicas" if len(wrong) == 1 else "each other"
         raise CorruptionError(
             f"after step {step} replicas of {name}{more} differ: {held_by}: not the bits of {others}.",
-            where="--sdc.replica_interval",
+            where=self._where,
             why="replicas make the same updates: a device, its memory or the network changed a number. Of two, "
             "nobody knows which",
             fix=FIX,
         )
+
+
+def build_copies(facts: ModelDescription, parameters: Named, mesh: Mesh, ranks: World) -> Replicas | None:
+    """Compares the two copies of each weight that the first and the last stage share; None where there are none."""
+    names = copied_names(facts, mesh.dims)
+    where = "a tied weight, of which the first and the last pipeline stage have a copy each"
+    return Replicas(parameters, [*names, *names], ranks, where) if names else None
 
 
 def odd_ones(held: Sequence[tuple[int, tuple[int, ...]]]) -> list[int]:
@@ -253,7 +266,8 @@ def build_sdc(
             100 * share,
         )
     if sdc.replica_interval:
-        replicas = Replicas(parameters, built.names, ranks)
+        names = [*built.names, *copied_names(facts, mesh.dims)]
+        replicas = Replicas(parameters, names, ranks, "--sdc.replica_interval")
         log.info(
             "sdc: replicas compared every %d steps: hashes of %.1f MiB a rank, no weights are sent",
             sdc.replica_interval,

@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,7 +63,12 @@ class Difference:
 
 
 def compare(
-    parameters: Named, all_names: Sequence[str], reference: Shards, num_holders: int, ranks: World
+    parameters: Named,
+    all_names: Sequence[str],
+    reference: Shards,
+    num_holders: int,
+    ranks: World,
+    copied: Collection[str] = (),
 ) -> Difference:
     """Compare this rank's parameters with those of the reference; the same result on every rank.
 
@@ -73,12 +78,13 @@ def compare(
         reference: its start and end.
         num_holders: ranks that hold a part of each parameter: all of the run, or of one pipeline stage.
         ranks: all ranks.
+        copied: names of which two pipeline stages have a copy each.
     """
     start, end = reference.load("start", ranks.rank), reference.load("end", ranks.rank)
     sums = torch.zeros((len(all_names), 4), dtype=torch.float64)
     for name, parameter in parameters:
         local, offset = local_shard(parameter)
-        share = num_shards(parameter) / num_holders
+        share = num_shards(parameter) / num_holders / (2 if name in copied else 1)
         row = sums[all_names.index(name)]
         for block, place in _blocks(local, offset if reference.is_whole else (0,) * local.dim()):
             first, last = (_part(saved[name], block.shape, place) for saved in (start, end))
@@ -135,17 +141,19 @@ def checksums(parameters: Named, all_names: Sequence[str], ranks: World) -> dict
             for block, place in _blocks(local, offset):
                 total += _mixed(block, _places(block.shape, place, parameter.shape))
             values = [first + 1, local.numel(), int(total), parameter.numel()]
-            rows[all_names.index(name)] = torch.tensor(values, dtype=torch.int64)
+            row, found = torch.tensor(values, dtype=torch.int64), rows[all_names.index(name)]
+            is_other = bool(found.any()) and not torch.equal(found, row)  # than the copy that this rank has, too
+            found.copy_(torch.full_like(row, -1) if is_other else row)
     gathered = ranks.gather(rows.to(ranks.device)).cpu()  # (ranks, names, 4)
-    found = {}
+    sums = {}
     for index, name in enumerate(all_names):
         shards = {tuple(row) for row in gathered[:, index].tolist() if row[0]}
         is_one = len({row[:2] for row in shards}) == len(shards) and sum(row[1] for row in shards) == max(
             (row[3] for row in shards), default=-1
         )
         total = sum(row[2] for row in shards) % 2**64
-        found[name] = f"{total:016x}" if is_one else ""
-    return found
+        sums[name] = f"{total:016x}" if is_one else ""
+    return sums
 
 
 def one_hash(sums: dict[str, str]) -> str:

@@ -32,7 +32,7 @@ from crius.parallel.dims import ParallelDims
 from crius.parallel.mesh import Mesh, build_mesh
 from crius.parallel.runtime import World, world
 from crius.shards import named_parameters
-from crius.train.build import build_model, parameter_names
+from crius.train.build import build_model, copied_names, parameter_names
 from crius.train.inputs import describe_model, open_run_corpus, run_batch_sizes
 from crius.train.job import assemble, set_up_torch
 from crius.train.logs import start_logging
@@ -103,7 +103,8 @@ def train(task: Task, placement: Placement) -> None:
         }
         if task.is_reference and _writes(task, ranks):
             task.shards.save("end", parameters, ranks.rank)
-        difference = compare(parameters, parameter_names(config, facts), task.shards, ranks.size // mesh.dims.pp, ranks)
+        names, copied = parameter_names(config, facts), copied_names(facts, mesh.dims)
+        difference = compare(parameters, names, task.shards, ranks.size // mesh.dims.pp, ranks, copied)
         _write(task, ranks, result | dataclasses.asdict(difference))
 
 

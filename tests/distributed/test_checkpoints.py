@@ -4,12 +4,16 @@ import shutil
 
 import pytest
 from checkpoint_runs import contents, flags
-from harness import run, steps_of, train
+from harness import TIED, run, steps_of, tied_flavor, train
 
 from crius.checkpoint.names import step_name
 from crius.train import checkpoints
 
-pytestmark = pytest.mark.usefixtures("imported_torchao")
+
+@pytest.fixture(autouse=True)
+def tied(imported_torchao):
+    with tied_flavor():
+        yield
 
 
 def losses_of(records):
@@ -20,22 +24,27 @@ CHAIN = ["1", "tp2", "pp2_fsdp2", "fsdp3", "hsdp2x2", "fsdp2_tp2", "cp2", "ddp2"
 
 
 @pytest.mark.parametrize(
-    "own",
+    ("own", "layouts", "layers"),
     [
-        pytest.param((), marks=pytest.mark.slow),
-        ("--optimizer.state_dtype", "bfloat16", "--training.dtype", "bfloat16", "--optimizer.name", "muon"),
+        pytest.param((), CHAIN, 2, marks=pytest.mark.slow),
+        (
+            ("--optimizer.state_dtype", "bfloat16", "--training.dtype", "bfloat16", "--optimizer.name", "muon"),
+            CHAIN[:4],
+            2,
+        ),
+        (TIED, ["pp2", "fsdp2", "pp2+zbv_zero_bubble", "pp2_tp2", "1"], 4),
     ],
-    ids=["adamw", "muon_bfloat16"],
+    ids=["adamw", "muon_bfloat16", "tied"],
 )
-def test_any_layout_loads_what_any_other_saved(own, tmp_path, monkeypatch):
+def test_any_layout_loads_what_any_other_saved(own, layouts, layers, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoints, "check_steps_left", lambda step, config: None)
-    train(flags(CHAIN[0], *own, "--checkpoint.enable", "--model.vocab_size", "257"), tmp_path / "0")
+    own = (*own, "--checkpoint.enable", "--model.vocab_size", "257")
+    train(flags(layouts[0], *own, layers=layers), tmp_path / "0")
     expected = contents(tmp_path / "0", 3)
-    layouts = CHAIN if not own else CHAIN[:4]
     for number, layout in enumerate(layouts[1:], start=1):
         # with nothing left to train it saves what it loaded
-        load = ("--checkpoint.enable", "--checkpoint.load_path", str(tmp_path / str(number - 1) / "checkpoints"))
-        train(flags(layout, *own, *load, "--model.vocab_size", "257"), tmp_path / str(number))
+        load = ("--checkpoint.load_path", str(tmp_path / str(number - 1) / "checkpoints"))
+        train(flags(layout, *own, *load, layers=layers), tmp_path / str(number))
         assert contents(tmp_path / str(number), 3) == expected, layout
         shutil.rmtree(tmp_path / str(number - 1))
 
@@ -51,17 +60,19 @@ def test_any_layout_loads_what_any_other_saved(own, tmp_path, monkeypatch):
                    "--quantize.dense.float8.precompute_scale", "--quantize.dense.auto_filter", "off",
                    "--training.mixed_precision_param", "float32")),
         ("1", ("--stability.nonfinite", "rollback", "--stability.snapshot_interval", "2")),
+        ("pp2+zbv_zero_bubble", (*TIED, "--optimizer.state_dtype", "8bit")),
     ],
-    ids=["8bit", "muon_8bit", "bfloat16", "offload", "float8_all_gather", "rollback"],
+    ids=["8bit", "muon_8bit", "bfloat16", "offload", "float8_all_gather", "rollback", "tied_v_8bit"],
 )  # fmt: skip
 def test_a_run_in_two_parts_is_the_run_in_one(layout, own, tmp_path, monkeypatch):
     if "rollback" in own:  # goes back to the snapshot that belongs to the checkpoint
         monkeypatch.setenv("CRIUS_FAULT", "nan:step=5")
     save = ("--checkpoint.interval", "3")
-    whole = train(flags(layout, *own, *save, steps=6), tmp_path / "whole")
+    layers = 4 if "pp2" in layout else 2
+    whole = train(flags(layout, *own, *save, steps=6, layers=layers), tmp_path / "whole")
     shutil.copytree(tmp_path / "whole", tmp_path / "parts")
     shutil.rmtree(tmp_path / "parts" / "checkpoints" / step_name(6))
-    parts = train(flags(layout, *own, *save, steps=6), tmp_path / "parts")
+    parts = train(flags(layout, *own, *save, steps=6, layers=layers), tmp_path / "parts")
     assert [record["step"] for record in steps_of(parts)] == [1, 2, 3, 4, 5, 6]
     assert losses_of(parts) == losses_of(whole)
     assert contents(tmp_path / "parts", 6) == contents(tmp_path / "whole", 6)

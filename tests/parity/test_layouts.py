@@ -9,7 +9,7 @@ import json
 import subprocess
 
 import pytest
-from harness import ROOT, SMALL, TEXT, layout_flags, parse, train
+from harness import ROOT, SMALL, TEXT, TIED, layout_flags, parse, tied_flavor, train
 from mutations import MUTATIONS, NAMES, ONE_KEY_VALUE_HEAD, planted
 
 from crius.cli.app import facts_of
@@ -107,7 +107,8 @@ class Rows:
 
 @pytest.fixture(scope="module")
 def row(workers, tmp_path_factory, imported_torchao):
-    return Rows(workers, tmp_path_factory.mktemp("rows")).row
+    with tied_flavor():
+        yield Rows(workers, tmp_path_factory.mktemp("rows")).row
 
 
 @pytest.mark.parametrize(("model", "layout"), list(rows()))
@@ -119,6 +120,19 @@ def test_every_layout_computes_what_one_device_computes(model, layout, row):
 
 def test_fewer_key_value_heads_than_ranks_compute_the_same(row):
     assert row("tp2", ONE_KEY_VALUE_HEAD).status == "ok"
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *("fsdp2", "pp2", "pp4+interleave_1f1b", "pp2_tp2", "hsdp2x1_pp2", "pp2_fsdp3"),
+        *("pp2+interleave_zero_bubble", "pp2+zbv_zero_bubble", "pp2+offload"),
+    ],
+)
+def test_tied_embeddings_are_one_weight_on_every_layout(layout, row):
+    """Under a pipeline two stages have a copy each, in a V one rank has both; 257 rows of it split unevenly."""
+    found = row(layout, (*TIED, "--model.vocab_size", "257"))
+    assert found.status == "ok", found
 
 
 @pytest.mark.parametrize("number", range(len(MUTATIONS)), ids=NAMES)

@@ -116,7 +116,7 @@ def group_names(model, tied=False, **flags):
     """Group to the names of its parameters."""
     plan = llama(num_layers=2, tied_embeddings=tied).plan
     groups = parameter_groups(model.named_parameters(), plan, OptimizerConfig(**flags))
-    return {group.name: set(group.members) for group in groups}
+    return {group.name: set(group.members.values()) for group in groups}
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -40,13 +40,16 @@ PP, SHORT = (
     ["--training.local_batch_size", "1", "--model.vocab_size", "128", "--model.num_layers"],
 )
 RESHARD, SYNC, MODE = f"{P}reshard_after_forward_mode", "--training.gradient_sync", "--activation_checkpoint.mode"
-BATCH = "--training.global_batch_size"
+BATCH, SCHEDULE = "--training.global_batch_size", f"{P}pipeline_parallel_schedule"
+TIED = ("--model.flavor", "1b", "--model.vocab_size", "257")
 CASES = {
     "fsdp3_8bit": (3, [f"{P}data_parallel_shard_degree", "3", "--optimizer.state_dtype", "8bit"]),
     "tp8_muon": (8, [f"{P}tensor_parallel_degree", "8", "--optimizer.name", "muon"]),  # more than key/value heads
     "pp2_cp2_full": (4, [PP, "2", f"{P}context_parallel_degree", "2", MODE, "full"]),
     "pp2_accumulated": (4, [PP, "2", BATCH, "32", "--model.num_layers", "5"]),
-    "pp2_gpipe_selective": (2, [PP, "2", f"{P}pipeline_parallel_schedule", "gpipe", BATCH, "16", MODE, "selective"]),
+    "pp2_gpipe_selective": (2, [PP, "2", SCHEDULE, "gpipe", BATCH, "16", MODE, "selective"]),
+    "pp2_fsdp2_tied": (4, [*TIED, PP, "2"]),
+    "pp2_fsdp2_tied_v": (4, [*TIED, PP, "2", "--model.num_layers", "4", SCHEDULE, "zbv_zero_bubble"]),
     "fsdp4_one_layer": (4, [*SHORT, "1", BATCH, "4"]),
     "fsdp4_one_layer_accumulated": (4, [*SHORT, "1", BATCH, "12", SYNC, "immediate"]),
     "fsdp4_two_layers_deferred": (4, [*SHORT, "2", BATCH, "12", SYNC, "deferred"]),
@@ -54,7 +57,7 @@ CASES = {
     "fsdp4_in_twos": (4, [RESHARD, "2", "--model.num_layers", "4"]),
 }
 
-QUICK = ("pp2_cp2_full", "fsdp4_two_layers_deferred")
+QUICK = ("pp2_cp2_full", "fsdp4_two_layers_deferred", "pp2_fsdp2_tied")
 
 
 def workload(**changes):
@@ -148,7 +151,7 @@ def test_fsdp_shards_over_the_ranks_of_a_sequence_too():
 def test_a_pipeline_keeps_whole_weights_and_whole_gradients_until_the_last_microbatch():
     one = memory(workload(layout=Layout(pp=2, dp_shard=4), num_microbatches=8))
     stage = (
-        weights(workload().model, 1, 1, 1).dense.whole
+        weights(workload().model, 1, 1, 1, is_tied=False).dense.whole
         * rank_layers(workload(layout=Layout(pp=2, dp_shard=4), num_microbatches=8), 0).layers
     )
     assert one.parts["gradients"] >= 4 * stage and one.parts["fsdp_buffers"] >= 2 * stage

@@ -137,8 +137,8 @@ def test_long_sequences_are_split(winners):
     assert layout.cp * layout.tp > 1
 
 
-def test_tied_embeddings_take_no_pipeline(found):
-    assert all(one.workload.layout.pp == 1 for one in found["1b, tied"].fitting)
+def test_tied_embeddings_take_a_pipeline(found):
+    assert {one.workload.layout.pp for one in found["1b, tied"].fitting} >= {1, 2, 4}
 
 
 def test_what_is_pinned_stays(found):

@@ -56,13 +56,6 @@ CASES = [
         "--training.local_batch_size 2",
     ),
     (
-        rules_pipeline.pipeline_has_no_tied_embeddings,
-        [PIPELINE, "2", "--model.flavor", "1b"],
-        "ties its output layer to the embedding",
-        PIPELINE,
-        f"{PIPELINE} 1",
-    ),
-    (
         rules_pipeline.split_backward_goes_with,
         [PIPELINE, "2", SCHEDULE, "zbv_zero_bubble", "--compile.enable"],
         "compile.enable does not go with",
