@@ -106,7 +106,7 @@ def _bench(job: Job, names: Sequence[str], groups: dict[str, str], *, fake: bool
             stack.enter_context(loss_parallel())
         allocate(model, "cpu")
         parameters = named_parameters([model])
-        recorder.timeline.mark((local_tensor(p) for _, p in parameters), "parameters")
+        recorder.timeline.mark((local_tensor(held) for held in (*model.parameters(), *model.buffers())), "parameters")
         plan = job.facts.plan
         optimizer = build_optimizer(parameters, plan, run_optimizer(job.config), seed=job.config.debug.seed)
         _fill_state(optimizer, parameters)

@@ -9,11 +9,18 @@ What parallelism, checkpoints and the planner take for granted, and ``check_deco
 - A block is called with the hidden state, cos and sin of the rotary angles, and the mask, and returns ``(B, T, D)``. It
   is built as ``Block(config, index)``, sees one device, and takes the number of its heads from the tensors it is given,
   since tensor parallelism leaves it some of them.
-- Parameters are those of the description, by name, shape and order, and there is no buffer. Linear layers are
+- Parameters are those of the description, by name, shape and order. Linear layers are
   ``crius.models.layers.linear.Linear``, without a bias; every parameter is in one FSDP unit and, where a plan has
   tensor-parallel rows, in one of those.
 - ``ties`` names the parameters that are another one. A stage that has only such a module has a copy of the weight, and
   ``crius.parallel.ties`` keeps the two equal.
+- Buffers are those of the description, by name, shape and dtype, each whole on every rank that has its layer. A
+  persistent one is state, which no forward changes. One with ``persistent=False`` counts: int64, 0 at the start of each
+  step, and a forward adds in place what it sees of its part of the tokens, of which no other rank has the same. What
+  is recomputed, validated or computed twice to compare is not counted. A compiled block that recomputes cannot count.
+- A block, or a module in it, may have ``after_update()``. It is called after each update of the weights on every rank
+  that has the module, without gradients, when its counters are the sums over all ranks; of these and of its state it
+  makes the new state, alike on every rank. Weights are shards there. A step whose update is left out changes nothing.
 - The loss is a sum over tokens: the step divides by their global number.
 
 B batch, T tokens, D model dim, H head dim, V vocabulary
@@ -26,6 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from crius.buffers import is_persistent
 from crius.errors import PlanError
 from crius.kernels.attention import Mask
 from crius.models.config import DecoderConfig
@@ -127,18 +135,32 @@ def check_decoder(decoder: nn.Module, model: ModelDescription) -> None:
 
 
 def _differences(decoder: nn.Module, model: ModelDescription) -> Iterator[str]:
-    built = {name: tuple(parameter.shape) for name, parameter in decoder.named_parameters()}
-    told = model.parameter_shapes
-    for name in built.keys() - told.keys():
-        yield f"parameter {name} {built[name]} is not in the description"
-    for name in told.keys() - built.keys():
-        yield f"the described weight {name} {told[name]} is not in the model"
-    for name in built.keys() & told.keys():
-        if built[name] != told[name]:
-            yield f"parameter {name} is {built[name]}, described as {told[name]}"
+    built = {name: f"{tuple(parameter.shape)}" for name, parameter in decoder.named_parameters()}
+    told = {name: f"{shape}" for name, shape in model.parameter_shapes.items()}
+    yield from _compared(built, told, "parameter", "weight")
     if built.keys() == told.keys() and list(built) != list(told):
         name = next(name for name, other in zip(built, told, strict=True) if name != other)
         yield f"parameter {name} stands elsewhere in the description"
+    buffers = {
+        name: _told(tuple(buffer.shape), str(buffer.dtype).removeprefix("torch."), is_persistent(decoder, name))
+        for name, buffer in decoder.named_buffers()
+    }
+    described = {one.name: _told(one.shape, one.dtype, one.persistent) for one in model.buffers}
+    yield from _compared(buffers, described, "buffer", "buffer")
+
+
+def _compared(built: dict[str, str], told: dict[str, str], part: str, described: str) -> Iterator[str]:
+    for name in built.keys() - told.keys():
+        yield f"{part} {name} {built[name]} is not in the description"
+    for name in told.keys() - built.keys():
+        yield f"the described {described} {name} {told[name]} is not in the model"
+    for name in built.keys() & told.keys():
+        if built[name] != told[name]:
+            yield f"{part} {name} is {built[name]}, described as {told[name]}"
+
+
+def _told(shape: tuple[int, ...], dtype: str, persistent: bool) -> str:
+    return f"{shape} {dtype}{'' if persistent else ' persistent=False'}"
 
 
 def _broken_rules(decoder: nn.Module) -> Iterator[str]:
@@ -149,5 +171,6 @@ def _broken_rules(decoder: nn.Module) -> Iterator[str]:
             yield f"{name} has a bias, which no kernel and no tensor-parallel style adds"
         if isinstance(module, nn.modules.dropout._DropoutNd):
             yield f"{name} is a dropout, whose numbers would depend on the layout"
-    for name, _ in decoder.named_buffers():
-        yield f"{name} is a buffer, which no checkpoint would hold"
+    for name, buffer in decoder.named_buffers():
+        if not is_persistent(decoder, name) and buffer.dtype != torch.int64:
+            yield f"{name} counts in {buffer.dtype}, whose sums depend on the layout; those of torch.int64 do not"

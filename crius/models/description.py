@@ -10,6 +10,7 @@ from functools import cached_property
 from math import prod
 from typing import Any, Literal, NamedTuple
 
+from crius.models.buffer import Buffer
 from crius.models.plan import ShardingPlan
 
 Kind = Literal["embedding", "norm", "linear", "router", "expert", "output", "bias"]
@@ -105,11 +106,13 @@ class Layer:
         attention: its widths.
         feed_forward: its widths.
         weights: all of the layer's, named within it, in its order.
+        buffers: likewise.
     """
 
     attention: Attention
     feed_forward: FeedForward
     weights: tuple[Weight, ...]
+    buffers: tuple[Buffer, ...] = ()
 
     @cached_property
     def num_parameters(self) -> int:
@@ -276,6 +279,22 @@ class ModelDescription:
         yield Weight("norm.weight", (self.dim,), "norm", "norm")
         if not self.tied_embeddings:
             yield Weight("output.weight", vocabulary, "output", "output")
+
+    @cached_property
+    def buffers(self) -> tuple[Buffer, ...]:
+        """Every buffer in the model's order."""
+        layers = [layer for count, layer in self.layers for _ in range(count)]
+        return tuple(
+            buffer._replace(name=f"layers.{index}.{buffer.name}")
+            for index, layer in enumerate(layers)
+            for buffer in layer.buffers
+        )
+
+    @cached_property
+    def state_names(self) -> list[str]:
+        """Names of all that training changes: of the parameters, then of the buffers that are state."""
+        buffers = [buffer.name for buffer in self.buffers if buffer.persistent]
+        return [*(weight.name for weight in self.weights), *buffers]
 
     @cached_property
     def num_parameters(self) -> int:

@@ -1,4 +1,4 @@
-"""How parameters start: a rule per name pattern, drawn by ``crius.parallel.init``. Torch-free."""
+"""How parameters and buffers start: a rule per name pattern, drawn by ``crius.parallel.init``. Torch-free."""
 
 from dataclasses import dataclass
 
@@ -24,7 +24,7 @@ Init = Constant | Normal
 
 
 def init_rules(model: ModelDescription) -> list[tuple[str, Init]]:
-    """Name patterns and how those parameters start; the first that fits counts.
+    """Name patterns and how those parameters and buffers start; the first that fits counts.
 
     Matrices start at std 0.02, those that write to the residual stream smaller by ``sqrt(2 * num_layers)``
     (GPT-2, section 2.3), the output layer and an embedding that is tied to it by ``D ** -0.5``.
@@ -38,9 +38,11 @@ def init_rules(model: ModelDescription) -> list[tuple[str, Init]]:
         return residual if weight.to_residual else Normal(0.02)
 
     layers = {f"layers.*.{weight.name}": rule(weight) for _, layer in model.layers for weight in layer.weights}
+    buffers = {f"layers.*.{one.name}": Constant(one.value) for _, layer in model.layers for one in layer.buffers}
     return [
         ("tok_embeddings.weight", ends if model.tied_embeddings else Normal(1.0)),
         ("output.weight", ends),
         *layers.items(),
+        *buffers.items(),
         ("norm.weight", Constant(1.0)),
     ]

@@ -76,5 +76,5 @@ def _say(lines: Iterable[str]) -> None:
 
 def materialize(model: nn.Module, rules: list[tuple[str, Init]], world: World, config: RunConfig) -> None:
     """Allocate this rank's shards and start them from ``debug.seed``, alike under every layout."""
-    allocate(model, "cpu" if config.training.enable_cpu_offload else world.device)
+    allocate(model, "cpu" if config.training.enable_cpu_offload else world.device, buffers=world.device)
     init_parameters(model, rules, config.debug.seed)

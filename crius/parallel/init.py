@@ -6,6 +6,7 @@ only the blocks that its shard touches. Any layout then starts from the same bit
 """
 
 import hashlib
+import itertools
 import math
 
 import torch
@@ -20,12 +21,12 @@ BLOCK_NUMEL = 1 << 16  # elements drawn with one seed; seeding costs 10 us, a sh
 
 
 def init_parameters(model: nn.Module, rules: list[tuple[str, Init]], seed: int) -> None:
-    """Fill every parameter of ``model`` by the first rule whose pattern fits its name.
+    """Fill every parameter and buffer of ``model`` by the first rule whose pattern fits its name.
 
     Raises:
         PlanError: no rule fits a parameter.
     """
-    for name, parameter in named_parameters([model]):
+    for name, parameter in itertools.chain(named_parameters([model]), model.named_buffers()):
         rule = next((rule for pattern, rule in rules if match(pattern, name)), None)
         if rule is None:
             raise PlanError(f"no init rule fits parameter {name}.", fix="describe it: a weight of the config's layer()")

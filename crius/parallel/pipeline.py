@@ -21,6 +21,7 @@ from torch.distributed.pipelining.schedules import (
     get_schedule_class,
 )
 
+from crius.buffers import counters, uncounted, zero
 from crius.config.parallelism import ParallelismConfig
 from crius.config.pipeline import placement
 from crius.parallel.fsdp import fsdp_modules
@@ -31,10 +32,14 @@ _HIDDEN_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class _Stage(PipelineStage):
-    """A stage that does not write to its own rank, which Gloo cannot.
+    """A stage that does not write to its own rank, which Gloo cannot, and does not count what it learns shapes with.
 
     In torch 2.11 a schedule's first step tries the way to each neighbouring stage, in a V to one of the same rank too.
     """
+
+    def _prepare_forward_infra(self, *args: Any, **options: Any) -> Any:
+        with uncounted(self.submod):
+            return super()._prepare_forward_infra(*args, **options)
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]
@@ -67,6 +72,7 @@ class Pipeline:
         device: torch.device,
     ) -> None:
         self._parts = dict(zip(indices, parts, strict=True))
+        self._counters = counters(parts)
         self._parallelism = parallelism
         self._num_microbatches = num_microbatches
         self._group = mesh.get_group()
@@ -104,6 +110,7 @@ class Pipeline:
         if self._schedule is None or tokens_BT.shape != self._batch_shape:  # other shapes than its buffers abort Gloo
             self._schedule, self._batch_shape = self._build(), tokens_BT.shape
         self._valid_tokens = valid_tokens
+        zero(self._counters)
         losses: list[Tensor] = []
         inputs = (tokens_BT,) if 0 in self._parts else ()
         batch: dict[str, Any] = {"positions_BT": positions_BT, "labels_BT": labels_BT}

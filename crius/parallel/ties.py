@@ -26,10 +26,19 @@ def keeping_ties(model: nn.Module) -> Iterator[None]:
             setattr(model.get_submodule(owner), attribute, model.get_parameter(first))
 
 
-def allocate(model: nn.Module, device: torch.device | str) -> None:
-    """Memory for the parameters of a meta-device model, in place, whatever is in it."""
+def allocate(model: nn.Module, device: torch.device | str, *, buffers: torch.device | str | None = None) -> None:
+    """Memory for the parameters and buffers of a meta-device model, in place, whatever is in it.
+
+    Args:
+        model: has its shapes.
+        device: of the parameters.
+        buffers: device of the buffers, where that is another.
+    """
     with keeping_ties(model):
         model.to_empty(device=device)
+    for name, buffer in list(model.named_buffers()):
+        owner, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(owner), attribute, buffer.to(buffers or device))
 
 
 class TiedStages:

@@ -74,15 +74,12 @@ def build_parts(config: RunConfig, facts: ModelDescription, mesh: Mesh) -> Built
     return Built(parts, indices, all_stages, names, applied, precision, converted)
 
 
-def parameter_names(config: RunConfig, facts: ModelDescription) -> list[str]:
-    """Names of the parameters of the whole model, whatever stages this rank has."""
-    return [name for name, _ in _on_meta(config, facts).named_parameters()]
-
-
 def _on_meta(config: RunConfig, facts: ModelDescription) -> nn.Module:
     with torch.device("meta"):
         model = registry.build(facts)
-    return model.to(getattr(torch, config.training.dtype))  # of the weights: there are no buffers
+    for parameter in model.parameters():  # not model.to: a buffer keeps its dtype
+        parameter.data = parameter.data.to(getattr(torch, config.training.dtype))
+    return model
 
 
 def build_part(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import crius
+from crius.buffers import named_buffers, named_state
 from crius.checkpoint.disk import open_disk
 from crius.checkpoint.dtypes import NAMES
 from crius.checkpoint.folder import CheckpointFolder
@@ -61,10 +62,9 @@ class Parts:
     ledger: TimeLedger
 
     def tensors(self) -> dict[str, Tensor]:
-        """Weights and optimizer state by their names in a checkpoint."""
-        named = named_parameters(self.state.parts)
-        weights = {f"model.{name}": plain(parameter) for name, parameter in named}
-        names = {parameter: name for name, parameter in named}
+        """Weights, buffers and optimizer state by their names in a checkpoint."""
+        weights = {f"model.{name}": plain(tensor) for name, tensor in named_state(self.state.parts)}
+        names = {parameter: name for name, parameter in named_parameters(self.state.parts)}
         moments = optimizer_state.to_save(self.state.optimizer, names)
         return weights | {f"optim.{name}": tensor for name, tensor in moments.items()}
 
@@ -284,11 +284,11 @@ class Checkpoints:
         manifest, state = found.manifest, found.state
         is_import = bool(state.get("imported"))
         self._compare_settings(found, is_import)
-        named = named_parameters(self._parts.state.parts)
-        names = {parameter: name for name, parameter in named}
+        parts = self._parts.state.parts
+        names = {parameter: name for name, parameter in named_parameters(parts)}
         saved = {name.removeprefix("optim.") for name in manifest.tensors if name.startswith("optim.")}
         moments, finish = optimizer_state.to_load(self._parts.state.optimizer, names, saved)
-        targets = {f"model.{name}": plain(parameter) for name, parameter in named}
+        targets = {f"model.{name}": plain(tensor) for name, tensor in named_state(parts)}
         targets |= {f"optim.{name}": tensor for name, tensor in moments.items()}
         for line in self._check_tensors(manifest, targets, is_import):
             log.warning("resume: dtype changes: %s", line)
@@ -333,11 +333,9 @@ class Checkpoints:
 
     def _check_tensors(self, manifest: Manifest, targets: dict[str, Tensor], is_import: bool) -> list[str]:
         wanted = {name: (tuple(t.shape), NAMES[t.dtype]) for name, t in targets.items()}
-        everyones = {
-            name: (tuple(shape), dtype)
-            for of_rank in self._ranks.gather_json(wanted)
-            for name, (shape, dtype) in of_rank.items()
-        }
+        buffers = [name for name, _ in named_buffers(self._parts.state.parts, persistent=True)]
+        told = self._ranks.gather_json([wanted, buffers])
+        everyones = {name: (tuple(shape), dtype) for of_rank, _ in told for name, (shape, dtype) in of_rank.items()}
         keeps_state = not is_import and not any("optimizer.name" in p for p in self._config.checkpoint.allow_changes)
 
         def may_lack(name: str) -> bool:
@@ -353,6 +351,7 @@ class Checkpoints:
             log.warning("resume: %d tensors of optimizer state are not taken over, such as %s", len(left), left[0])
         if manifest.step or is_import:
             weights = {name.removeprefix("model.") for name in everyones if name.startswith("model.")}
+            weights -= {name for _, of_rank in told for name in of_rank}
             anew = sorted(name for name in weights if f"optim.{name}.step" not in everyones)
             if anew:
                 log.warning("resume: the optimizer starts anew for %d parameters, such as %s", len(anew), anew[0])
@@ -393,5 +392,5 @@ class Checkpoints:
 
 
 def plain(parameter: Tensor) -> Tensor:
-    """A parameter as a tensor of plain numbers that shares its memory, whatever it is gathered in."""
+    """A parameter or buffer as a tensor of plain numbers that shares its memory, whatever it is gathered in."""
     return laid_out(local_tensor(parameter), parameter)

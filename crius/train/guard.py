@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from crius.buffers import named_buffers, named_state
 from crius.config.stability import StabilityConfig
 from crius.errors import NonFiniteError, SpikeError
 from crius.metrics.device import GIB
 from crius.parallel.gradients import Gradients
 from crius.parallel.runtime import World
+from crius.shards import local_tensor
 from crius.train.incident import IncidentReporter
 from crius.train.late import Late
 from crius.train.sdc import Replicas
@@ -74,6 +76,7 @@ class UpdateGuard:
         world: all ranks.
         run_dir: folder of the run.
         copies: of the weights that two stages share; None where there are none.
+        after_update: called after each update.
 
     Attributes:
         passed_step: number of the last step it has looked at without ending the run; 0 before the first.
@@ -89,8 +92,9 @@ class UpdateGuard:
         world: World,
         run_dir: Path,
         copies: Replicas | None = None,
+        after_update: Callable[[], None] = lambda: None,
     ) -> None:
-        self._config = config
+        self._config, self._after_update = config, after_update
         self._copies = copies
         self._state = state
         self._optimizer = state.optimizer
@@ -106,9 +110,9 @@ class UpdateGuard:
             run_dir / "incidents",
         )
         self._monitor = SpikeMonitor(config.spike_zscore, config.window) if config.spike != "off" else None
-        self._snapshot = (
-            Snapshot([p for _, p in parameters], self._optimizer) if config.nonfinite == "rollback" else None
-        )
+        self._buffers = named_buffers(state.parts, persistent=True)
+        tensors = [tensor for _, tensor in named_state(state.parts)]
+        self._snapshot = Snapshot(tensors, self._optimizer) if config.nonfinite == "rollback" else None
         self._kept: _Kept | None = None
         self._has_said_size = False
         can_wait = config.nonfinite == "stop" and config.spike in ("warn", "off")
@@ -134,6 +138,7 @@ class UpdateGuard:
             if self._kept and self._state.updates - self._kept.updates >= self._config.snapshot_interval:
                 self._keep(result.step - 1)  # weights that a finite loss and gradient have just been computed with
             self._optimizer.step()
+            self._after_update()
             self._state.updates += 1
             self._skips_in_a_row = 0
             if self._snapshot and not self._has_said_size:  # the first update made the optimizer's state
@@ -164,6 +169,7 @@ class UpdateGuard:
             self._copies.check(self._state.step)
         is_finite = torch.isfinite(self._gradients.squared_weight_norms()).tolist()
         mine = [name for name, is_good in zip(self._names, is_finite, strict=True) if not is_good]
+        mine += [name for name, buffer in self._buffers if not torch.isfinite(local_tensor(buffer)).all()]
         broken = sorted({name for of_rank in self._world.gather_json(mine) for name in of_rank})
         if not broken:
             return

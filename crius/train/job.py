@@ -41,6 +41,7 @@ from crius.parallel.mesh import Mesh, build_mesh
 from crius.parallel.runtime import World, pick_device, world
 from crius.run_file import write_run_file
 from crius.shards import named_parameters
+from crius.train.after_update import AfterUpdate
 from crius.train.agreement import Preempted, one_layout
 from crius.train.build import Built, build_gradients, build_model, build_runner, run_optimizer
 from crius.train.checkpoints import Checkpoints, Parts
@@ -203,6 +204,7 @@ def assemble(
     stack.callback(loader.close)
     state = TrainState(built.parts, optimizer, WarmupStableDecay(config.lr_scheduler, training.steps))
     gradients = build_gradients(config, facts, parameters, mesh, ranks)
+    after_update = AfterUpdate(built.parts, facts.buffers, ranks)
     if mesh.pp is None:  # a bad gradient of a later stage would be seen on the rank of the first one
         gradients.watch(built.parts[0])
     copies = build_copies(facts, parameters, mesh, ranks)
@@ -214,9 +216,11 @@ def assemble(
         loader=loader,
         place=functools.partial(_place, config, ranks.device, shard),
         runner=runner,
-        sdc=build_sdc(config, facts, built, runner, parameters, mesh, ranks, sizes.accumulation),
+        sdc=build_sdc(config, facts, built, runner, mesh, ranks, sizes.accumulation),
         gradients=gradients,
-        guard=UpdateGuard(config.stability, state, parameters, gradients, built.names, ranks, run_dir, copies),
+        guard=UpdateGuard(
+            config.stability, state, parameters, gradients, built.names, ranks, run_dir, copies, after_update
+        ),
         validation=_validation(config, corpus, sizes, mesh),
         world=ranks,
         meter=Meter(facts.flops_per_token((training.seq_len + 1) / 2), peak, ranks),

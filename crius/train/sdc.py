@@ -2,7 +2,7 @@
 
 Two checks, each every so many steps. One computes the first microbatch of the step twice before the step, with the same
 random numbers, and compares the loss and each FSDP unit's gradient, as this rank has it before it is summed with those
-of others. The other compares the weights of ranks that hold the same shard.
+of others. The other compares the weights and buffers of ranks that hold the same shard.
 """
 
 import itertools
@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from crius.buffers import named_state
 from crius.config.run import RunConfig
 from crius.data.batch import Batch
 from crius.errors import CorruptionError
@@ -24,7 +25,7 @@ from crius.parallel.bits import HashedReduceScatter, hash_bits
 from crius.parallel.fsdp import plan_units, show_gradients
 from crius.parallel.mesh import Mesh
 from crius.parallel.runtime import World
-from crius.shards import local_shard
+from crius.shards import local_shard, named_parameters
 from crius.train.build import Built, copied_names
 from crius.train.rng import restore_streams, streams
 from crius.train.step import Accumulation, Runner
@@ -33,7 +34,7 @@ log = logging.getLogger("crius.train")
 
 FIX = "leave that host out and start again: a run with --checkpoint.enable goes on from its last good step"
 
-Named = Sequence[tuple[str, nn.Parameter]]
+Named = Sequence[tuple[str, Tensor]]
 
 
 class Recompute:
@@ -47,7 +48,11 @@ class Recompute:
     """
 
     def __init__(
-        self, runner: Accumulation, units: dict[str, HashedReduceScatter], parameters: Named, world: World
+        self,
+        runner: Accumulation,
+        units: dict[str, HashedReduceScatter],
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        world: World,
     ) -> None:
         self._runner, self._units, self._world = runner, units, world
         self._parameters = [parameter for _, parameter in parameters]  # while they are sharded
@@ -100,33 +105,33 @@ class Recompute:
 
 
 class Replicas:
-    """Compares the weights of ranks that hold the same shard.
+    """Compares the weights and buffers of ranks that hold the same shard.
 
     Args:
-        parameters: of this rank, by their names in the whole model.
+        state: of this rank, by their names in the whole model.
         names: those to compare, the same on each rank, which has some of them; twice, if a rank may have two copies.
         world: all ranks.
         where: what asks for it.
     """
 
-    def __init__(self, parameters: Named, names: Sequence[str], world: World, where: str) -> None:
+    def __init__(self, state: Named, names: Sequence[str], world: World, where: str) -> None:
         self._world, self._where = world, where
         self._places: dict[str, list[int]] = {}
         for place, name in enumerate(names):
             self._places.setdefault(name, []).append(place)
         self._num_places = len(names)
         free = {name: list(places) for name, places in self._places.items()}
-        self._held: list[tuple[int, int, nn.Parameter]] = []
-        for name, parameter in parameters:
-            local, offset = local_shard(parameter)
+        self._held: list[tuple[int, int, Tensor]] = []
+        for name, tensor in state:
+            local, offset = local_shard(tensor)
             if name in free and local.numel():
-                start = sum(at * math.prod(parameter.shape[dim + 1 :]) for dim, at in enumerate(offset))
-                self._held.append((free[name].pop(0), start + 1, parameter))
+                start = sum(at * math.prod(tensor.shape[dim + 1 :]) for dim, at in enumerate(offset))
+                self._held.append((free[name].pop(0), start + 1, tensor))
 
     @property
     def nbytes(self) -> int:
         """Bytes that this rank hashes."""
-        return sum(local.numel() * local.element_size() for local in (local_shard(p)[0] for *_, p in self._held))
+        return sum(local.numel() * local.element_size() for local in (local_shard(held)[0] for *_, held in self._held))
 
     def check(self, step: int) -> None:
         """Compare.
@@ -136,9 +141,9 @@ class Replicas:
         """
         device = self._world.device
         rows = torch.zeros((self._num_places, 3), dtype=torch.int64, device=device)  # start + 1 of the shard, its hash
-        for place, start, parameter in self._held:
+        for place, start, tensor in self._held:
             rows[place, 0] = start
-            rows[place, 1:] = hash_bits(local_shard(parameter)[0]).to(device)
+            rows[place, 1:] = hash_bits(local_shard(tensor)[0]).to(device)
         gathered = self._world.gather(rows).cpu().tolist()
         found: dict[str, list[int]] = {}
         for name, places in self._places.items():
@@ -235,7 +240,6 @@ def build_sdc(
     facts: ModelDescription,
     built: Built,
     runner: Runner,
-    parameters: Named,
     mesh: Mesh,
     ranks: World,
     num_microbatches: int,
@@ -247,8 +251,7 @@ def build_sdc(
         facts: sizes of the model.
         built: the model.
         runner: of ``built``; an ``Accumulation`` where a microbatch is to be computed twice.
-        parameters: of this rank, by their names in the whole model.
-        mesh: what they are laid out on.
+        mesh: what it is laid out on.
         ranks: all ranks.
         num_microbatches: of a step on this rank.
     """
@@ -258,7 +261,7 @@ def build_sdc(
         [model] = built.parts
         units = plan_units(facts.plan, model, config.parallelism)
         shown = show_gradients(model, units, mesh, config.training)
-        recompute = Recompute(runner, shown, parameters, ranks)
+        recompute = Recompute(runner, shown, named_parameters(built.parts), ranks)
         share = 2 / (sdc.recompute_interval * num_microbatches)
         log.info(
             "sdc: recompute every %d steps: 2 microbatches more, about %.2g %% of the time",
@@ -266,8 +269,8 @@ def build_sdc(
             100 * share,
         )
     if sdc.replica_interval:
-        names = [*built.names, *copied_names(facts, mesh.dims)]
-        replicas = Replicas(parameters, names, ranks, "--sdc.replica_interval")
+        names = [*facts.state_names, *copied_names(facts, mesh.dims)]
+        replicas = Replicas(named_state(built.parts), names, ranks, "--sdc.replica_interval")
         log.info(
             "sdc: replicas compared every %d steps: hashes of %.1f MiB a rank, no weights are sent",
             sdc.replica_interval,

@@ -1,39 +1,37 @@
-"""A copy of the weights and of the optimizer's state in host memory, to go back to."""
+"""A copy of the weights, the buffers and the optimizer's state in host memory, to go back to."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 _Copies = dict[str, Tensor]
 
 
 class Snapshot:
-    """Copies of this rank's parameter shards and of the optimizer's state for them.
+    """Copies of this rank's parameter shards and buffers, and of the optimizer's state for them.
 
     The state is what ``optimizer.state`` holds by parameter: tensors of any kind that says what it is made of (DTensor,
     torchao's 8-bit states), and values that are no tensors. It is restored in place, so that whatever refers to the
     tensors goes on to; an entry that came after the snapshot is removed.
 
     Args:
-        parameters: of this rank.
-        optimizer: that updates them.
+        tensors: parameters and buffers of this rank.
+        optimizer: that updates the parameters.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
-        self._parameters = list(parameters)
+    def __init__(self, tensors: Sequence[Tensor], optimizer: torch.optim.Optimizer) -> None:
+        self._tensors = list(tensors)
         self._optimizer = optimizer
-        self._weights: list[_Copies] = []
+        self._copied: list[_Copies] = []
         self._state: list[dict[str, Any]] = []
 
     @torch.no_grad()
     def take(self) -> None:
         """Copy what is there now over what was copied before. Waits for the device."""
-        none: list[dict[str, Any]] = [{}] * len(self._parameters)
-        self._weights = [
-            _copies(parameter, old) for parameter, old in zip(self._parameters, self._weights or none, strict=True)
-        ]
+        none: list[dict[str, Any]] = [{}] * len(self._tensors)
+        self._copied = [_copies(tensor, old) for tensor, old in zip(self._tensors, self._copied or none, strict=True)]
         self._state = [
             {name: _copies(v, old.get(name, {})) if isinstance(v, Tensor) else v for name, v in held.items()}
             for held, old in zip(self._held(), self._state or none, strict=True)
@@ -42,8 +40,8 @@ class Snapshot:
     @torch.no_grad()
     def restore(self) -> None:
         """Put back what was copied last."""
-        for parameter, copies in zip(self._parameters, self._weights, strict=True):
-            _put_back(parameter, copies)
+        for tensor, copies in zip(self._tensors, self._copied, strict=True):
+            _put_back(tensor, copies)
         for held, copied in zip(self._held(), self._state, strict=True):
             for name in list(held):
                 if name not in copied:
@@ -55,12 +53,12 @@ class Snapshot:
 
     def num_bytes(self) -> int:
         """Host memory that a copy of what is there now takes, in bytes."""
-        tensors = [*self._parameters, *(value for held in self._held() for value in held.values())]
+        tensors = [*self._tensors, *(value for held in self._held() for value in held.values())]
         found = (leaf for value in tensors if isinstance(value, Tensor) for leaf in leaves(value).values())
         return sum(leaf.numel() * leaf.element_size() for leaf in found)
 
     def _held(self) -> list[dict[str, Any]]:
-        return [self._optimizer.state.get(parameter, {}) for parameter in self._parameters]
+        return [self._optimizer.state.get(tensor, {}) for tensor in self._tensors]
 
 
 def leaves(tensor: Tensor) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from crius.buffers import counters, zero
 from crius.data.batch import Batch
 from crius.launch.status import status
 from crius.parallel.dims import ParallelDims
@@ -48,7 +49,7 @@ class Runner(Protocol):
     """Runs the parts of the model that this rank holds over its batch: an accumulation loop, or a pipeline."""
 
     def forward_backward(self, batch: Batch, valid_tokens: Tensor) -> Tensor:
-        """Gradients of ``batch``, summed over its microbatches.
+        """Gradients of ``batch``, summed over its microbatches; the model's counters count it and nothing else.
 
         Returns each microbatch's loss sum divided by ``valid_tokens``, the global count of the step, float64
         ``(num microbatches,)``: the one place where the loss is normalised. Zeros where another stage has the loss.
@@ -69,11 +70,13 @@ class Accumulation:
 
     def __init__(self, model: nn.Module, sync: GradientSync, microbatch_size: int) -> None:
         self._model, self._sync, self._size = model, sync, microbatch_size
+        self._counters = counters([model])
 
     def forward_backward(self, batch: Batch, valid_tokens: Tensor) -> Tensor:
         """See ``Runner``."""
         microbatches = list(batch.microbatches(self._size))
         losses = []
+        zero(self._counters)
         for index, part in enumerate(microbatches, start=1):
             self._sync.start_microbatch(is_last=index == len(microbatches))
             losses.append(self._microbatch(part, valid_tokens))

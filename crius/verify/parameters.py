@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from crius.parallel.runtime import World
 from crius.shards import local_shard, num_shards
 
-Named = Sequence[tuple[str, nn.Parameter]]
+Named = Sequence[tuple[str, Tensor]]
+"""Parameters and buffers by their names in the whole model."""
 
 BLOCK_NUMEL = 1 << 22  # numbers compared at a time
 

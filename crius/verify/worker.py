@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from crius.buffers import named_state
 from crius.config.activation_checkpoint import ActivationCheckpointConfig
 from crius.config.low_precision import is_enabled
 from crius.config.run import RunConfig
@@ -31,8 +32,7 @@ from crius.models.layers.linear import LowPrecisionLinear
 from crius.parallel.dims import ParallelDims
 from crius.parallel.mesh import Mesh, build_mesh
 from crius.parallel.runtime import World, world
-from crius.shards import named_parameters
-from crius.train.build import build_model, copied_names, parameter_names
+from crius.train.build import build_model, copied_names
 from crius.train.inputs import describe_model, open_run_corpus, run_batch_sizes
 from crius.train.job import assemble, set_up_torch
 from crius.train.logs import start_logging
@@ -93,18 +93,18 @@ def train(task: Task, placement: Placement) -> None:
         if not is_enabled(config.quantize.dense):  # it would carry roundings to 8 bits as far as a fault
             uneven_attention(loop.state.parts, init_rules(facts))
         place = functools.partial(_place, config, run_batch_sizes(config, mesh.dims.batch).total, loop.place)
-        parameters = named_parameters(loop.state.parts)
+        state = named_state(loop.state.parts)
         if task.is_reference and _writes(task, ranks):
-            task.shards.save("start", parameters, ranks.rank)
+            task.shards.save("start", state, ranks.rank)
         dataclasses.replace(loop, place=place).run()
         result: dict[str, Any] = {
             "loss": [record.loss for record in recorder.steps],
             "grad_norm": [record.grad_norm for record in recorder.steps],
         }
         if task.is_reference and _writes(task, ranks):
-            task.shards.save("end", parameters, ranks.rank)
-        names, copied = parameter_names(config, facts), copied_names(facts, mesh.dims)
-        difference = compare(parameters, names, task.shards, ranks.size // mesh.dims.pp, ranks, copied)
+            task.shards.save("end", state, ranks.rank)
+        copied = copied_names(facts, mesh.dims)
+        difference = compare(state, facts.state_names, task.shards, ranks.size // mesh.dims.pp, ranks, copied)
         _write(task, ranks, result | dataclasses.asdict(difference))
 
 
@@ -154,7 +154,7 @@ def start(task: Task, placement: Placement) -> None:
         if config.activation_checkpoint.mode == "auto":  # decided for a batch, and there is none
             config = dataclasses.replace(config, activation_checkpoint=ActivationCheckpointConfig(mode="none"))
         built = build_model(config, facts, mesh, ranks)
-        _write(task, ranks, {"checksums": checksums(named_parameters(built.parts), built.names, ranks)})
+        _write(task, ranks, {"checksums": checksums(named_state(built.parts), facts.state_names, ranks)})
 
 
 def _loop(

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent.parent
 
 LAYER = {
-    **{"config": 0, "models": 1, "kernels": 1, "__main__": 5, "cli": 4, "help": 0},
+    **{"config": 0, "models": 1, "kernels": 1, "__main__": 5, "cli": 4, "help": 0, "buffers": 0},
     **dict.fromkeys(
         ("host_cpu", "host_memory", "install", "redact", "run_file", "shards", "silence", "strict_json", "table"), -1
     ),

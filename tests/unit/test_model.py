@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from crius.config.parallelism import ParallelismConfig
 from crius.errors import PlanError
 from crius.models import registry
+from crius.models.buffer import Buffer
 from crius.models.config import resized
 from crius.models.decoder import Block, check_decoder
 from crius.models.init import init_rules
@@ -20,6 +21,7 @@ from crius.models.layers.linear import Linear
 from crius.models.plan import match
 from crius.parallel.fsdp import plan_units
 from crius.parallel.init import init_parameters
+from crius.parallel.ties import allocate
 from crius.planner.shapes import NOT_TRAINABLE_YET
 
 SPEC = registry.SPECS["llama3"]
@@ -206,6 +208,67 @@ def test_a_plan_that_does_not_fit_is_refused_by_name(change, named):
         check_decoder(meta_model(SMALL), replace(SMALL, plan=replace(SMALL.plan, **change)))
     assert named in caught.value.what
     assert caught.value.fix
+
+
+STATE = Buffer("shift", (2,), value=0.5)
+COUNTER = Buffer("seen", (2,), "int64", persistent=False)
+
+
+class WithBuffers(Block):
+    """A block with a state and a counter."""
+
+    def __init__(self, config, index):
+        super().__init__(config, index)
+        self.register_buffer("shift", torch.zeros(2))
+        self.register_buffer("seen", torch.zeros(2, dtype=torch.int64), persistent=False)
+
+
+def with_buffers(*buffers, block=WithBuffers):
+    [(count, layer)] = SMALL.layers
+    return replace(SMALL, block=block, layers=((count, replace(layer, buffers=buffers)),))
+
+
+@pytest.mark.parametrize(
+    ("told", "named"),
+    [
+        ((STATE,), "buffer layers.0.seen (2,) int64 persistent=False is not in the description"),
+        ((STATE, COUNTER, Buffer("bias", (8,))), "the described buffer layers.0.bias (8,) float32 is not in the model"),
+        ((STATE._replace(shape=(3,)), COUNTER), "layers.0.shift is (2,) float32, described as (3,) float32"),
+        ((STATE._replace(dtype="float64"), COUNTER), "layers.0.shift is (2,) float32, described as (2,) float64"),
+        ((STATE, COUNTER._replace(persistent=True)), "is (2,) int64 persistent=False, described as (2,) int64"),
+        ((STATE._replace(persistent=False),), "described as (2,) float32 persistent=False"),
+    ],
+)
+def test_buffers_are_held_against_the_description(told, named):
+    model = with_buffers(*told)
+    with pytest.raises(PlanError) as caught:
+        check_decoder(meta_model(model), model)
+    assert named in caught.value.what
+
+
+def test_a_counter_has_a_dtype_whose_sums_no_layout_changes():
+    class Rounding(WithBuffers):
+        def __init__(self, config, index):
+            super().__init__(config, index)
+            self.register_buffer("seen", torch.zeros(2), persistent=False)
+
+    model = with_buffers(STATE, COUNTER._replace(dtype="float32"), block=Rounding)
+    with pytest.raises(PlanError, match=r"layers\.0\.seen counts in torch\.float32"):
+        check_decoder(meta_model(model), model)
+
+
+def test_buffers_start_as_described_and_are_no_parameters():
+    model = with_buffers(STATE, COUNTER)
+    check_decoder(meta_model(model), model)
+    buffers = dict(started(model).named_buffers())
+    assert list(buffers) == [buffer.name for buffer in model.buffers] and len(buffers) == 4
+    assert buffers["layers.1.shift"].tolist() == [0.5, 0.5] and buffers["layers.1.seen"].tolist() == [0, 0]
+    offloaded = meta_model(model)
+    allocate(offloaded, "cpu", buffers="meta")
+    assert {one.device.type for one in offloaded.parameters()} == {"cpu"}
+    assert {one.device.type for one in offloaded.buffers()} == {"meta"}
+    assert model.num_parameters == SMALL.num_parameters
+    assert model.state_names == [*(weight.name for weight in SMALL.weights), "layers.0.shift", "layers.1.shift"]
 
 
 @pytest.mark.parametrize("tied", [False, True])

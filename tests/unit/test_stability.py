@@ -16,6 +16,7 @@ from crius.config.stability import StabilityConfig
 from crius.errors import NonFiniteError, SpikeError
 from crius.optim.lr_scheduler import WarmupStableDecay
 from crius.parallel.gradients import Gradients
+from crius.train.after_update import AfterUpdate
 from crius.train.guard import UpdateGuard
 from crius.train.incident import Culprit
 from crius.train.snapshot import Snapshot
@@ -100,9 +101,20 @@ def test_a_spike_stays_out_of_the_window():
     assert len(monitor.state()["loss"]) == 20
 
 
+class Averaged(nn.Linear):
+    """A matrix and its bias, and a buffer that follows the matrix."""
+
+    def __init__(self):
+        super().__init__(3, 3)
+        self.register_buffer("mean", torch.zeros(3, dtype=torch.float64))
+
+    def after_update(self):
+        self.mean.lerp_(self.weight.mean(0).double(), 0.5)
+
+
 @dataclass
 class Bench:
-    """A guard over one matrix and its bias."""
+    """A guard over one matrix, its bias and its buffer."""
 
     guard: UpdateGuard
     state: TrainState
@@ -130,9 +142,10 @@ class Bench:
         self.state.step = self.step
 
     def bits(self):
-        """Copies of the weights, of the optimizer's state, and of what the schedule goes by."""
+        """Copies of the weights, of the buffer, of the optimizer's state, and of what the schedule goes by."""
         held = [value for state in self.state.optimizer.state.values() for value in state.values()]
-        return [tensor.detach().clone() for tensor in (*self.model.parameters(), *held)], self.state.updates
+        tensors = (*self.model.parameters(), *self.model.buffers(), *held)
+        return [tensor.detach().clone() for tensor in tensors], self.state.updates
 
     def incident(self, step):
         return json.loads((self.run_dir / "incidents" / f"step-{step}.json").read_text())
@@ -140,7 +153,7 @@ class Bench:
 
 def make_bench(tmp_path, **policies):
     torch.manual_seed(1)
-    model = nn.Linear(3, 3)
+    model = Averaged()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
     optimizer.takes_found_inf = False
     state = TrainState([model], optimizer, WarmupStableDecay(LRSchedulerConfig(warmup_steps=10), 100))
@@ -148,7 +161,8 @@ def make_bench(tmp_path, **policies):
     world = Alone(0, 1, CPU)
     gradients = Gradients([parameter for _, parameter in parameters], 1, CPU)
     names = [name for name, _ in parameters]
-    guard = UpdateGuard(StabilityConfig(**policies), state, parameters, gradients, names, world, tmp_path)
+    hook = AfterUpdate([model], [], world)
+    guard = UpdateGuard(StabilityConfig(**policies), state, parameters, gradients, names, world, tmp_path, hook)
     return Bench(guard, state, model, tmp_path)
 
 
@@ -253,13 +267,14 @@ def test_a_snapshot_is_never_of_weights_that_gave_a_bad_step(tmp_path):
     assert bench.model.weight.abs().max() < 1
 
 
-def test_weights_that_the_last_update_broke_are_not_saved(tmp_path):
+@pytest.mark.parametrize("name", ["weight", "mean"])
+def test_weights_and_buffers_that_the_last_update_broke_are_not_saved(name, tmp_path):
     bench = make_bench(tmp_path)
     bench.take_step()
     bench.guard.before_save()
     with torch.no_grad():
-        bench.model.weight[1, 2] = math.nan  # stands for an update that broke the weights
-    with pytest.raises(NonFiniteError, match="step 1: the weights of weight are not finite"):
+        getattr(bench.model, name)[1] = math.nan  # stands for an update that broke it
+    with pytest.raises(NonFiniteError, match=f"step 1: the weights of {name} are not finite"):
         bench.guard.before_save()
 
 
@@ -268,7 +283,7 @@ def test_weights_that_the_last_update_broke_are_rolled_back_before_a_save(tmp_pa
     for _ in range(2):
         bench.take_step()
     bench.take_step()  # begins with a snapshot of the weights after step 2
-    good = bench.guard._snapshot._weights[0][""].clone()
+    good = bench.guard._snapshot._copied[0][""].clone()
     with torch.no_grad():
         bench.model.weight.fill_(math.inf)
     with caplog.at_level(logging.WARNING, logger="crius.train"):
@@ -356,7 +371,9 @@ def test_a_look_one_step_late_still_warns_and_stops_before_the_next_update(tmp_p
     assert bench.incident(7)["lr"] == {"0": pytest.approx(0.07)}  # of step 7, not of the step that looks
     before = bench.bits()
     bench.take_step(loss=math.nan, scale=math.nan)
-    assert is_same((bench.bits()[0], 0), (before[0], 0))  # left out on the device
+    tensors, kept = bench.bits()[0], before[0]
+    tensors[2] = kept[2]  # the buffer, which no save will see
+    assert is_same((tensors, 0), (kept, 0))  # left out on the device
     with pytest.raises(NonFiniteError, match="step 9"):
         bench.take_step()
 
