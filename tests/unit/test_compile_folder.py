@@ -2,7 +2,11 @@
 
 import fcntl
 import os
+import shutil
+import signal
 import struct
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +16,7 @@ import torch._dynamo.config as dynamo_config
 import torch._inductor.config as inductor_config
 import torch.compiler.config as compiler_config
 from torch._inductor import codecache, cpp_builder
+from torch._inductor.cpu_vec_isa import VecISA
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 import crius.parallel.compile as compile_module
@@ -156,14 +161,58 @@ def test_a_kernel_gets_its_name_when_it_is_whole(environ, tmp_path):
     assert (tmp_path / "k.main.so").read_bytes() == b"whole"
 
 
-def test_inductor_compiles_through_the_folder_that_stays_whole(environ, tmp_path):
+@pytest.fixture
+def inductor(environ):
+    """``environ``; inductor is as torch has it, and is put back."""
+    for owner, name in [
+        (codecache, "_HEADER_DIR"),
+        (codecache, "_HEADER_LOCK_DIR"),
+        (cpp_builder, "run_compile_cmd"),
+        (cpp_builder.CppBuilder, "build"),
+        (VecISA, "_probe_load"),
+    ]:
+        value = getattr(owner, name)
+        environ.setattr(owner, name, getattr(value, "__wrapped__", value))
+    return environ
+
+
+SIGNALLED_COMPILER = """#!{python} -SE
+import os, signal, sys, time
+if "-o" in sys.argv:
+    for number in signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1:
+        os.kill(os.getpid(), number)
+    os.kill(os.getppid(), signal.SIGUSR1)
+    open(sys.argv[0] + ".sent", "w").close()
+    time.sleep(0.2)
+os.execv("{compiler}", ["{compiler}", *sys.argv[1:]])
+"""
+
+
+def test_a_signal_to_the_whole_group_ends_no_compiler_and_is_heard_at_once(inductor, tmp_path):
+    compiler = tmp_path / "g++"
+    compiler.write_text(SIGNALLED_COMPILER.format(python=sys.executable, compiler=shutil.which("g++")))
+    compiler.chmod(0o755)
+    heard = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(time.monotonic()))
+    prepare_compile(CompileConfig(enable=True), tmp_path)
+    source = tmp_path / "k.cpp"
+    source.write_text("int f() { return 1; }")
+    try:
+        options = cpp_builder.CppOptions(compiler=str(compiler))
+        cpp_builder.CppBuilder("k", str(source), options, str(tmp_path)).build()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert Path(f"{compiler}.sent").exists()
+    assert (tmp_path / "k.so").exists()
+    assert heard[0] < time.monotonic() - 0.1
+    assert hasattr(VecISA._probe_load, "__wrapped__")
+
+
+def test_inductor_compiles_through_the_folder_that_stays_whole(inductor, tmp_path):
     """The private names of torch that this hangs on are there: a kernel is written in part, then renamed."""
-    environ.setattr(codecache, "_HEADER_DIR", codecache._HEADER_DIR)
-    environ.setattr(codecache, "_HEADER_LOCK_DIR", codecache._HEADER_LOCK_DIR)
-    environ.setattr(cpp_builder.CppBuilder, "build", cpp_builder.CppBuilder.build)
     commands = []
     run = cpp_builder.run_compile_cmd
-    environ.setattr(cpp_builder, "run_compile_cmd", lambda line, cwd: (commands.append(line), run(line, cwd)))
+    inductor.setattr(cpp_builder, "run_compile_cmd", lambda line, cwd: (commands.append(line), run(line, cwd)))
     prepare_compile(CompileConfig(enable=True), tmp_path)
     assert str(tmp_path) in codecache._HEADER_DIR
     source = tmp_path / "k.cpp"
