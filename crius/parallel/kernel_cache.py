@@ -28,7 +28,7 @@ from crius.launch.stop import STOP_SIGNALS
 PARTIAL = ".crius-partial"
 """End of the name of a file that a compiler is writing."""
 _LEFT_SECONDS = 86_400
-"""A partial file of this age has no compiler any more."""
+"""A partial file of this age has no writer any more."""
 _ELF = b"\x7fELF\x02\x01"
 """Start of the libraries and objects of 64-bit little-endian machines, the ones that inductor compiles for."""
 
@@ -79,11 +79,11 @@ def _undisturbed(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _remove_damage(folder: Path) -> None:
-    """Remove empty files, libraries and objects that are cut short, and what compilers left long ago."""
+    """Remove empty files, libraries and objects that are cut short, and partial files that were left long ago."""
     for parent, _, names in os.walk(folder):
         for path in (Path(parent, name) for name in names if not name.endswith(".lock")):
             with contextlib.suppress(FileNotFoundError):  # another process of this run was faster
-                if path.name.endswith(PARTIAL):
+                if path.name.endswith((PARTIAL, ".tmp")):  # inductor writes sources to a .tmp, which is empty at first
                     if time.time() - path.stat().st_mtime > _LEFT_SECONDS:
                         path.unlink()
                 elif is_damaged(path) and _is_idle(folder, path):

@@ -108,7 +108,8 @@ def test_the_own_folder_of_kernels_is_closed_to_other_users(environ, tmp_path):
 
 def test_files_that_a_killed_compilation_left_are_removed_before_a_run(tmp_path):
     whole = b"\x7fELF\x02\x01".ljust(40, b"\0") + struct.pack("<Q10xHH2x", 64, 64, 1) + bytes(64)
-    kept = {"aa/a.main.so": whole, "aa/a.py": b"pass", "locks/b.lock": b"", "new.so.1-1.crius-partial": b""}
+    kept = {"aa/a.main.so": whole, "aa/a.py": b"pass", "locks/b.lock": b""}
+    kept |= {"new.so.1-1.crius-partial": b"", "aa/.1.2.tmp": b""}  # another run may be writing these
     damaged = {
         "aa/b.main.so": b"",
         "aa/c.main.so": whole[:-1],
@@ -119,9 +120,9 @@ def test_files_that_a_killed_compilation_left_are_removed_before_a_run(tmp_path)
     for name, content in (kept | damaged).items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(content)
-    old = tmp_path / "old.so.1-1.crius-partial"
-    old.touch()
-    os.utime(old, (0, 0))
+    for name in ("old.so.1-1.crius-partial", "aa/.3.4.tmp"):
+        (tmp_path / name).write_bytes(b"part")
+        os.utime(tmp_path / name, (0, 0))
     kernel_cache._remove_damage(tmp_path)
     assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()} == set(kept)
 
