@@ -235,6 +235,16 @@ def test_wrong_keys_and_values_of_files_and_flags_are_reported_together(crius, t
         assert said in message
 
 
+def test_neither_a_flag_without_a_value_nor_a_key_given_twice_hides_other_mistakes(crius, toml):
+    file = toml("[training]\nseq-len = 3\nseq_len = 4\nstepz = 1\nsteps = '2'\n")
+    flags = ["--config", file, "--training.gc_interval", "--zzz", "3", "--debug.seed", "--optimizer.lr", "many"]
+    code, _, message = crius("train", *flags)
+    assert code == 2
+    for said in ("7 problems", "seq_len is given twice", "stepz", '"2" is text', "--zzz", '"many"'):
+        assert said in message
+    assert "--training.gc_interval requires an argument" in message and "--debug.seed requires an argument" in message
+
+
 def test_a_file_of_wrong_keys_alone_is_a_short_message(crius, toml):
     _, _, message = crius("train", "--config", toml("\n".join(f"[a.b{number}]\nx = 1" for number in range(3000))))
     assert "2980 more keys are unknown" in message and message.count("\n") < 100
