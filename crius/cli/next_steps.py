@@ -113,7 +113,8 @@ def _next_commands(facts: Facts, run: RunConfig, folder: Path) -> Iterator[tuple
     """Three commands that a new user may want, and what they do."""
     flags = [flag for flag in _flags() if flag != "--strict"]
     show = "every setting and its origin", _joined([*_program("config"), "show", *flags])
-    longer = "--training.steps", str(2 * run.training.steps)
+    done = newest_step(run, folder) or 0  # more than was asked, where an earlier start went further
+    longer = "--training.steps", str(2 * max(run.training.steps, done))
     number, layout = _workers(facts, run)
     if number:
         elsewhere = ["--job.run_dir", f"{folder}-{number}-workers"] if _is_named(run) else []
