@@ -6,6 +6,7 @@ Order: defaults < recipe (``--recipe NAME``) < ``--config a.toml`` (repeatable, 
 import functools
 import importlib.resources
 import shlex
+import sys
 import tomllib
 import types
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -98,7 +99,7 @@ class RunSources:
             settings, twice = _settings(table)
             for name in twice:
                 yield ConfigError(f"{name} is given twice, once under another spelling.", where=source, fix="keep one")
-            yield from _fill(named, settings, source)
+            yield from _fill(named, settings, source, is_read_only="config" in commands)
         if takes_layout:
             yield from spread_microbatches(named)
         for argument in arguments:
@@ -186,9 +187,12 @@ def _settings(table: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     return settings, twice
 
 
-def _fill(named: Mapping[str, Argument], settings: Mapping[str, Any], source: str) -> Iterator[CriusError]:
+def _fill(
+    named: Mapping[str, Argument], settings: Mapping[str, Any], source: str, *, is_read_only: bool
+) -> Iterator[CriusError]:
     """Give each setting to its argument, unless a stronger source has spoken; yields what is wrong with it.
 
+    A verb that ``is_read_only`` runs nothing: to it a setting that no file may give is worth a warning.
     cyclopts' own ``Dict`` would drop a section that is called like a verb (``[data]``) and read ``no_enable = true``
     as ``enable = true``.
     """
@@ -203,6 +207,9 @@ def _fill(named: Mapping[str, Argument], settings: Mapping[str, Any], source: st
             continue
         if not takes(argument.hint, value):
             yield wrong_kind(name, value, argument.hint, source)
+            continue
+        if name in COMMAND_LINE_ONLY and value and is_read_only:
+            sys.stderr.write(f"warning: {name} in {source} is left out: only the command line may give it\n")
             continue
         if name in COMMAND_LINE_ONLY and value:
             yield ConfigError(

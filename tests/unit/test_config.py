@@ -381,6 +381,10 @@ def test_config_diff_names_the_settings_that_differ(crius, toml, tmp_path):
     _, out, _ = crius("config", "diff", left, tmp_path / "run", "--json")
     assert json.loads(out) == {"training.steps": {"left": 3, "right": 4}}
     assert crius("config", "diff", "llama3_debug", "llama3_debug")[:2] == (0, "no difference\n")
+    older = toml("[training]\nsteps = 3\n[data]\npath = ['a']\n[compile]\ncache_dir = '/tmp/x'\n", "older.toml")
+    code, out, err = crius("config", "diff", left, older)
+    assert (code, out) == (0, "no difference\n")
+    assert f"warning: compile.cache_dir in {older} is left out" in err
     code, _, err = crius("config", "diff", left, "nowhere")
     assert code == 2
     assert "nowhere is no run folder, no TOML file and no recipe" in err
