@@ -11,7 +11,7 @@ import tomllib
 import types
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, get_args
 
 from cyclopts import App, ArgumentCollection, CycloptsError
 from cyclopts.argument import Argument, Token
@@ -21,7 +21,7 @@ from crius.config.layout_flag import spread_layout, spread_microbatches
 from crius.config.mistakes import WrongSettings, conversion, unknown
 from crius.config.names import ALIASES, PLAN_SHORT, SHORT, did_you_mean
 from crius.config.run import RunConfig
-from crius.config.toml_file import takes, toml_table, wrong_kind
+from crius.config.toml_file import choices_of, takes, toml_table, wrong_kind
 from crius.errors import ConfigError, CriusError
 
 DEFAULT_RECIPE = "llama3_debug"
@@ -240,18 +240,10 @@ def _wrong_number(argument: Argument, text: str) -> str:
     return "" if value.is_integer() else f"{shown} is no whole number."
 
 
-def _choices(hint: Any) -> list[str]:
-    if get_origin(hint) is Literal:
-        return [choice for choice in get_args(hint) if isinstance(choice, str)]
-    if get_origin(hint) in (Union, types.UnionType):
-        return [choice for part in get_args(hint) for choice in _choices(part)]
-    return []
-
-
 def _canonical(value: str, hint: Any) -> str:
     """``value`` in the spelling of the choice that it equals when case, ``-`` and ``_`` are ignored."""
     plain = value.lower().replace("_", "").replace("-", "")
-    for choice in _choices(hint):
+    for choice in choices_of(hint):
         if plain == choice.replace("_", "").replace("-", "") or CHOICE_ALIASES.get(plain) == choice:
             return choice
     return value

@@ -214,6 +214,7 @@ def test_a_wrong_flag_is_one_message_that_names_it(refused, flags, said):
         ("[compile]\nenable = 'true'", "enable = true"),
         ("[compile]\nenable = 1", "compile.enable = 1 is an integer, and the setting takes true or false."),
         ("[tokenizer]\npath = 5", 'path = "5"'),
+        ("[training]\nmixed_precision_param = 16", 'fix    mixed_precision_param = "auto" or "float32" or "bfloat16"'),
         ("[data]\npath = ['a', 5]", "the setting takes a list of which each item is text."),
         ("[training]\nsteps = 2020-01-01", "is a date or a time"),
         ("[compile]\ncache_dir = '/tmp/x'", "--compile.cache_dir /tmp/x, where you trust that folder"),
