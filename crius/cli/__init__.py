@@ -1,5 +1,6 @@
 """The ``crius`` command: verbs and what they call. Imports that are slow or need torch happen inside the verbs."""
 
+import functools
 import os
 import sys
 import traceback
@@ -9,7 +10,8 @@ from cyclopts import CycloptsError
 
 from crius.cli import bench, checkpoint, plan, settings, train, verify  # noqa: F401  # each adds its verbs to the app
 from crius.cli.app import COMMAND, SOURCES, app
-from crius.config.load import WrongSettings, explain, normalized_argv
+from crius.config.load import normalized_argv
+from crius.config.mistakes import WrongSettings, explain
 from crius.data.globs import is_utf8
 from crius.errors import ConfigError, CriusError
 from crius.models.registry import import_models
@@ -28,13 +30,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     SOURCES.origins.clear()
     is_parsed = False
+    parse = functools.partial(app.parse_args, exit_on_error=False, print_error=False)
     try:
         arguments = _import_models(arguments)
-        command, bound, _ = app.parse_args(arguments, exit_on_error=False, print_error=False)
+        command, bound, _ = parse(arguments)
         is_parsed = True
         return command(*bound.args, **bound.kwargs) or 0
     except (CycloptsError, WrongSettings) as error:
-        print(printable(redact(str(explain(error, () if is_parsed else arguments)))), file=sys.stderr)
+        problem = explain(error) if is_parsed else explain(error, arguments, parse)
+        print(printable(redact(str(problem))), file=sys.stderr)
         return 2
     except CriusError as error:
         print(printable(redact(str(error))), file=sys.stderr)

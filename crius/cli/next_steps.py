@@ -1,5 +1,6 @@
 """The last lines of ``crius train``: what it left, and commands that go on from there and work as they are printed."""
 
+import contextlib
 import dataclasses
 import os
 import shlex
@@ -54,13 +55,16 @@ def say_next(facts: Facts, run: RunConfig, folder: Path, placement: Placement | 
         emit("\n".join(["try next:", *(f"  {what:<{width}}   {command}" for what, command in rows)]))
 
 
+def _steps(run: RunConfig, folder: Path) -> list[int]:
+    """The steps that the run has saved, ascending."""
+    return CheckpointFolder(open_disk(checkpoint_folder(run, folder))).steps() if run.checkpoint.is_enabled else []
+
+
 def _saved(run: RunConfig, folder: Path) -> str:
     """The newest step that the run has saved, in words; empty where it has saved none."""
-    if not run.checkpoint.is_enabled:
-        return ""
     place = checkpoint_folder(run, folder)
     try:
-        steps = CheckpointFolder(open_disk(place)).steps()
+        steps = _steps(run, folder)
     except CriusError as error:  # the run is over, and its exit code is known
         return f"in {redact(place)}, which cannot be listed now: {redact(error.what)}"
     return f"step {steps[-1]} in {redact(place)}/{step_name(steps[-1])}" if steps else ""
@@ -125,7 +129,10 @@ def _next_commands(facts: Facts, run: RunConfig, folder: Path) -> Iterator[tuple
     """Three commands that a new user may want, and what they do."""
     flags = [flag for flag in _flags() if flag != "--strict"]
     show = "every setting and its origin", _joined([*_program("config"), "show", *flags])
-    longer = "--training.steps", str(2 * run.training.steps)
+    done = 0  # may be more than was asked, where an earlier start went further
+    with contextlib.suppress(CriusError):
+        done = max(_steps(run, folder), default=0)
+    longer = "--training.steps", str(2 * max(run.training.steps, done))
     number, layout = _workers(facts, run) if _keeps_own(run) else (0, [])
     if number:
         elsewhere = ["--job.run_dir", f"{folder}-{number}-workers"] if _is_named(run) else []

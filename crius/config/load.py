@@ -3,27 +3,25 @@
 Order: defaults < recipe (``--recipe NAME``) < ``--config a.toml`` (repeatable, the last one wins) < flags.
 """
 
-import contextlib
 import functools
 import importlib.resources
-import itertools
-import re
 import shlex
+import sys
 import tomllib
 import types
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, get_args
 
-from cyclopts import App, ArgumentCollection, CoercionError, CycloptsError
+from cyclopts import App, ArgumentCollection, CycloptsError
 from cyclopts.argument import Argument, Token
-from cyclopts.exceptions import UnknownCommandError, UnknownOptionError, UnusedCliTokensError
 
 from crius.config.export import COMMAND_LINE_ONLY, flatten
 from crius.config.layout_flag import spread_layout, spread_microbatches
-from crius.config.names import ALIASES, PLAN_SHORT, SHORT, did_you_mean, meant, nearest_typo
+from crius.config.mistakes import WrongSettings, conversion, unknown
+from crius.config.names import ALIASES, PLAN_SHORT, SHORT, did_you_mean
 from crius.config.run import RunConfig
-from crius.config.toml_file import takes, toml_table, wrong_kind
+from crius.config.toml_file import choices_of, takes, toml_table, wrong_kind
 from crius.errors import ConfigError, CriusError
 
 DEFAULT_RECIPE = "llama3_debug"
@@ -43,23 +41,6 @@ def recipe_names() -> list[str]:
     """Names of the recipes that come with Crius, sorted."""
     folder = importlib.resources.files("crius") / "recipes"
     return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
-
-
-class WrongSettings(ConfigError):
-    """Keys or values are wrong.
-
-    Attributes:
-        problems: one error for each.
-        arguments: of the command line.
-    """
-
-    def __init__(self, problems: list[CriusError], arguments: ArgumentCollection) -> None:
-        one = ConfigError.together(problems)
-        super().__init__(one.what, where=one.where, why=one.why, fix=one.fix)
-        self.problems, self.arguments = problems, arguments
-
-    def __str__(self) -> str:
-        return str(ConfigError.together(self.problems))
 
 
 class RunSources:
@@ -112,11 +93,13 @@ class RunSources:
         for read in [*sources, *(functools.partial(_recipe, recipe) for recipe in recipes)]:
             try:
                 source, table = read()
-                settings = _settings(table, source)
             except ConfigError as error:
                 yield error
                 continue
-            yield from _fill(named, settings, source)
+            settings, twice = _settings(table)
+            for name in twice:
+                yield ConfigError(f"{name} is given twice, once under another spelling.", where=source, fix="keep one")
+            yield from _fill(named, settings, source, is_read_only="config" in commands)
         if takes_layout:
             yield from spread_microbatches(named)
         for argument in arguments:
@@ -140,7 +123,7 @@ class RunSources:
         try:
             argument.convert()
         except CycloptsError as error:
-            yield _conversion(error, commands)
+            yield conversion(error, commands)
 
 
 def _config_file(path: str) -> tuple[str, dict[str, Any]]:
@@ -168,8 +151,7 @@ def recipe_settings(name: str) -> dict[str, Any]:
     Raises:
         ConfigError: there is no such recipe.
     """
-    source, table = _recipe(name)
-    return _settings(table, source)
+    return _settings(_recipe(name)[1])[0]
 
 
 def _recipe(name: str) -> tuple[str, dict[str, Any]]:
@@ -193,34 +175,41 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield name, value
 
 
-def _settings(table: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Dotted names and values of ``table``, torchtitan's names replaced by ours."""
+def _settings(table: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Dotted names and values of ``table``, torchtitan's names replaced by ours, and names that are given again."""
     settings: dict[str, Any] = {}
+    twice = []
     for written, value in _flat(table):
         name = ALIASES.get(written, written)
         if name in settings:
-            raise ConfigError(f"{name} is given twice, once under another spelling.", where=source, fix="keep one")
+            twice.append(name)
         settings[name] = value
-    return settings
+    return settings, twice
 
 
-def _fill(named: Mapping[str, Argument], settings: Mapping[str, Any], source: str) -> Iterator[CriusError]:
+def _fill(
+    named: Mapping[str, Argument], settings: Mapping[str, Any], source: str, *, is_read_only: bool
+) -> Iterator[CriusError]:
     """Give each setting to its argument, unless a stronger source has spoken; yields what is wrong with it.
 
+    A verb that ``is_read_only`` runs nothing: to it a setting that no file may give is worth a warning.
     cyclopts' own ``Dict`` would drop a section that is called like a verb (``[data]``) and read ``no_enable = true``
     as ``enable = true``.
     """
     fields = {name[2:]: argument for name, argument in named.items() if "." in name and not argument.children}
-    unknown = [name for name in settings if name not in fields]
-    yield from (_unknown("key", name, fields, source) for name in unknown[:MOST_UNKNOWN])
-    if len(unknown) > MOST_UNKNOWN:
-        yield ConfigError(f"{len(unknown) - MOST_UNKNOWN} more keys are unknown.", where=source)
+    strange = [name for name in settings if name not in fields]
+    yield from (unknown("key", name, fields, source) for name in strange[:MOST_UNKNOWN])
+    if len(strange) > MOST_UNKNOWN:
+        yield ConfigError(f"{len(strange) - MOST_UNKNOWN} more keys are unknown.", where=source)
     for name, value in settings.items():
         argument = fields.get(name)
         if argument is None or argument.tokens:
             continue
         if not takes(argument.hint, value):
             yield wrong_kind(name, value, argument.hint, source)
+            continue
+        if name in COMMAND_LINE_ONLY and value and is_read_only:
+            sys.stderr.write(f"warning: {name} in {source} is left out: only the command line may give it\n")
             continue
         if name in COMMAND_LINE_ONLY and value:
             yield ConfigError(
@@ -251,18 +240,10 @@ def _wrong_number(argument: Argument, text: str) -> str:
     return "" if value.is_integer() else f"{shown} is no whole number."
 
 
-def _choices(hint: Any) -> list[str]:
-    if get_origin(hint) is Literal:
-        return [choice for choice in get_args(hint) if isinstance(choice, str)]
-    if get_origin(hint) in (Union, types.UnionType):
-        return [choice for part in get_args(hint) for choice in _choices(part)]
-    return []
-
-
 def _canonical(value: str, hint: Any) -> str:
     """``value`` in the spelling of the choice that it equals when case, ``-`` and ``_`` are ignored."""
     plain = value.lower().replace("_", "").replace("-", "")
-    for choice in _choices(hint):
+    for choice in choices_of(hint):
         if plain == choice.replace("_", "").replace("-", "") or CHOICE_ALIASES.get(plain) == choice:
             return choice
     return value
@@ -315,64 +296,3 @@ def _forget(out: list[str], last: dict[str, int], setting: str, default: Any) ->
     del out[start : start + count]
     for name, place in last.items():
         last[name] = place - count if place > start else place
-
-
-def explain(error: CycloptsError | WrongSettings, argv: Sequence[str]) -> CriusError:
-    """All that is wrong with a command line, as one error.
-
-    Args:
-        error: what stopped the parsing of ``argv``.
-        argv: from ``normalized_argv``; empty where the error is not of the command line itself.
-    """
-    if isinstance(error, UnusedCliTokensError):
-        unused = " ".join(error.unused_tokens or ())
-        fix = "repeat a flag for each of its values: --flag A --flag B"
-        return ConfigError(f"{unused} belongs to no flag.", where="command line", fix=fix)
-    if isinstance(error, WrongSettings):
-        arguments, problems, first = error.arguments, error.problems, []
-    elif isinstance(error, UnknownOptionError):
-        arguments, problems, first = error.argument_collection, [], [error.token.keyword or error.token.value]
-    else:
-        return _conversion(error, error.command_chain or ())
-    known = {name for argument in arguments if not argument.children for name in (*argument.names, *argument.negatives)}
-    tokens = itertools.chain(first, itertools.takewhile(lambda token: token != "--", argv))
-    written = (token.partition("=")[0] for token in tokens)
-    unknown = dict.fromkeys(
-        flag for flag in written if flag.startswith("-") and not _is_number(flag) and flag not in known
-    )
-    names = [name.removeprefix("--") for name in known]
-    return ConfigError.together([*(_unknown("flag", flag, names, "command line") for flag in unknown), *problems])
-
-
-def _is_number(text: str) -> bool:
-    with contextlib.suppress(ValueError):
-        float(text)
-        return True
-    return False
-
-
-def _conversion(error: CycloptsError, commands: Iterable[str]) -> ConfigError:
-    """A value that is none of its kind, in one clear sentence; what cyclopts guesses is left out if it is no typo."""
-    error.verbose = False
-    text = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
-    guess = re.search(r' Did you mean "(.*?)"\?', text)
-    value = error.token.value if isinstance(error, CoercionError) and error.token else ""
-    if isinstance(error, UnknownCommandError):
-        value = (error.unused_tokens or [""])[0]
-    if guess and not nearest_typo(value, [guess[1]]):
-        text = text.replace(guess[0], "")
-    return ConfigError(text, fix=f"see {' '.join(['crius', *commands])} --help for what can be given")
-
-
-def _unknown(kind: str, written: str, known: Iterable[str], where: str) -> ConfigError:
-    """An unknown flag (``--a.b``) or TOML key (``a.b``), with what stands for it, if anything does."""
-    dashes = "--" if kind == "flag" else ""
-    shown = written if written.isprintable() else ascii(written)
-    instead, why = meant(written.removeprefix("--").replace("-", "_"), known)
-    if instead:
-        hint = f"{dashes}{instead}"
-        return ConfigError(f"unknown {kind} {shown}, did you mean {hint}?", where=where, fix=f"write {hint}")
-    if why:
-        return ConfigError(f"unknown {kind} {shown}: nothing stands for it.", where=where, why=why, fix="leave it out")
-    what = f"unknown {kind} {shown}: there is no such setting."
-    return ConfigError(what, where=where, fix="crius train --help lists every flag")

@@ -1,5 +1,6 @@
 """Names of settings that people know from elsewhere, short forms, and the guess what a misspelt name was to be."""
 
+import itertools
 from collections.abc import Iterable
 
 # torchtitan's names of flags that Crius spells otherwise; accepted wherever a flag or a TOML key is.
@@ -48,6 +49,8 @@ MOVED = {
     "comm.init_timeout_seconds": "comm.timeout_seconds",
     "comm.train_timeout_seconds": "comm.timeout_seconds",
     "context_parallel_rotate_method": "parallelism.context_parallel_method",
+    "context_parallel_size": "parallelism.context_parallel_degree",
+    "data_parallel_size": "parallelism.data_parallel_shard_degree",
     "debug.deterministic_warn_only": "debug.deterministic",
     "float8.emulate": "quantize.dense.float8.emulate",
     "float8.enable": "quantize.dense.float8.enable",
@@ -56,6 +59,7 @@ MOVED = {
     "float8.filter_fqns": "quantize.dense.exclude",
     "float8.precompute_float8_dynamic_scale_for_fsdp": "quantize.dense.float8.precompute_scale",
     "float8.recipe_name": "quantize.dense.float8.recipe",
+    "flavour": "model.flavor",
     "lr_scheduler.lr_min": "lr_scheduler.min_lr_factor",
     "model.attn_mask_type": "model.attention_mask",
     "model.converters": "quantize.dense.float8.enable",
@@ -64,12 +68,15 @@ MOVED = {
     "model.tokenizer_path": "tokenizer.path",
     "mx.enable": "quantize.dense.mxfp8.enable",
     "mx.filter_fqns": "quantize.dense.exclude",
+    "mx.recipe_name": "quantize.dense.mxfp8.enable",
     "optimizer.fused": "optimizer.implementation",
     "parallelism.module_fqns_per_model_part": "parallelism.pipeline_parallel_module_names_per_stage",
     "parallelism.pipeline_parallel_layers_per_stage": "parallelism.pipeline_parallel_stages_per_rank",
     "parallelism.pipeline_parallel_microbatch_size": "training.local_batch_size",
     "parallelism.pipeline_parallel_split_points": "parallelism.pipeline_parallel_module_names_per_stage",
+    "pipeline_parallel_size": "parallelism.pipeline_parallel_degree",
     "profiling.profiler_active": "profiler.num_steps",
+    "tensor_parallel_size": "parallelism.tensor_parallel_degree",
     "training.batch_size": "training.local_batch_size",
     "training.compile": "compile.enable",
     "training.data_parallel_degree": "parallelism.data_parallel_shard_degree",
@@ -81,6 +88,8 @@ MOVED = {
     "training.lr": "optimizer.lr",
     "validation.dataset": "validation.path",
     "validation.dataset_path": "validation.path",
+    "validation.enable": "validation.interval",
+    "validation.enabled": "validation.interval",
     "validation.steps": "validation.num_samples",
     # Hugging Face's TrainingArguments
     "adam_beta1": "optimizer.beta1",
@@ -88,11 +97,14 @@ MOVED = {
     "adam_epsilon": "optimizer.eps",
     "bf16": "training.mixed_precision_param bfloat16",
     "ddp_timeout": "comm.timeout_seconds",
+    "eval_strategy": "validation.interval",
     "eval_steps": "validation.interval",
+    "fsdp": "parallelism.data_parallel_shard_degree",
     "full_determinism": "debug.deterministic",
     "gradient_checkpointing": "activation_checkpoint.mode full",
     "learning_rate": "optimizer.lr",
     "logging_steps": "metrics.log_interval",
+    "logging_strategy": "metrics.log_interval",
     "lr_scheduler_type": "lr_scheduler.decay_type",
     "max_grad_norm": "training.max_norm",
     "max_seq_len": "training.seq_len",
@@ -112,7 +124,9 @@ MOVED = {
     "rms_norm_eps": "model.norm_eps",
     "rope_theta": "model.rope_theta",
     "resume_from_checkpoint": "checkpoint.load_path",
+    "run_name": "job.name",
     "save_steps": "checkpoint.interval",
+    "save_strategy": "checkpoint.interval",
     "save_total_limit": "checkpoint.keep_last",
     "tie_word_embeddings": "model.tied_embeddings",
     "torch_compile": "compile.enable",
@@ -125,8 +139,11 @@ _ACCUMULATION = (
 )
 _WANDB = "metrics are written to metrics.jsonl in the run folder; none are sent anywhere"
 _EXPORT = "checkpoints are saved in Crius's own format: docs/checkpoints.md"
+_MODULES = "settings are data: --import MODULE on the command line names a module with a model"
+_EXPERTS = "models with experts are not trained yet"
+_VALIDATION = "validation takes the sequences and the microbatches of training"
 
-# Names of torchtitan and Hugging Face that nothing stands for, and what there is to know.
+# Names of torchtitan and Hugging Face that nothing stands for, and what there is to know; ``section.*`` is all of it.
 NOTHING = {
     "activation_checkpoint.early_stop": "torch's default is taken",
     "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": "activation_checkpoint.save_ops names ops",
@@ -143,11 +160,13 @@ NOTHING = {
     "compile.components": "the blocks are compiled; compile.loss adds the loss",
     "dataloader_num_workers": "one thread reads ahead; data.prefetch is how far",
     "epochs": _EPOCHS,
+    "experimental.*": _MODULES,
+    "fault_tolerance.*": "launch.max_restarts starts all ranks again from the newest checkpoint; none goes on alone",
     "fp16": "float16 needs a loss scale, which there is not; bfloat16 needs none",
     "gradient_accumulation_steps": _ACCUMULATION,
     "import": "a configuration runs no code: --import MODULE on the command line, or CRIUS_IMPORT, names a module",
     "job.config_file": "the file is given as --config FILE",
-    "job.custom_config_module": "settings are data: no module is imported for them",
+    "job.custom_config_module": _MODULES,
     "job.description": "job.name names a run",
     "job.print_args": "crius config show prints all settings",
     "memory_estimation.enabled": "crius train --dry_run shows the memory of a rank",
@@ -164,14 +183,19 @@ NOTHING = {
     "optimizer.early_step_in_backward": "gradients are clipped by their global norm, which is known after the backward",
     "parallelism.disable_loss_parallel": "the output layer is split under tensor parallelism, and so is the loss",
     "parallelism.enable_compiled_autograd": "the blocks are compiled, not the backward as a whole",
-    "parallelism.expert_tensor_parallel_degree": "expert parallelism is not built yet",
+    "parallelism.expert_tensor_parallel_degree": _EXPERTS,
+    "per_device_eval_batch_size": _VALIDATION,
     "profiling.enable_memory_snapshot": "the report of a run that is out of memory says what held it",
     "profiling.profile_freq": "a run has one trace: profiler.start_step and profiler.num_steps",
     "profiling.save_traces_folder": "traces are in the run folder",
     "push_to_hub": "nothing is uploaded",
+    "quantize.grouped_mm.*": _EXPERTS,
     "report_to": _WANDB,
+    "tf32": "float32 is computed in full; training.mixed_precision_param bfloat16 is what is fast",
     "training.enable_loss_parallel": "the output layer is split under tensor parallelism, and so is the loss",
     "training.gc_debug": "training.gc_interval sets how often garbage is collected",
+    "validation.local_batch_size": _VALIDATION,
+    "validation.seq_len": _VALIDATION,
     "warmup_ratio": "lr_scheduler.warmup_steps is a number of steps",
 }
 
@@ -189,8 +213,9 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 def nearest_typo(name: str, known: Iterable[str]) -> str:
     """The known name that differs from ``name`` by its case or by at most two typed characters; empty without one.
 
-    Short names (of the last part) differ by less: up to seven characters by one, up to two by none. A number in front
-    is a size, and another size is no typo: ``80b`` is not ``70b``.
+    Short names (of the last part) differ by less: up to seven characters by one, up to two by none. Where the last part
+    is right, two typed characters may be wrong in the sections, in those of up to four characters one. A number in
+    front is a size, and another size is no typo: ``80b`` is not ``70b``.
     """
     words = {word.lower(): word for word in known}
     written = name.lower()
@@ -198,15 +223,16 @@ def nearest_typo(name: str, known: Iterable[str]) -> str:
         return words[written]
     if written in _NO_TYPOS:
         return ""
-    length = len(written.rpartition(".")[2])
-    limit = 0 if length <= 2 else 1 if length <= 7 else 2
+    section, _, leaf = written.rpartition(".")
+    of_leaf = 0 if len(leaf) <= 2 else 1 if len(leaf) <= 7 else 2
+    of_section = 1 if len(section) <= 4 else 2
     size = _leading_number(written)
-    near = [
-        (distance, word)
-        for lower, word in words.items()
-        if abs(len(lower) - len(written)) <= limit and _leading_number(lower) == size
-        if (distance := _edits(written, lower)) <= limit
-    ]
+    near = []
+    for lower, word in words.items():
+        limit = of_section if section and lower.rpartition(".")[2] == leaf else of_leaf
+        if abs(len(lower) - len(written)) <= limit and _leading_number(lower) == size:
+            distance = _edits(written, lower)
+            near += [(distance, word)] if distance <= limit else []
     return min(near)[1] if near else ""
 
 
@@ -237,8 +263,10 @@ def meant(name: str, known: Iterable[str]) -> tuple[str, str]:
     Returns:
         The setting to write instead, with a value where that matters, and why there is none; of both at most one.
     """
-    names, leaf = list(known), name.rpartition(".")[2]
-    for key in (name, leaf):
+    name = name.removeprefix("quantize.linear.")  # torchtitan's newer name of its float8 and mx
+    names, (section, _, leaf) = list(known), name.rpartition(".")
+    sections = (f"{outer}.*" for outer in itertools.accumulate(section.split("."), "{}.{}".format))
+    for key in (name, leaf, *sections):
         if key in MOVED:
             return MOVED[key], ""
         if key in NOTHING:
@@ -248,5 +276,4 @@ def meant(name: str, known: Iterable[str]) -> tuple[str, str]:
     if "." not in name:
         homes = [other for other in names if other.count(".") == 1 and other.endswith(f".{name}")]
         return (homes[0] if len(homes) == 1 else ""), ""
-    parent = name.rpartition(".")[0]
-    return (parent if parent in names else ""), ""
+    return (section if section in names else ""), ""

@@ -1,6 +1,7 @@
 """TOML that somebody else wrote: read with bounds, without an error of Python's own, and by the kind of each value."""
 
 import contextlib
+import json
 import tomllib
 import types
 from pathlib import Path
@@ -76,12 +77,24 @@ def wrong_kind(name: str, value: Any, hint: Any, source: str) -> ConfigError:
     shown = tomli_w.dumps({"": value}).partition("=")[2].strip()
     what = f"{name} = {shown} is {_kind(type(value))}, and the setting takes {_kind(hint)}."
     leaf, fix = name.rpartition(".")[2], ""
+    choices = choices_of(hint)
     if isinstance(value, str):
         with contextlib.suppress(tomllib.TOMLDecodeError):
             fix = f"{leaf} = {value}" if takes(hint, tomllib.loads(f"x = {value}")["x"]) else ""
+    elif choices and str(value) not in choices:
+        fix = f"{leaf} = {' or '.join(map(json.dumps, choices))}"
     elif takes(hint, str(value)):
         fix = f'{leaf} = "{value}"'
     return ConfigError(what, where=source, fix=fix)
+
+
+def choices_of(hint: Any) -> list[str]:
+    """The words that a setting of this type may have; empty where it is no choice among words."""
+    if get_origin(hint) is Literal:
+        return [choice for choice in get_args(hint) if isinstance(choice, str)]
+    if get_origin(hint) in (Union, types.UnionType):
+        return [choice for part in get_args(hint) for choice in choices_of(part)]
+    return []
 
 
 def _kind(hint: Any) -> str:

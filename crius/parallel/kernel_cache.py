@@ -1,28 +1,34 @@
 """The folder of compiled kernels stays whole, whatever is killed. Imports inductor: for runs that use it.
 
 Inductor lets the C++ compiler write straight to the name under which the next run looks for the kernel. Where both are
-killed, a part of the file stays there, and every later run fails to load it.
+killed, a part of the file stays there, and every later run fails to load it. A signal that only asks the run to stop
+does not reach the compiler, also where it is sent to the whole process group: the run takes its step and saves.
 """
 
 import contextlib
 import fcntl
 import functools
 import os
+import signal
 import struct
 import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from torch._inductor import codecache
+from torch._inductor import codecache, cpp_builder
 from torch._inductor.cpp_builder import CppBuilder
+from torch._inductor.cpu_vec_isa import VecISA
+
+from crius.launch.stop import STOP_SIGNALS
 
 PARTIAL = ".crius-partial"
 """End of the name of a file that a compiler is writing."""
 _LEFT_SECONDS = 86_400
-"""A partial file of this age has no compiler any more."""
+"""A partial file of this age has no writer any more."""
 _ELF = b"\x7fELF\x02\x01"
 """Start of the libraries and objects of 64-bit little-endian machines, the ones that inductor compiles for."""
 
@@ -30,13 +36,16 @@ _ELF = b"\x7fELF\x02\x01"
 def keep_whole(folder: Path) -> None:
     """Remove files of ``folder`` that a killed compilation left incomplete, and let none become visible from now on.
 
-    Precompiled headers, which inductor keeps below /tmp for all programs of a user, go into ``folder`` too.
+    From now on no stop signal reaches a compiler, or the probe of the instructions that this CPU has. Precompiled
+    headers, which inductor keeps below /tmp for all programs of a user, go into ``folder`` too.
     """
     _remove_damage(folder)
     codecache._HEADER_DIR = str(folder / "precompiled_headers")
     codecache._HEADER_LOCK_DIR = str(folder / "precompiled_headers" / "locks")
     if not hasattr(CppBuilder.build, "__wrapped__"):
         setattr(CppBuilder, "build", _renamed_when_done(CppBuilder.build))  # noqa: B010  mypy takes no assignment
+        cpp_builder.run_compile_cmd = _undisturbed(cpp_builder.run_compile_cmd)
+        setattr(VecISA, "_probe_load", _undisturbed(VecISA._probe_load))  # noqa: B010
 
 
 def _renamed_when_done(build: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -54,12 +63,27 @@ def _renamed_when_done(build: Callable[[Any], None]) -> Callable[[Any], None]:
     return build_whole
 
 
+def _undisturbed(call: Callable[..., Any]) -> Callable[..., Any]:
+    """``call``, whose processes get no stop signal: they inherit what the thread blocks that starts them.
+
+    It is another thread than the caller's, which goes on to hear signals while it waits.
+    """
+
+    @functools.wraps(call)
+    def in_a_thread(*args: Any, **kwargs: Any) -> Any:
+        block = functools.partial(signal.pthread_sigmask, signal.SIG_BLOCK, STOP_SIGNALS)
+        with ThreadPoolExecutor(1, initializer=block) as thread:
+            return thread.submit(call, *args, **kwargs).result()
+
+    return in_a_thread
+
+
 def _remove_damage(folder: Path) -> None:
-    """Remove empty files, libraries and objects that are cut short, and what compilers left long ago."""
+    """Remove empty files, libraries and objects that are cut short, and partial files that were left long ago."""
     for parent, _, names in os.walk(folder):
         for path in (Path(parent, name) for name in names if not name.endswith(".lock")):
             with contextlib.suppress(FileNotFoundError):  # another process of this run was faster
-                if path.name.endswith(PARTIAL):
+                if path.name.endswith((PARTIAL, ".tmp")):  # inductor writes sources to a .tmp, which is empty at first
                     if time.time() - path.stat().st_mtime > _LEFT_SECONDS:
                         path.unlink()
                 elif is_damaged(path) and _is_idle(folder, path):

@@ -72,7 +72,7 @@ def _on_the_same(case: Case, remedies: Iterable[Remedy]) -> Iterator[Alternative
         what = f"fits on {here} with other degrees than those given"
         yield Alternative(what=what, case=case.with_any_degrees, changes={}, left_out=degrees)
     for one in remedies:
-        if one.fits and one.num_ranks == case.num_gpus:
+        if one.suffices and one.num_ranks == case.num_gpus:
             yield Alternative(
                 what=f"fits on {here} with {one.flags}", case=_with(case, one.changes), changes=one.changes
             )

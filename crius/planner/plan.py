@@ -17,8 +17,8 @@ from crius.planner.explain import explain
 from crius.planner.hardware import Hardware
 from crius.planner.legal import DEGREES, Case, violations
 from crius.planner.rank import Reject, best, best_rows, rejects
-from crius.planner.remedies import Remedy, remedies, remedies_of_shape
-from crius.planner.search import Candidate, Found, fewest_with, search, usable_bytes
+from crius.planner.remedies import MOST_HOST_BYTES, OFFLOAD, Remedy, remedies, remedies_of_shape
+from crius.planner.search import Candidate, Found, fewest_with, search, state_bytes, usable_bytes
 from crius.planner.sensitivity import Neighbour, neighbours
 from crius.planner.validated_range import validated_range
 from crius.planner.variants import overrides
@@ -249,10 +249,10 @@ def remedies_of(plan: Plan) -> list[Remedy]:
     case, smallest = plan.case, plan.smallest
     if smallest is None:
         return []
+    target, fixed = usable_bytes(case.hardware), case.pinned & {OFFLOAD}
     if case.facts is None:
-        return remedies_of_shape(smallest.workload, case.hardware, usable_bytes(case.hardware), on_gpu=case.on_gpu)
+        return remedies_of_shape(smallest.workload, case.hardware, target, on_gpu=case.on_gpu, fixed=fixed)
     config = replace_fields(case.config, overrides(case, smallest.workload))
-    target = usable_bytes(case.hardware)
     return remedies(
         config,
         case.facts,
@@ -262,6 +262,7 @@ def remedies_of(plan: Plan) -> list[Remedy]:
         on_gpu=case.on_gpu,
         most=MOST_REMEDIES,
         rules=PLAN_RULES,
+        fixed=fixed,
     )
 
 
@@ -282,10 +283,11 @@ def nothing_fits(found: Found) -> LayoutError:
     need, most = smallest.memory.total / 2**30, usable_bytes(case.hardware) / 2**30
     least, keeps_degrees = fewest_with(case)
     more = f"take {least} GPUs{'' if keeps_degrees else ' with other degrees'}, or " if least else ""
+    offload = f", --{OFFLOAD}" if state_bytes(case) / case.num_gpus <= MOST_HOST_BYTES else ""
     return LayoutError(
         f"{case.shape.name} does not fit on {case.num_gpus} x {case.hardware.name}: the smallest layout, "
         f"{smallest.workload.layout.layout}, needs {need:,.1f} GiB of {most:,.1f}.",
         where=flags,
         fix=f"{more}less per number: --optimizer.state_dtype 8bit, "
-        "--training.dtype bfloat16, --training.enable_cpu_offload; crius plan says what each saves",
+        f"--training.dtype bfloat16{offload}; crius plan says what each saves",
     )

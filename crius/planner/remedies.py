@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,6 +36,12 @@ LEAST_GAIN = 0.005
 LEAST_SAVED = GIB / 10
 """Bytes below which a change is no remedy: a plan is not as exact, and no run ends for so little."""
 
+MOST_HOST_BYTES = 256 * GIB
+"""Of a host's memory for each of its GPUs, beyond which no one is advised to offload: hosts of 8 GPUs have 1 to 2 TiB
+(NVIDIA DGX A100 and H100, AWS p4d and p5)."""
+
+OFFLOAD = "training.enable_cpu_offload"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Remedy:
@@ -49,6 +55,7 @@ class Remedy:
         slower: planned share of a step that it costs: 0.07 is 7 % more time. Below 0: it gains.
         note: what else changes; may be empty.
         fits: whether the plan is within the target.
+        host_bytes: of the host's memory that each rank needs for what is offloaded.
     """
 
     changes: Mapping[str, Any]
@@ -58,6 +65,12 @@ class Remedy:
     slower: float
     note: str
     fits: bool
+    host_bytes: float = 0.0
+
+    @property
+    def suffices(self) -> bool:
+        """Whether it fits on GPUs whose host has the memory that is usual."""
+        return self.fits and self.host_bytes <= MOST_HOST_BYTES
 
     @property
     def flags(self) -> str:
@@ -98,6 +111,7 @@ def remedies(
     on_gpu: bool = True,
     most: int = 3,
     rules: Sequence[Rule] = RULES,
+    fixed: Collection[str] = (),
 ) -> list[Remedy]:
     """The cheapest changes of ``config`` after which its plan is at most ``target`` bytes.
 
@@ -114,22 +128,26 @@ def remedies(
         on_gpu: the run is on GPUs; what moves memory to the host helps there alone.
         most: how many.
         rules: that a changed run has to keep.
+        fixed: dotted fields that no remedy changes.
 
     Returns:
         At most ``most`` remedies, the cheapest that suffices first; none that saves less than ``LEAST_SAVED``.
     """
     judge = _Judge(config, facts, num_ranks, hardware, target, "cuda" if on_gpu else "cpu", rules)
-    changes = list(_changes(config, num_ranks, on_gpu))
+    changes = [one for one in _changes(config, num_ranks, on_gpu) if not one.fields.keys() & set(fixed)]
     single = judge.best((change,) for change in changes)
-    found = [one for one in single if one.fits][:most]
+    found = [one for one in single if one.suffices][:most]
     for count in (2, 3):
         if len(found) < most and (count == 2 or not found):
             several = (some for some in itertools.combinations(changes, count) if not _clash(some))
-            found += [one for one in judge.best(several) if one.fits and not _covers(one, found)][: most - len(found)]
-    return found + [one for one in single if not one.fits][: most - len(found)]
+            pairs = [one for one in judge.best(several) if one.suffices and not _covers(one, found)]
+            found += pairs[: most - len(found)]
+    return found + [one for one in single if not one.suffices][: most - len(found)]
 
 
-def remedies_of_shape(workload: Workload, hardware: Hardware, target: float, *, on_gpu: bool) -> list[Remedy]:
+def remedies_of_shape(
+    workload: Workload, hardware: Hardware, target: float, *, on_gpu: bool, fixed: Collection[str] = ()
+) -> list[Remedy]:
     """The same of a model that Crius does not train yet, of what holds its weights and the optimizer's state.
 
     Args:
@@ -137,6 +155,7 @@ def remedies_of_shape(workload: Workload, hardware: Hardware, target: float, *, 
         hardware: of every rank.
         target: bytes of the fullest rank.
         on_gpu: the ranks are GPUs.
+        fixed: dotted fields that no remedy changes.
 
     Returns:
         Those that suffice first, then the others, each from the smallest plan on.
@@ -144,35 +163,53 @@ def remedies_of_shape(workload: Workload, hardware: Hardware, target: float, *, 
     rounding = "rounds other numbers"
     options: list[tuple[str, Any, dict[str, Any], str]] = []
     if on_gpu and not workload.cpu_offload:
-        note = "needs as much memory on the host"
-        options.append(("training.enable_cpu_offload", True, {"cpu_offload": True}, note))
+        options.append((OFFLOAD, True, {"cpu_offload": True}, ""))
     for dtype in ("bfloat16", "8bit"):
         if MOMENT_BYTES[dtype] < workload.moment_bytes:
             options.append(("optimizer.state_dtype", dtype, {"moment_bytes": MOMENT_BYTES[dtype]}, rounding))
     if workload.weight_bytes == 4:
         options.append(("training.dtype", "bfloat16", {"weight_bytes": 2}, rounding))
+    options = [option for option in options if option[0] not in fixed]
     before, seconds = memory(workload, hardware).total, step_time(workload, hardware).total
     found: list[Remedy] = []
     for count in (1, 2):
         for some in itertools.combinations(options, count):
             changes = {name: value for name, value, _, _ in some}
-            if len(changes) < count or any(one.fits and changes.items() >= one.changes.items() for one in found):
+            if len(changes) < count or any(one.suffices and changes.items() >= one.changes.items() for one in found):
                 continue
             fields = {field: value for _, _, values, _ in some for field, value in values.items()}
             changed = replace(workload, **fields)
             nbytes = memory(changed, hardware).total
             if before - nbytes >= LEAST_SAVED and (count == 1 or nbytes <= target):
+                on_host, host_note = _on_host(changed, hardware)
                 one = Remedy(
                     changes=changes,
                     num_ranks=workload.layout.num_ranks,
                     nbytes=nbytes,
                     saved=before - nbytes,
                     slower=step_time(changed, hardware).total / seconds - 1,
-                    note="; ".join(dict.fromkeys(note for _, _, _, note in some)),
+                    note=_joined([*(note for _, _, _, note in some), host_note]),
                     fits=nbytes <= target,
+                    host_bytes=on_host,
                 )
                 found.append(one)
-    return sorted(found, key=lambda one: (not one.fits, one.nbytes))
+    return sorted(found, key=lambda one: (not one.suffices, not one.fits, one.nbytes))
+
+
+def _on_host(workload: Workload, hardware: Hardware) -> tuple[float, str]:
+    """Bytes of the host's memory that each rank needs, and in words what its host needs for all of its GPUs."""
+    if not workload.cpu_offload:
+        return 0.0, ""
+    parts = memory(replace(workload, cpu_offload=False), hardware).parts
+    nbytes = sum(parts[name] for name in ("parameters", "gradients", "optimizer"))
+    gpus = min(workload.layout.num_ranks, hardware.gpus_per_node)
+    host = "the host" if gpus == 1 else f"a host of {gpus} GPUs"
+    unusual = ", more than most have" if nbytes > MOST_HOST_BYTES else ""
+    return nbytes, f"needs {gpus * nbytes / GIB:,.0f} GiB of memory on {host}{unusual}"
+
+
+def _joined(notes: Iterable[str]) -> str:
+    return "; ".join(dict.fromkeys(filter(None, notes)))
 
 
 class _Judge:
@@ -199,7 +236,14 @@ class _Judge:
         """Those of ``pool`` that help, what suffices first and of that the cheapest."""
         priced = [one for one in map(self._judged, pool) if one is not None]
         # below half a percent of a step the one that saves more
-        priced.sort(key=lambda one: (not one[1].fits, round(one[0], 2) if one[1].fits else 0.0, one[1].nbytes))
+        priced.sort(
+            key=lambda one: (
+                not one[1].suffices,
+                not one[1].fits,
+                round(one[0], 2) if one[1].fits else 0.0,
+                one[1].nbytes,
+            )
+        )
         return [found for _, found in priced]
 
     def _judged(self, changes: Sequence[_Change]) -> tuple[float, Remedy] | None:
@@ -215,14 +259,16 @@ class _Judge:
         if self._bytes - nbytes < self._least:
             return None
         slower = step_time(workload, self._hardware).total / self._seconds - 1
+        on_host, host_note = _on_host(workload, self._hardware)
         found = Remedy(
             changes=fields,
             num_ranks=ranks,
             nbytes=nbytes,
             saved=self._bytes - nbytes,
             slower=slower,
-            note="; ".join(dict.fromkeys(filter(None, (change.note for change in changes)))),
+            note=_joined([*(change.note for change in changes), host_note]),
             fits=nbytes <= self._target,
+            host_bytes=on_host,
         )
         return (1 + slower) * ranks / self._ranks - 1 + sum(change.price for change in changes), found
 
@@ -279,7 +325,7 @@ def _of_states(config: RunConfig, on_gpu: bool) -> Iterator[_Change]:
     if training.dtype == "float32" and training.mixed_precision_param == "bfloat16":
         yield _Change({"training.dtype": "bfloat16"}, rounding, 2 * ROUNDING_PRICE)
     if on_gpu and not training.enable_cpu_offload:
-        yield _Change({"training.enable_cpu_offload": True}, "needs as much memory on the host")
+        yield _Change({OFFLOAD: True})
 
 
 def _of_layout(config: RunConfig, dims: ParallelDims, sizes: BatchSizes) -> Iterator[_Change]:

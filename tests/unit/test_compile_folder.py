@@ -2,7 +2,11 @@
 
 import fcntl
 import os
+import shutil
+import signal
 import struct
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +16,7 @@ import torch._dynamo.config as dynamo_config
 import torch._inductor.config as inductor_config
 import torch.compiler.config as compiler_config
 from torch._inductor import codecache, cpp_builder
+from torch._inductor.cpu_vec_isa import VecISA
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 import crius.parallel.compile as compile_module
@@ -103,7 +108,8 @@ def test_the_own_folder_of_kernels_is_closed_to_other_users(environ, tmp_path):
 
 def test_files_that_a_killed_compilation_left_are_removed_before_a_run(tmp_path):
     whole = b"\x7fELF\x02\x01".ljust(40, b"\0") + struct.pack("<Q10xHH2x", 64, 64, 1) + bytes(64)
-    kept = {"aa/a.main.so": whole, "aa/a.py": b"pass", "locks/b.lock": b"", "new.so.1-1.crius-partial": b""}
+    kept = {"aa/a.main.so": whole, "aa/a.py": b"pass", "locks/b.lock": b""}
+    kept |= {"new.so.1-1.crius-partial": b"", "aa/.1.2.tmp": b""}  # another run may be writing these
     damaged = {
         "aa/b.main.so": b"",
         "aa/c.main.so": whole[:-1],
@@ -114,9 +120,9 @@ def test_files_that_a_killed_compilation_left_are_removed_before_a_run(tmp_path)
     for name, content in (kept | damaged).items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(content)
-    old = tmp_path / "old.so.1-1.crius-partial"
-    old.touch()
-    os.utime(old, (0, 0))
+    for name in ("old.so.1-1.crius-partial", "aa/.3.4.tmp"):
+        (tmp_path / name).write_bytes(b"part")
+        os.utime(tmp_path / name, (0, 0))
     kernel_cache._remove_damage(tmp_path)
     assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()} == set(kept)
 
@@ -156,14 +162,58 @@ def test_a_kernel_gets_its_name_when_it_is_whole(environ, tmp_path):
     assert (tmp_path / "k.main.so").read_bytes() == b"whole"
 
 
-def test_inductor_compiles_through_the_folder_that_stays_whole(environ, tmp_path):
+@pytest.fixture
+def inductor(environ):
+    """``environ``; inductor is as torch has it, and is put back."""
+    for owner, name in [
+        (codecache, "_HEADER_DIR"),
+        (codecache, "_HEADER_LOCK_DIR"),
+        (cpp_builder, "run_compile_cmd"),
+        (cpp_builder.CppBuilder, "build"),
+        (VecISA, "_probe_load"),
+    ]:
+        value = getattr(owner, name)
+        environ.setattr(owner, name, getattr(value, "__wrapped__", value))
+    return environ
+
+
+SIGNALLED_COMPILER = """#!{python} -SE
+import os, signal, sys, time
+if "-o" in sys.argv:
+    for number in signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1:
+        os.kill(os.getpid(), number)
+    os.kill(os.getppid(), signal.SIGUSR1)
+    open(sys.argv[0] + ".sent", "w").close()
+    time.sleep(0.2)
+os.execv("{compiler}", ["{compiler}", *sys.argv[1:]])
+"""
+
+
+def test_a_signal_to_the_whole_group_ends_no_compiler_and_is_heard_at_once(inductor, tmp_path):
+    compiler = tmp_path / "g++"
+    compiler.write_text(SIGNALLED_COMPILER.format(python=sys.executable, compiler=shutil.which("g++")))
+    compiler.chmod(0o755)
+    heard = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(time.monotonic()))
+    prepare_compile(CompileConfig(enable=True), tmp_path)
+    source = tmp_path / "k.cpp"
+    source.write_text("int f() { return 1; }")
+    try:
+        options = cpp_builder.CppOptions(compiler=str(compiler))
+        cpp_builder.CppBuilder("k", str(source), options, str(tmp_path)).build()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert Path(f"{compiler}.sent").exists()
+    assert (tmp_path / "k.so").exists()
+    assert heard[0] < time.monotonic() - 0.1
+    assert hasattr(VecISA._probe_load, "__wrapped__")
+
+
+def test_inductor_compiles_through_the_folder_that_stays_whole(inductor, tmp_path):
     """The private names of torch that this hangs on are there: a kernel is written in part, then renamed."""
-    environ.setattr(codecache, "_HEADER_DIR", codecache._HEADER_DIR)
-    environ.setattr(codecache, "_HEADER_LOCK_DIR", codecache._HEADER_LOCK_DIR)
-    environ.setattr(cpp_builder.CppBuilder, "build", cpp_builder.CppBuilder.build)
     commands = []
     run = cpp_builder.run_compile_cmd
-    environ.setattr(cpp_builder, "run_compile_cmd", lambda line, cwd: (commands.append(line), run(line, cwd)))
+    inductor.setattr(cpp_builder, "run_compile_cmd", lambda line, cwd: (commands.append(line), run(line, cwd)))
     prepare_compile(CompileConfig(enable=True), tmp_path)
     assert str(tmp_path) in codecache._HEADER_DIR
     source = tmp_path / "k.cpp"

@@ -167,6 +167,13 @@ def test_the_torchtitan_name_of_a_setting_works_as_a_flag_and_in_toml(shown, tom
         *[([f"--{old}"], f"did you mean --{new}?") for old, new in MOVED.items()],
         *[([f"--{old}"], f"unknown flag --{old}: nothing stands for it.") for old in NOTHING if old != "import"],
         (["--training.epochs", "3"], "a run is as long as training.steps"),
+        (["--optimzer.lr", "1"], "did you mean --optimizer.lr?"),
+        (["--parallelism.tensor_parallel_size", "2"], "did you mean --parallelism.tensor_parallel_degree?"),
+        (["--quantize.linear.float8.recipe_name", "x"], "did you mean --quantize.dense.float8.recipe?"),
+        (["--quantize.linear.mx.filter_fqns", "x"], "did you mean --quantize.dense.exclude?"),
+        (["--quantize.grouped_mm.float8.fqns", "x"], "models with experts are not trained yet"),
+        (["--fault_tolerance.enable"], "launch.max_restarts starts all ranks again"),
+        (["--experimental.custom_import", "x"], "--import MODULE on the command line"),
         (["--zzz"], "unknown flag --zzz: there is no such setting."),
         (["--zzz"], "crius train --help lists every flag"),
         (["--recipe", "llama_debug"], "did you mean llama3_debug?"),
@@ -206,6 +213,7 @@ def test_a_wrong_flag_is_one_message_that_names_it(refused, flags, said):
         ("[compile]\nenable = 'true'", "enable = true"),
         ("[compile]\nenable = 1", "compile.enable = 1 is an integer, and the setting takes true or false."),
         ("[tokenizer]\npath = 5", 'path = "5"'),
+        ("[training]\nmixed_precision_param = 16", 'fix    mixed_precision_param = "auto" or "float32" or "bfloat16"'),
         ("[data]\npath = ['a', 5]", "the setting takes a list of which each item is text."),
         ("[training]\nsteps = 2020-01-01", "is a date or a time"),
         ("[compile]\ncache_dir = '/tmp/x'", "--compile.cache_dir /tmp/x, where you trust that folder"),
@@ -235,6 +243,16 @@ def test_wrong_keys_and_values_of_files_and_flags_are_reported_together(crius, t
         assert said in message
 
 
+def test_neither_a_flag_without_a_value_nor_a_key_given_twice_hides_other_mistakes(crius, toml):
+    file = toml("[training]\nseq-len = 3\nseq_len = 4\nstepz = 1\nsteps = '2'\n")
+    flags = ["--config", file, "--training.gc_interval", "--zzz", "3", "--debug.seed", "--optimizer.lr", "many"]
+    code, _, message = crius("train", *flags)
+    assert code == 2
+    for said in ("7 problems", "seq_len is given twice", "stepz", '"2" is text', "--zzz", '"many"'):
+        assert said in message
+    assert "--training.gc_interval requires an argument" in message and "--debug.seed requires an argument" in message
+
+
 def test_a_file_of_wrong_keys_alone_is_a_short_message(crius, toml):
     _, _, message = crius("train", "--config", toml("\n".join(f"[a.b{number}]\nx = 1" for number in range(3000))))
     assert "2980 more keys are unknown" in message and message.count("\n") < 100
@@ -258,6 +276,10 @@ def test_a_known_name_is_a_known_name_and_no_table_has_one_twice():
         ("job.dir", ["job.name", "job.run_dir"], ""),
         ("model.dim", ["model.name"], ""),
         ("training.stpes", ["training.steps", "training.seq_len"], "training.steps"),
+        ("optimzer.lr", ["optimizer.lr", "training.steps"], "optimizer.lr"),
+        ("optimiser.lr", ["optimizer.lr"], "optimizer.lr"),
+        ("opptimiser.lr", ["optimizer.lr", "optimizer.eps"], "optimizer.lr"),
+        ("moe.name", ["job.name"], ""),
         ("float16", ["float32", "bfloat16"], ""),
         ("bflaot16", ["float32", "bfloat16"], "bfloat16"),
     ],
@@ -371,6 +393,10 @@ def test_config_diff_names_the_settings_that_differ(crius, toml, tmp_path):
     _, out, _ = crius("config", "diff", left, tmp_path / "run", "--json")
     assert json.loads(out) == {"training.steps": {"left": 3, "right": 4}}
     assert crius("config", "diff", "llama3_debug", "llama3_debug")[:2] == (0, "no difference\n")
+    older = toml("[training]\nsteps = 3\n[data]\npath = ['a']\n[compile]\ncache_dir = '/tmp/x'\n", "older.toml")
+    code, out, err = crius("config", "diff", left, older)
+    assert (code, out) == (0, "no difference\n")
+    assert f"warning: compile.cache_dir in {older} is left out" in err
     code, _, err = crius("config", "diff", left, "nowhere")
     assert code == 2
     assert "nowhere is no run folder, no TOML file and no recipe" in err

@@ -115,6 +115,21 @@ def test_an_impossible_case_says_how_many_gpus_and_what_to_change(plan, planned)
     assert any(one["fits"] for one in found["remedies"])
 
 
+@pytest.mark.parametrize(
+    ("case", "host", "is_proposed"),
+    [
+        (["8b", "--gpus", "1", "--gpu", "rtx-4090"], "needs 120 GiB of memory on the host", True),
+        (["405b", "--gpus", "8"], "needs 6,048 GiB of memory on a host of 8 GPUs, more than most have", False),
+        (["8b", "--gpus", "1", "--gpu", "rtx-4090", "--training.no_enable_cpu_offload"], "", False),
+    ],
+)
+def test_offloading_is_proposed_where_a_host_may_hold_it_and_nobody_refused(case, host, is_proposed, plan):
+    code, out, _ = plan("--flavor", *case)
+    assert code == 1
+    assert ("fits: --training.enable_cpu_offload" in out) == bool(host) and host in out
+    assert ("with --training.enable_cpu_offload:" in out) == is_proposed
+
+
 def test_a_model_with_experts_is_planned_and_not_trainable_yet(planned):
     code, found = planned("--model", "mixtral", "--flavor", "8x7b", "--gpus", "64", "--seq_len", "4096")
     assert code == 0

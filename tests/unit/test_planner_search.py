@@ -252,6 +252,11 @@ def test_an_impossible_case_names_the_fewest_gpus():
     with pytest.raises(LayoutError, match="does not fit on 1 x rtx-4090") as error:
         recommend(one.config, one.facts, one.hardware, 1)
     assert f"take {fewest_gpus(one)} GPUs" in error.value.fix
+    assert "--training.enable_cpu_offload" in error.value.fix
+    larger = case(flavor="405b", gpus=8)
+    with pytest.raises(LayoutError) as error:
+        recommend(larger.config, larger.facts, larger.hardware, 8)
+    assert "--training.enable_cpu_offload" not in error.value.fix, "no host has that much memory"
 
 
 def test_recommended_settings_are_for_the_run_and_leave_its_batch():

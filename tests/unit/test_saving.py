@@ -165,6 +165,15 @@ def test_a_run_with_a_folder_of_its_own_goes_on_with_the_same_command(monkeypatc
     assert longer.endswith("crius train --job.name mine --training.steps 9")
 
 
+def test_twice_as_long_is_longer_than_what_is_done(monkeypatch, tmp_path):
+    (tmp_path / "checkpoints" / "step-00000006").mkdir(parents=True)
+    monkeypatch.setattr(next_steps, "_workers", lambda facts, run: (0, []))
+    started(monkeypatch, "/usr/bin/crius", "train", "--training.steps", "2")
+    run = RunConfig(training=dataclasses.replace(RunConfig().training, steps=2))
+    [longer] = [line for what, line in next_steps._next_commands(None, run, tmp_path) if "twice" in what]
+    assert "--training.steps 12" in longer
+
+
 @pytest.mark.parametrize(
     ("local", "want"), [(2, "torchrun --standalone --nproc_per_node 2 -m crius train"), (1, "the ")]
 )
