@@ -10,7 +10,7 @@ from crius.planner.explain import explain, in_words, spelled_layout
 from crius.planner.hardware import Hardware
 from crius.planner.memory import model_parameters
 from crius.planner.plan import Plan
-from crius.planner.rank import spelled
+from crius.planner.rank import TIE, score, spelled
 from crius.planner.remedies import Remedy
 from crius.planner.search import Candidate, judge, usable_bytes
 from crius.planner.workload import Workload
@@ -61,7 +61,10 @@ def plan_lines(plan: Plan, card: str, start: str, settings: Mapping[str, Any], *
     case, winner = plan.case, plan.winner
     assert winner is not None
     lines = first_lines(plan, card)
-    lines += [f"recommended: {described(winner.workload)}", f"  {figures(winner, case.hardware)}"]
+    lines += [
+        f"recommended: {described(winner.workload)}",
+        f"  {figures(winner, case.hardware)}{_faster(plan, winner)}",
+    ]
     if case.facts is not None:
         lines += command(start, settings)
     else:
@@ -73,6 +76,15 @@ def plan_lines(plan: Plan, card: str, start: str, settings: Mapping[str, Any], *
     table = _rows(plan, max(0, room)) if room > 1 and len(plan.rows) > 1 else []
     lines += aligned(table, left=range(6)) if table else []
     return [*lines, f"{_least(plan)}; --explain: why, and memory and time by part"]
+
+
+def _faster(plan: Plan, winner: Candidate) -> str:
+    """Why a faster layout of the table is not the one to take; empty where there is none."""
+    faster = [one for one in plan.rows if one.tokens_per_second > winner.tokens_per_second]
+    gain = max((one.tokens_per_second / winner.tokens_per_second - 1 for one in faster), default=0.0)
+    if gain < _SMALL or any(score(one) * (1 - TIE) > score(winner) for one in faster):
+        return ""
+    return f"; others gain {gain:.1%} at most, too little for more axes, CP or less headroom"
 
 
 def first_lines(plan: Plan, card: str) -> list[str]:

@@ -1,6 +1,7 @@
 """What ``crius plan`` prints: 12 lines, which card, what fits instead, and commands that run."""
 
 import functools
+import re
 
 import pytest
 from harness import commands, llama, parse
@@ -58,6 +59,15 @@ def test_a_plan_is_12_lines_and_its_command_is_that_run(name, plan, planned):
     assert memory(workload, shared(hardware(data["gpu"]), data["num_gpus"])).total == pytest.approx(
         data["recommended"]["memory_bytes"]
     )
+
+
+def test_a_faster_layout_that_is_not_taken_is_explained_in_the_12_lines(plan):
+    tied = plan("--flavor", "70b", "--gpus", "256", "--gpu", "a100")[1].splitlines()
+    assert len(tied) <= 12
+    [gain] = [re.search(r" GiB per GPU; others gain (.*)% at most, too little for ", line)[1] for line in tied[3:4]]
+    first, second = (float(line.split()[-4]) for line in tied if line[:2] in ("1 ", "2 "))
+    assert float(gain) == pytest.approx(100 * (second / first - 1), abs=0.5)
+    assert "too little for" not in plan(*SMALL)[1]
 
 
 def run_dry(flags, placement):

@@ -64,6 +64,13 @@ def test_published_speeds_are_explained(report):
     assert found["ordering"]["dense"]["accuracy"] > 0.93
 
 
+@pytest.mark.parametrize("name", ["README.md", "docs/tested.md"])
+def test_documents_claim_no_more_rows_than_are_judged(report, name):
+    total = len(report.judged) + len(report.unjudged)
+    said = f"held against {len(report.judged)} of {total} published runs"
+    assert said in (ROOT / name).read_text().replace("[", "")
+
+
 def test_published_memory_is_explained(report):
     dense = report.as_json()["dense"]["memory"]
     assert dense["n"] > 90 and dense["median"] < 0.04 and dense["p90"] < 0.15
