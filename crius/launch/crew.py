@@ -15,9 +15,10 @@ from pathlib import Path
 from types import FrameType
 
 from crius.launch.environment import Placement
-from crius.launch.stop import PREEMPTED, STOP_SIGNALS, heeded_signals
+from crius.launch.stop import PREEMPTED, heeded_signals
 from crius.launch.witness import QUESTIONS
 from crius.launch.worker import worker_main
+from crius.signals import STOP_SIGNALS
 
 # fork: a worker has the parent's torch from the start and begins in milliseconds. macOS's frameworks do not survive it.
 _Process: type[BaseProcess] = (

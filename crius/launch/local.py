@@ -35,11 +35,12 @@ from crius.launch.report import (
 from crius.launch.scratch import scratch_folder
 from crius.launch.sentry import sentry
 from crius.launch.status import Heartbeat, mirror_path, read_mirror
-from crius.launch.stop import PREEMPTED, STOP_SIGNALS, messenger, tell_stop_signal
+from crius.launch.stop import PREEMPTED, messenger, tell_stop_signal
 from crius.launch.supervision import Attempt, History, Supervision, reason_to_stop
 from crius.launch.tested import warn_where_untested
 from crius.launch.watchdog import Hang, Watch
 from crius.launch.worker import attempt
+from crius.signals import STOP_SIGNALS
 
 
 @dataclass

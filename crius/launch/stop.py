@@ -9,8 +9,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-STOP_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""What a person, a terminal that closes, a scheduler or a container sends to stop a run."""
+from crius.signals import STOP_SIGNALS
 
 _MESSENGERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 

@@ -18,9 +18,10 @@ from typing import NoReturn
 from crius.launch.environment import Placement
 from crius.launch.report import ErrorReport, log_path, report_of, write_report
 from crius.launch.status import mirror_path, status
-from crius.launch.stop import STOP_SIGNALS, heeded_signals
+from crius.launch.stop import heeded_signals
 from crius.launch.witness import testify
 from crius.redact import printable, redact
+from crius.signals import STOP_SIGNALS
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PARENT_POLL_SECONDS = 0.5

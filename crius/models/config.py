@@ -3,7 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
-from crius.models.description import Layer, decoder_layer, feed_forward, gqa
+from crius.models.describe import decoder_layer, feed_forward, gqa
+from crius.models.description import Layer
 
 FFN_UNIT = 64
 """A feed-forward's width that follows from another is rounded up to a multiple of this."""

@@ -23,7 +23,7 @@ from torch._inductor import codecache, cpp_builder
 from torch._inductor.cpp_builder import CppBuilder
 from torch._inductor.cpu_vec_isa import VecISA
 
-from crius.launch.stop import STOP_SIGNALS
+from crius.signals import STOP_SIGNALS
 
 PARTIAL = ".crius-partial"
 """End of the name of a file that a compiler is writing."""

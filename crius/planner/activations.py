@@ -60,25 +60,22 @@ def layer_bytes(
         is_traced: in one graph with its backward, which keeps nothing that this does not read, such as its own result.
     """
     traits, attention, ffn = TRAITS[framework], layer.attention, layer.feed_forward
-    num_kv_heads, d = attention.num_kv_heads, float(dim)
+    num_kv_heads, d = max(1, attention.num_kv_heads / tp), float(dim)
     source = d / tp if sequence_parallel else d
     gathered = d if traits.keeps_gathered else source
     queries, values = (attention.num_heads * width / tp for width in (attention.head_dim, attention.value_dim))
-    keys = max(1, num_kv_heads / tp) * (attention.head_dim + attention.value_dim)  # and values together
+    keys = num_kv_heads * (attention.head_dim + attention.value_dim)  # and values together
     scores = 4 * attention.num_heads / tp * (seen_tokens or 1)  # probabilities, or the logarithms of their sums
     dense_width = ffn.width / tp
     per_hidden = 3 + (pointwise in ("operators", "silu")) if ffn.gated else 2
     routed = ffn.top_k * ffn.expert_width / tp
-    none = 2 * source + 2 * gathered + queries + keys + values + per_hidden * dense_width
-    keys_alone = max(1, num_kv_heads / tp) * attention.head_dim
-    headwise = (queries + keys_alone) * attention.has_head_norms  # what the norms of heads read
-    none += headwise
+    headwise = (queries + num_kv_heads * attention.head_dim) * attention.has_head_norms  # what the norms of heads read
+    none = 2 * source + 2 * gathered + queries + keys + values + headwise + per_hidden * dense_width
     if cp > 1 and traits.gathers_keys:  # and what attention gives for the early and the late tokens of a rank is joined
         none += keys * (cp - 1) + values + mask_tokens
     # of seven matmuls wq, wv, w1 and w2; attention; two reduce-scatters
     w2 = source * (tp > 1) + (d + source * (tp > 1)) * (not is_traced)
-    one_of_keys = max(1, num_kv_heads / tp) * attention.value_dim
-    selective = source + queries + one_of_keys + dense_width + w2 + values
+    selective = source + queries + num_kv_heads * attention.value_dim + dense_width + w2 + values
     if ffn.num_experts:
         dispatched = ffn.top_k * d / tp
         none += 2 * dispatched + per_hidden * routed

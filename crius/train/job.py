@@ -188,8 +188,7 @@ def assemble(
     watch = EffectWatch(config, mesh, ranks, strict)
     built = build_model(config, facts, mesh, ranks)
     parameters = named_parameters(built.parts)
-    plan = facts.plan
-    optimizer = build_optimizer(parameters, plan, run_optimizer(config), seed=config.debug.seed)
+    optimizer = build_optimizer(parameters, facts.plan, run_optimizer(config), seed=config.debug.seed)
     watch.built(built)
     shard = ContextShard(mesh.cp, config.parallelism.context_parallel_method)
     runner = build_runner(config, facts, sizes, built, mesh, ranks, faults)
@@ -204,10 +203,9 @@ def assemble(
     stack.callback(loader.close)
     state = TrainState(built.parts, optimizer, WarmupStableDecay(config.lr_scheduler, training.steps))
     gradients = build_gradients(config, facts, parameters, mesh, ranks)
-    after_update = AfterUpdate(built.parts, facts.buffers, ranks)
     if mesh.pp is None:  # a bad gradient of a later stage would be seen on the rank of the first one
         gradients.watch(built.parts[0])
-    copies = build_copies(facts, parameters, mesh, ranks)
+    after = build_copies(facts, parameters, mesh, ranks), AfterUpdate(built.parts, facts.buffers, ranks)
     peak = config.metrics.peak_tflops or peak_tflops(ranks.device)
     return Loop(
         config=config,
@@ -218,9 +216,7 @@ def assemble(
         runner=runner,
         sdc=build_sdc(config, facts, built, runner, mesh, ranks, sizes.accumulation),
         gradients=gradients,
-        guard=UpdateGuard(
-            config.stability, state, parameters, gradients, built.names, ranks, run_dir, copies, after_update
-        ),
+        guard=UpdateGuard(config.stability, state, parameters, gradients, built.names, ranks, run_dir, *after),
         validation=_validation(config, corpus, sizes, mesh),
         world=ranks,
         meter=Meter(facts.flops_per_token((training.seq_len + 1) / 2), peak, ranks),

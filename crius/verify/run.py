@@ -12,7 +12,7 @@ from typing import Any
 from crius.launch.environment import Placement
 from crius.launch.local import run_workers
 from crius.launch.report import log_path
-from crius.launch.stop import STOP_SIGNALS
+from crius.signals import STOP_SIGNALS
 from crius.verify.worker import RESULT, Task
 
 STOPPED = tuple(sorted(128 + number for number in STOP_SIGNALS))

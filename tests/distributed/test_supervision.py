@@ -26,6 +26,7 @@ from crius.launch.report import Blame, Failure
 from crius.launch.status import status
 from crius.launch.supervision import Attempt, History, Supervision, reason_to_stop
 from crius.launch.worker import leave
+from crius.signals import STOP_SIGNALS
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks with torch imported")
 
@@ -260,10 +261,10 @@ def test_what_is_ignored_stays_ignored_and_the_workers_are_told_by_another_signa
 
 @pytest.mark.parametrize("catch", [stop.catch_stop_signals, stop.leave_on_stop_signals])
 def test_no_handler_is_put_where_a_signal_is_ignored(catch, ignored):
-    before = {number: signal.getsignal(number) for number in stop.STOP_SIGNALS}
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     try:
         catch()
-        kept = [number for number in stop.STOP_SIGNALS if signal.getsignal(number) is signal.SIG_IGN]
+        kept = [number for number in STOP_SIGNALS if signal.getsignal(number) is signal.SIG_IGN]
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -305,10 +306,10 @@ def test_what_comes_twice_at_once_is_one_signal_to_the_launcher():
 
 
 def test_a_late_signal_does_not_change_the_exit_code_that_is_known():
-    before = {number: signal.getsignal(number) for number in stop.STOP_SIGNALS}
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     try:
         stop.ignore_stop_signals()
-        for number in stop.STOP_SIGNALS:
+        for number in STOP_SIGNALS:
             os.kill(os.getpid(), number)
     finally:
         for number, handler in before.items():

@@ -12,9 +12,8 @@ ROOT = Path(__file__).parent.parent.parent
 
 LAYER = {
     **{"config": 0, "models": 1, "kernels": 1, "__main__": 5, "cli": 4, "help": 0, "buffers": 0},
-    **dict.fromkeys(
-        ("host_cpu", "host_memory", "install", "redact", "run_file", "shards", "silence", "strict_json", "table"), -1
-    ),
+    **dict.fromkeys(("host_cpu", "host_memory", "install", "redact", "run_file", "shards", "signals"), -1),
+    **dict.fromkeys(("silence", "strict_json", "table"), -1),
     **dict.fromkeys(("parallel", "quantize", "data", "optim", "checkpoint", "metrics"), 2),
     **dict.fromkeys(("train", "planner", "dry_run", "verify", "report", "launch", "bench"), 3),
 }
@@ -91,7 +90,7 @@ def may_import(importer: str, target: str) -> bool:
         return True
     if any(importer == a and is_below(target, b) for a, b in CLOSED):
         return False
-    if importer == "launch" and package not in ("config", "install", "redact", "run_file", "table"):
+    if importer == "launch" and package not in ("config", "install", "redact", "run_file", "signals", "table"):
         return False
     return importer in LAYER and package in LAYER and LAYER[package] < LAYER[importer]
 

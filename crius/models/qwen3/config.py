@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from crius.models.config import DecoderConfig
-from crius.models.description import Layer, decoder_layer, feed_forward, gqa
+from crius.models.describe import decoder_layer, feed_forward, gqa
+from crius.models.description import Layer
 
 
 @dataclass(frozen=True, kw_only=True)
