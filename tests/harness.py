@@ -1,6 +1,5 @@
 """Runs of the real job inside a test: parse flags, start forked workers, read what they wrote."""
 
-import contextlib
 import functools
 import json
 import os
@@ -8,10 +7,8 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from unittest import mock
 
 import fork_server
 
@@ -61,17 +58,7 @@ def llama(config: str | DecoderConfig = "debug", **sizes) -> ModelDescription:
     return described("llama3", config, spec.plan(config), spec.block)
 
 
-TIED = ("--model.flavor", "tied")
-"""Flags of the debug model with tied embeddings, inside of ``tied_flavor``."""
-
-
-@contextlib.contextmanager
-def tied_flavor() -> Iterator[None]:
-    """Llama 3 has a flavor ``tied``, also in workers that are forked inside."""
-    spec = SPECS["llama3"]
-    flavors = {**spec.flavors, "tied": replace(spec.flavors["debug"], tied_embeddings=True)}
-    with mock.patch.dict(SPECS, llama3=replace(spec, flavors=flavors)):
-        yield
+TIED = ("--model.tied_embeddings",)
 
 
 def layout_flags(layout: str, batch: int = 16) -> list[str]:

@@ -4,16 +4,12 @@ import shutil
 
 import pytest
 from checkpoint_runs import contents, flags
-from harness import TIED, run, steps_of, tied_flavor, train
+from harness import TIED, run, steps_of, train
 
 from crius.checkpoint.names import step_name
 from crius.train import checkpoints
 
-
-@pytest.fixture(autouse=True)
-def tied(imported_torchao):
-    with tied_flavor():
-        yield
+pytestmark = pytest.mark.usefixtures("imported_torchao")
 
 
 def losses_of(records):

@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from harness import TIED, parse, tied_flavor
+from harness import TIED, parse
 
 from crius.data.batch import Batch
 from crius.dry_run.extrapolate import along
@@ -213,8 +213,7 @@ def test_the_walk_over_a_schedule_finds_the_peak_of_the_real_pipeline(schedule, 
 
 def test_the_gradient_of_a_tied_weight_goes_to_the_other_end_once_a_step(tmp_path):
     given = flags(layers=2, pp=2, local=1, more=[*TIED, "--training.mixed_precision_param", "float32"])
-    with tied_flavor():
-        sizes, report = describe_model(parse(given)), reported(tmp_path, given)
+    sizes, report = describe_model(parse(given)), reported(tmp_path, given)
     for stage in report["stages"]:
         sent = {row["kind"]: (row["count"], row["bytes"]) for row in stage["collectives"]}
         assert sent["send"] == sent["recv"] == (8 + 1, 4 * sizes.dim * (8 * 32 + sizes.vocab_size))

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 from checkpoint_runs import flags
-from harness import TIED, num_ranks, parse, tied_flavor
+from harness import TIED, num_ranks, parse
 
 from crius.launch.local import run_workers
 from crius.shards import local_tensor, named_parameters
@@ -19,10 +19,7 @@ BFLOAT16 = ("--training.dtype", "bfloat16", "--optimizer.state_dtype", "bfloat16
 ENDS = {"pp2": (0, 1), "pp2_fsdp2": (0, 2), "pp2+zbv_zero_bubble": (0, 0), "pp2_tp2": (0, 2)}
 
 
-@pytest.fixture(autouse=True)
-def tied(imported_torchao):
-    with tied_flavor():
-        yield
+pytestmark = pytest.mark.usefixtures("imported_torchao")
 
 
 def copies(loop):

@@ -12,12 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import ROOT, SMALL, crius, layout_flags, num_ranks, parse, read_metrics, steps_of, train
+from harness import ROOT, SMALL, TIED, crius, layout_flags, num_ranks, parse, read_metrics, steps_of, train
 
 from crius.config.batch import batch_sizes
 from crius.launch.local import run_workers
 from crius.metrics.ledger import TimeLedger
-from crius.models import registry
 from crius.parallel.dims import ParallelDims
 from crius.parallel.mesh import build_mesh
 from crius.parallel.runtime import world
@@ -31,20 +30,6 @@ SHORT += ["--metrics.log_interval", "1"]
 
 # float32: equal start, float64 loss sums; only the order of gradient sums differs (see tests/parity/test_layouts.py)
 LOSS, GRAD_NORM = 1e-7, 1e-5
-
-
-def patched_run(patch, config, run_dir, started, placement):
-    patch()
-    job.run(config, run_dir, started, placement)
-
-
-def train_with(patch, flags, run_dir):
-    """Train with what ``patch`` changes, in the workers only; returns the step records."""
-    config = parse(flags)
-    run_dir.mkdir(exist_ok=True)
-    target = functools.partial(patched_run, patch, config, run_dir, time.monotonic())
-    assert run_workers(target, num_ranks(config), run_dir) == 0
-    return steps_of(read_metrics(run_dir))
 
 
 def assert_same_curve(got, want, loss=LOSS, grad_norm=GRAD_NORM):
@@ -152,34 +137,19 @@ def variant_on_one_device(tmp_path_factory):
 
     def get(name):
         if name not in made:
-            patch, flags = VARIANTS[name]
-            made[name] = train_with(patch, [*SHORT, *flags, *layout_flags("1")], tmp_path_factory.mktemp(name))
+            made[name] = train([*SHORT, *VARIANTS[name], *layout_flags("1")], tmp_path_factory.mktemp(name))
         return made[name]
 
     return get
 
 
-def nothing():
-    pass
-
-
-def tie_embeddings():
-    spec = registry.SPECS["llama3"]
-    debug = replace(spec.flavors["debug"], tied_embeddings=True)
-    registry.SPECS["llama3"] = replace(spec, flavors={**spec.flavors, "debug": debug})
-
-
-VARIANTS = {
-    "plain": (nothing, ["--training.steps", "10"]),
-    "tied": (tie_embeddings, []),
-}
+VARIANTS = {"plain": ["--training.steps", "10"], "tied": TIED}
 
 
 @pytest.mark.parametrize(("variant", "layout"), [("tied", "fsdp2"), ("tied", "ddp2_accum2")])
 def test_variant_matches_one_device(variant, layout, variant_on_one_device, tmp_path):
-    patch, flags = VARIANTS[variant]
     want = variant_on_one_device(variant)
-    assert_same_curve(train_with(patch, [*SHORT, *flags, *layout_flags(layout)], tmp_path), want)
+    assert_same_curve(train([*SHORT, *VARIANTS[variant], *layout_flags(layout)], tmp_path), want)
     assert want[-1]["loss"] < want[0]["loss"]
     other = variant_on_one_device("plain")[1]  # the variant took effect
     assert abs(other["loss"] - want[1]["loss"]) > 1e-4

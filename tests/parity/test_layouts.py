@@ -9,7 +9,7 @@ import json
 import subprocess
 
 import pytest
-from harness import ROOT, SMALL, TEXT, TIED, layout_flags, parse, tied_flavor, train
+from harness import ROOT, SMALL, TEXT, TIED, layout_flags, parse, train
 from mutations import MUTATIONS, NAMES, ONE_KEY_VALUE_HEAD, planted
 
 from crius.cli.app import facts_of
@@ -107,8 +107,7 @@ class Rows:
 
 @pytest.fixture(scope="module")
 def row(workers, tmp_path_factory, imported_torchao):
-    with tied_flavor():
-        yield Rows(workers, tmp_path_factory.mktemp("rows")).row
+    return Rows(workers, tmp_path_factory.mktemp("rows")).row
 
 
 @pytest.mark.parametrize(("model", "layout"), list(rows()))
