@@ -5,7 +5,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from crius.config.export import flatten
 from crius.config.patterns import fits
+from crius.config.run import RunConfig
 from crius.errors import ConfigError
 
 Kind = Literal["refuse", "warn", "free"]
@@ -72,11 +74,14 @@ class Change:
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
     """The differences of two flat configs, in the order of the new one, settings that only one knows included.
 
-    One of ``TAKEN_OVER`` that the new one leaves open, as None, is no difference.
+    A setting of today that an older checkpoint lacks had there what is its default today, or ``FIRST_BOUNDARIES``. One
+    of ``TAKEN_OVER`` that the new one leaves open, as None, is no difference.
     """
-    plain_old, plain_new = (json.loads(json.dumps(dict(config))) for config in (old, new))
+    defaults, plain_old, plain_new = (json.loads(json.dumps(dict(one))) for one in (flatten(RunConfig()), old, new))
+    missing = {name: defaults[name] for name in plain_new if name in defaults and name not in FIRST_BOUNDARIES}
     if plain_old.get("model.attention_mask") != "document":
-        plain_old = FIRST_BOUNDARIES | plain_old
+        missing |= FIRST_BOUNDARIES
+    plain_old = missing | plain_old
     names = [*plain_new, *(name for name in plain_old if name not in plain_new)]
     return [
         Change(name, plain_old.get(name), plain_new.get(name), kind_of(name))

@@ -8,6 +8,7 @@ import pytest
 
 from crius.config.changes import changes, check_changes
 from crius.config.data import DataConfig
+from crius.config.export import flatten
 from crius.config.run import RunConfig
 from crius.config.tokenizer import TokenizerConfig
 from crius.config.validation import ValidationConfig
@@ -233,6 +234,14 @@ def test_a_setting_that_is_left_open_is_a_change_unless_a_resume_takes_it_over()
     old = {"lr_scheduler.decay_ratio": 0.5, "data.add_bos": True, "data.add_eos": True}
     (found,) = changes(old, old | {"lr_scheduler.decay_ratio": None, "data.add_bos": None})
     assert str(found) == "lr_scheduler.decay_ratio: 0.5 -> (not set) (warn)"
+
+
+def test_settings_that_an_older_checkpoint_lacks_had_their_defaults_there():
+    new = flatten(RunConfig())
+    old = {name: value for name, value in new.items() if name not in ("model.dim", "model.tied_embeddings")}
+    assert changes(old, new) == []
+    (found,) = changes(old, new | {"model.dim": 64})
+    assert str(found) == "model.dim: -1 -> 64 (refuse)"
 
 
 def test_a_bos_that_a_tokenizer_lacks_is_refused_with_the_flag(tmp_path):
