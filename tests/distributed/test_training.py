@@ -22,13 +22,8 @@ from crius.parallel.dims import ParallelDims
 from crius.parallel.mesh import build_mesh
 from crius.parallel.runtime import world
 from crius.shards import local_tensor
-<<<<<<< HEAD
-from crius.train import job
-from crius.train.inputs import describe_model, open_run_corpus
-=======
 from crius.train import evaluate, job, loop
-from crius.train.inputs import model_facts, open_run_corpus
->>>>>>> fix22b
+from crius.train.inputs import describe_model, open_run_corpus
 from crius.train.logs import start_logging
 
 SHORT = [*SMALL, "--model.num_layers", "2", "--training.steps", "4", "--validation.interval", "0"]
