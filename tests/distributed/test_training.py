@@ -33,6 +33,19 @@ SHORT += ["--metrics.log_interval", "1"]
 LOSS, GRAD_NORM = 1e-7, 1e-5
 
 
+def patched_run(patch, config, run_dir, started, placement):
+    patch()
+    job.run(config, run_dir, started, placement)
+
+
+def train_with(patch, flags, run_dir):
+    """Train with what ``patch`` changes, in the workers only; returns the step records."""
+    config = parse(flags)
+    target = functools.partial(patched_run, patch, config, run_dir, time.monotonic())
+    assert run_workers(target, num_ranks(config), run_dir) == 0
+    return steps_of(read_metrics(run_dir))
+
+
 def assert_same_curve(got, want, loss=LOSS, grad_norm=GRAD_NORM):
     assert [record["step"] for record in got] == [record["step"] for record in want]
     for a, b in zip(got, want, strict=True):
