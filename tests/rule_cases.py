@@ -19,7 +19,16 @@ CASES = [
     (rules.known_model, ["--model.vocab_size", "0"], {}, "vocab_size 0", "--model.vocab_size", "--model.vocab_size -1"),
     (rules.known_model, ["--model.num_layers", "-2"], {}, "num_layers -2", "--model.num_layers", "num_layers -1"),
     (
-        rules.known_model,
+        rules.heads_divide,
+        ["--model.dim", "100", "--model.num_heads", "6"],
+        {},
+        "dim 100 is no multiple of the 6 query heads",
+        "--model.dim (command line)",
+        "--model.num_heads 5",
+    ),
+    (rules.heads_divide, ["--model.head_dim", "7"], {}, "7 wide, which is odd", "--model.head_dim", "head_dim 8"),
+    (
+        rules.heads_divide,
         ["--model.num_kv_heads", "3"],
         {},
         "num_kv_heads 3 does not divide the 8 query heads",

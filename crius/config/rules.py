@@ -68,7 +68,7 @@ def heads_divide(facts: Facts) -> Violations:
             f"model.dim {model.dim} is no multiple of the {heads} query heads of {facts.model_name}.",
             where=", ".join(facts.flag(f"model.{name}") for name in given) or facts.flag("model.dim"),
             why="a head is as wide as the model's width divided by the number of heads, unless head_dim says otherwise",
-            fix=(f"--model.num_heads {near}, or " if near else "") + "--model.head_dim with the width of a head",
+            fix=(f"--model.num_heads {near}, or " if near else "") + "give the width of a head as model.head_dim",
         )
     elif width % 2 or width < 2:
         yield ConfigError(

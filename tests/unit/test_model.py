@@ -342,7 +342,7 @@ def test_a_block_that_breaks_the_contract_is_told_all_of_it_at_once():
         "layers.0.feed_forward.w1 is a Linear, not crius.models.layers.linear.Linear",
         "layers.0.feed_forward.w1 has a bias",
         "layers.0.feed_forward.dropout is a dropout",
-        "layers.0.seen is a buffer",
+        "buffer layers.0.seen (2,) float32 is not in the description",
         "row 'layers.*.ffn_norm' matches no module",
     ):
         assert said in caught.value.what, said

@@ -162,7 +162,9 @@ def make_bench(tmp_path, **policies):
     gradients = Gradients([parameter for _, parameter in parameters], 1, CPU)
     names = [name for name, _ in parameters]
     hook = AfterUpdate([model], [], world)
-    guard = UpdateGuard(StabilityConfig(**policies), state, parameters, gradients, names, world, tmp_path, hook)
+    guard = UpdateGuard(
+        StabilityConfig(**policies), state, parameters, gradients, names, world, tmp_path, after_update=hook
+    )
     return Bench(guard, state, model, tmp_path)
 
 
