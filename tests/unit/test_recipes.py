@@ -29,7 +29,10 @@ def test_a_recipe_is_planned_for_gpus_that_hold_it(name):
     assert f"crius train --recipe {name}" in done.stdout
 
 
-@pytest.mark.parametrize("name", GPUS)
+ROWS = [pytest.param(name, marks=() if name in ("llama3_8b", "qwen3_0.6b") else pytest.mark.slow) for name in GPUS]
+
+
+@pytest.mark.parametrize("name", ROWS)
 def test_a_recipe_is_dry_run(name):
     ranks = str(GPUS[name])
     done = crius("train", "--recipe", name, "--nproc", ranks, "--dry_run", *FEW, ranks)
