@@ -109,6 +109,8 @@ def _tensor(model: ModelDescription, weight: Weight, tp: int) -> _Tensor:
     rows, columns = weight.shape
     style = model.plan.style_of(f"layers.0.{weight.name.removesuffix('.weight')}")
     over_rows, over_columns = parts(style, model.num_kv_heads, tp)
+    if style == "colwise_heads" and model.num_kv_heads < tp:
+        over_rows = 1  # each rank holds all of them, and computes one
     return _Tensor(-(-rows // over_rows), -(-columns // over_columns), weight.numel)
 
 
