@@ -130,7 +130,7 @@ def write_task(folder: Path, flags: list[str], steps: int, warmup: int) -> list[
     config = crius_config(flags)
     write_weights(config, folder / "weights.pt")
     write_batches(config, steps, folder / "windows.bin")
-    own = dataclasses.asdict(sizes)
+    own = dataclasses.asdict(sizes.config)
     task = Task(
         **{field.name: own[field.name] for field in dataclasses.fields(Task) if field.name in own},
         seq_len=config.training.seq_len,
