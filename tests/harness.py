@@ -60,6 +60,10 @@ def llama(config: str | DecoderConfig = "debug", **sizes) -> ModelDescription:
 
 TIED = ("--model.tied_embeddings",)
 
+GPUS = {"llama3_1b": 8, "llama3_8b": 8, "llama3_70b": 64, "llama3_405b": 512}
+GPUS |= {"qwen3_0.6b": 8, "qwen3_8b": 8, "qwen3_32b": 32}
+"""Recipes of real models, and numbers of 80 GB GPUs that hold them."""
+
 
 def layout_flags(layout: str, batch: int = 16) -> list[str]:
     """Flags of a layout such as ``hsdp2x2_accum4+full`` for a global batch of ``batch`` sequences."""

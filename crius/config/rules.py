@@ -14,7 +14,7 @@ from crius.config.facts import Facts, Rule, Violations
 from crius.config.load import did_you_mean
 from crius.config.rules_checkpoint import CHECKPOINT_RULES
 from crius.config.rules_kernels import KERNEL_RULES
-from crius.config.rules_layout import LAYOUT_RULES
+from crius.config.rules_layout import LAYOUT_RULES, divisors
 from crius.config.rules_optimizer import OPTIMIZER_RULES
 from crius.config.rules_pipeline import PIPELINE_RULES
 from crius.config.rules_quantize import QUANTIZE_RULES
@@ -35,10 +35,9 @@ def known_model(facts: Facts) -> Violations:
     elif model.flavor not in spec.flavors:
         what = f"{model.name} has no flavor {model.flavor}{did_you_mean(model.flavor, spec.flavors) or '.'}"
         yield ConfigError(what, where=facts.flag("model.flavor"), fix=f"use one of {', '.join(spec.flavors)}")
-    numbers = [name for name, value in vars(model).items() if isinstance(value, int | float)]
-    for name in (name for name in numbers if not isinstance(getattr(model, name), bool)):
-        value = getattr(model, name)
-        if value != -1 and not 0 < value < math.inf:
+    for name, value in vars(model).items():
+        is_size = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_size and value != -1 and not 0 < value < math.inf:
             yield ConfigError(
                 f"model.{name} {value} is not positive.",
                 where=facts.flag(f"model.{name}"),
@@ -53,7 +52,7 @@ def heads_divide(facts: Facts) -> Violations:
         return  # known_model reports it
     heads, width = model.num_heads, model.attention.rotary_dim
     if heads % model.num_kv_heads:
-        legal = [n for n in range(1, heads + 1) if heads % n == 0]
+        legal = list(divisors(heads))
         yield ConfigError(
             f"model.num_kv_heads {model.num_kv_heads} does not divide the {heads} query heads of "
             f"{facts.model_name}; legal: {', '.join(map(str, legal))}.",
@@ -62,7 +61,7 @@ def heads_divide(facts: Facts) -> Violations:
         )
     given = [name for name in ("dim", "num_heads", "head_dim") if facts.origin(f"model.{name}") != "default"]
     if facts.config.model.head_dim == -1 and model.config.head_dim == model.dim // heads and model.dim % heads:
-        legal = [n for n in range(1, model.dim + 1) if model.dim % n == 0 and model.dim // n % 2 == 0]
+        legal = [n for n in divisors(model.dim) if model.dim // n % 2 == 0]
         near = min(legal, key=lambda n: abs(n - heads), default=0)
         yield ConfigError(
             f"model.dim {model.dim} is no multiple of the {heads} query heads of {facts.model_name}.",

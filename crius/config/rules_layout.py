@@ -14,7 +14,8 @@ MOST_RANKS_WITHOUT_A_DOUBT = 32
 RANKS_A_CORE = 8
 
 
-def _divisors(number: int) -> Iterator[int]:
+def divisors(number: int) -> Iterator[int]:
+    """The numbers that divide ``number``, from 1 up."""
     return (n for n in range(1, number + 1) if number % n == 0)
 
 
@@ -147,7 +148,7 @@ def tensor_parallel_divides(facts: Facts) -> Violations:
     queries, pairs = (getattr(model, field) for field in facts.heads)
     if min(queries, pairs) < 1:
         return  # known_model reports it
-    legal = [n for n in _divisors(queries) if model.ffn_dim % n == 0 and (pairs % n == 0 or n % pairs == 0)]
+    legal = [n for n in divisors(queries) if model.ffn_dim % n == 0 and (pairs % n == 0 or n % pairs == 0)]
     if degree not in legal:
         shown = ", ".join(map(str, legal))
         yield LayoutError(
@@ -192,7 +193,7 @@ def ulysses_divides(facts: Facts) -> Violations:
         return
     queries, pairs = (getattr(model, field) for field in facts.heads)
     heads, kv = max(1, queries // tp), max(1, pairs // tp)
-    legal = [n for n in _divisors(heads) if kv % n == 0 or n % kv == 0]
+    legal = [n for n in divisors(heads) if kv % n == 0 or n % kv == 0]
     if cp not in legal:
         name = "parallelism.context_parallel_degree"
         yield LayoutError(

@@ -74,6 +74,7 @@ def with_tokens(config: RunConfig) -> RunConfig:
     left as it is: what opens the corpus says why.
     """
     source, path = config.data.source, config.tokenizer.path
+    rows_are_given = config.model.vocab_size != -1
     try:
         if source == "tokens" and config.data.path:
             meta = TokenMeta.from_file(Path(config.data.path[0]).expanduser() / META)
@@ -81,11 +82,11 @@ def with_tokens(config: RunConfig) -> RunConfig:
             if path == "byte" and meta.tokenizer_name != "byte":
                 config = replace(config, tokenizer=replace(config.tokenizer, path=meta.tokenizer_name))
         else:
-            number = build_tokenizer(config.tokenizer).vocab_size
+            number = 0 if rows_are_given else build_tokenizer(config.tokenizer).vocab_size
     except CriusError:
         return config
     facts = describe_known_model(config)
-    if facts is None or config.model.vocab_size != -1 or number <= facts.vocab_size:
+    if facts is None or rows_are_given or number <= facts.vocab_size:
         return config
     return replace(config, model=replace(config.model, vocab_size=-(-number // ROWS) * ROWS))
 

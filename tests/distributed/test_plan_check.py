@@ -6,6 +6,7 @@ import io
 import json
 
 import pytest
+from harness import GPUS
 
 from crius import cli
 from crius.config.load import recipe_names
@@ -14,7 +15,7 @@ from crius.launch.local import run_workers
 P = "--parallelism."
 SHORT = ["--flavor", "debug", "--seq_len", "256"]
 CASES = {
-    **{name: ["--recipe", name, "--gpus", "4"] for name in recipe_names()},
+    **{name: ["--recipe", name, "--gpus", str(GPUS.get(name, 4))] for name in recipe_names()},
     "fsdp, unequal shards, recomputed": [*SHORT, "--gpus", "3", "--activation_checkpoint.mode", "selective"],
     "tensor parallel": [
         *SHORT,

@@ -1,19 +1,10 @@
 """The recipes for real models: each is planned for GPUs that hold it, and dry-run."""
 
 import pytest
-from harness import crius
+from harness import GPUS, crius
 
 from crius.config.load import recipe_names
 
-GPUS = {
-    "llama3_1b": 8,
-    "llama3_8b": 8,
-    "llama3_70b": 64,
-    "llama3_405b": 512,
-    "qwen3_0.6b": 8,
-    "qwen3_8b": 8,
-    "qwen3_32b": 32,
-}
 # the shapes are those of the model, the step is short
 FEW = ["--model.num_layers", "2", "--training.seq_len", "2048", "--training.global_batch_size"]
 
