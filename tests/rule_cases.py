@@ -133,6 +133,7 @@ CASES = [
     ),
     (rules_layout.reshard_degree_divides, [SHARD, "8", RESHARD, "3"], {}, "mode 3 is no proper", RESHARD, "use 2, 4"),
     (rules_layout.reshard_degree_divides, [SHARD, "2", RESHARD, "2"], {}, "degree 2", RESHARD, "use always or never"),
+    (rules.sinks_installed, ["--metrics.sinks", "x"], {}, "no sink is called x.", "--metrics.sinks", "leave it out"),
     (rules.data_path_given, ["--data.path", "x"], {}, "data.path x has no effect", "--data.path", "--data.source text"),
     (rules.data_path_given, ["--data.source", "jsonl"], {}, "jsonl needs data.path", "--data.source", "--data.path"),
     (

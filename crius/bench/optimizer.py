@@ -19,11 +19,11 @@ from crius.errors import ConfigError
 from crius.install import REQUIREMENTS, install_line
 from crius.models.description import ModelDescription
 from crius.models.plan import ShardingPlan
-from crius.models.registry import SPECS
 from crius.optim.build import build_optimizer
 from crius.optim.storage import nbytes
 from crius.parallel.runtime import pick_device
 from crius.table import aligned
+from crius.train.inputs import describe_model
 
 BASELINE = "for-loop"
 
@@ -117,11 +117,11 @@ def check_memory(config: RunConfig, facts: ModelDescription, free: int, device: 
     needed = needed_bytes(facts, config.training.dtype)
     if needed <= free:
         return
-    spec, dtype = SPECS[config.model.name], config.training.dtype
     fitting = [
         layers
         for layers in range(1, facts.num_layers)
-        if needed_bytes(spec.describe(config.model.flavor, num_layers=layers), dtype) <= free
+        if needed_bytes(describe_model(replace_fields(config, {"model.num_layers": layers})), config.training.dtype)
+        <= free
     ]
     raise ConfigError(
         f"{config.model.name}/{config.model.flavor} needs {needed / GIB:.1f} GiB here, and {free / GIB:.1f} are free.",

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 from cyclopts import App, Parameter
 
 from crius import __version__
+from crius.config.data import SOURCES as DATA_SOURCES
 from crius.config.facts import Facts
 from crius.config.load import RunSources
 from crius.config.model import ModelConfig
@@ -20,7 +21,8 @@ from crius.config.run import RunConfig
 from crius.errors import ConfigError, EnvironmentError
 from crius.help import PlainHelp
 from crius.install import install_line
-from crius.models.registry import FLAVORS, SPECS
+from crius.models.huggingface import read_model_settings
+from crius.models.registry import FLAVORS, SPECS, find_spec
 from crius.redact import printable
 
 Run = Annotated[RunConfig, Parameter(name="*")]
@@ -44,7 +46,13 @@ DryRunRank = Annotated[int, Parameter(help="Rank that --dry_run shows.")]
 Json = Annotated[bool, Parameter(name="--json", negative=(), help="Print JSON.")]
 
 STARTED = time.monotonic()
-SOURCES = RunSources({"model.name": SPECS, "model.flavor": FLAVORS})
+
+
+def _read_model(path: str) -> tuple[str, dict[str, Any]]:
+    return read_model_settings(path, {name: spec.hf for name, spec in SPECS.items() if spec.hf})
+
+
+SOURCES = RunSources({"model.name": SPECS, "model.flavor": FLAVORS, "data.source": DATA_SOURCES}, _read_model)
 COMMAND: list[str] = []
 """Verb and flags of this command, as ``normalized_argv`` gives them."""
 
@@ -86,7 +94,7 @@ def facts_of(run: RunConfig, nproc: int, placement: Any, is_dry: bool = False) -
     stands_for_gpu = is_dry and run.training.device != "cpu"
     on_gpu = num_gpus > 0 or run.training.device == "cuda" or stands_for_gpu
     asked = placement.world_size if placement else nproc
-    run = with_tokens(with_dtype(_with_flavor(run), on_gpu=on_gpu))
+    run = with_tokens(with_dtype(_with_flavor(run), on_gpu=on_gpu), rows_are_given=SOURCES.rows_are_given())
     if run.parallelism.auto:
         local_ranks = placement.local_world_size if placement else asked or num_gpus or 1
         run = _with_layout(
@@ -113,9 +121,14 @@ def facts_of(run: RunConfig, nproc: int, placement: Any, is_dry: bool = False) -
 
 def _with_flavor(run: RunConfig) -> RunConfig:
     """``run`` with the first flavor of a model that was asked for without one, where it lacks that of the defaults."""
-    name, spec = "model.flavor", SPECS.get(run.model.name)
+    name, spec = "model.flavor", find_spec(run.model.name)
     is_open = SOURCES.origin(name) in ("default", f"recipe {SOURCES.recipe}")
-    if spec is None or run.model.flavor in spec.flavors or not is_open or SOURCES.origin("model.name") == "default":
+    if (
+        spec is None
+        or run.model.flavor in spec.known_flavors
+        or not is_open
+        or SOURCES.origin("model.name") == "default"
+    ):
         return run
     first = next(iter(spec.flavors))
     SOURCES.origins[name] = f"the first of {run.model.name}"

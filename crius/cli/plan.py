@@ -139,7 +139,8 @@ def _case(run: RunConfig, gpu: str, gpus: int | None, nodes: int | None, precisi
     changes: dict[str, Any] = dict(PRECISIONS.get(precision, {})) | ({} if on_gpu else {"training.device": "cpu"})
     if "training.seq_len" not in pinned:
         changes["training.seq_len"] = DEFAULT_SEQ_LEN
-    run = with_tokens(with_dtype(replace_fields(run, changes), on_gpu=on_gpu))
+    run = with_dtype(replace_fields(run, changes), on_gpu=on_gpu)
+    run = with_tokens(run, rows_are_given=SOURCES.rows_are_given())
     problems = [*_open_flavor(run, pinned), *(_missing_precision(run, found, precision) if on_gpu else ())]
     if problems:
         raise ConfigError.together(problems)

@@ -1,7 +1,6 @@
 """``crius config``, ``crius data`` and ``crius doctor``."""
 
 import contextlib
-import dataclasses
 import json
 import os
 import shlex
@@ -33,11 +32,14 @@ from crius.config import rules
 from crius.config.changes import flag
 from crius.config.data import DataConfig
 from crius.config.export import differences, flatten
-from crius.config.load import recipe_names
+from crius.config.facts import Facts
+from crius.config.load import OF_MODEL, recipe_names
 from crius.config.run import RunConfig
 from crius.config.tokenizer import TokenizerConfig
 from crius.errors import ConfigError
 from crius.redact import redact_value
+
+GIB = 2**30
 
 
 @config_app.command
@@ -160,7 +162,7 @@ def _train_flags(out: Path, data: DataConfig, tokenizer: TokenizerConfig) -> lis
     for seq_len, off in ((seq_len, off) for off in ([], without_validation) for seq_len in lengths):
         more = [*flags, *(flag("training.seq_len", seq_len) if seq_len != run.training.seq_len else []), *off]
         with contextlib.suppress(DataError):  # too few tokens for sequences of this length
-            open_run_corpus(with_tokens(_run_of(*more)), 1)
+            open_run_corpus(with_tokens(_run_of(*more), rows_are_given=False), 1)
             return more
     return flags
 
@@ -179,10 +181,47 @@ def audit(run_dir: Path, *, as_json: Json = False) -> int:
 
 
 @app.command
-def doctor(*, as_json: Json = False) -> int:
-    """Say what this machine has, what is missing and the exact line that installs it."""
+def doctor(
+    run: Run = RunConfig(),  # noqa: B008
+    *,
+    recipe: Recipe = "",
+    config: ConfigFiles = (),
+    layout: Layout = "",
+    nproc: NumProcesses = 0,
+    as_json: Json = False,
+) -> int:
+    """Say what this machine has, what is missing and the exact line that installs it, and whether it holds a run.
+
+    Takes the flags of train; the run is not started.
+    """
     from crius.launch.doctor import examine
 
+    facts = facts_of(run, nproc, None)
+    rules.check(facts)
     report = examine()
-    emit(json.dumps(dataclasses.asdict(report), indent=2) if as_json else report.render())
+    needed, there = _memory(facts, report.gpu_bytes)
+    model, ranks = facts.model, f"{facts.num_ranks} rank{'s' * (facts.num_ranks > 1)}"
+    line = f"{model.name} on {ranks}, {model.num_parameters:,} parameters: {needed / GIB:.1f} of {there / GIB:.1f} GiB"
+    report.facts["this run"] = f"{line} of a rank planned"
+    if needed > there:
+        sizes = [part for name in SOURCES.origins if name.startswith("model.") for part in _typed(name, run)]
+        report.missing.append(f"memory for {line}: {shlex.join(['crius', 'plan', *sizes])} finds GPUs that hold it")
+    emit(json.dumps(report.as_dict(), indent=2) if as_json else report.render())
     return 0 if report.ready else 1
+
+
+def _typed(name: str, run: RunConfig) -> list[str]:
+    """A setting as the flag that gives it, unless ``model.from_hf`` does."""
+    return [] if SOURCES.origin(name).endswith(OF_MODEL) else flag(name, flatten(run)[name])
+
+
+def _memory(facts: Facts, gpu_bytes: int) -> tuple[float, float]:
+    """Bytes that the fullest rank of a run is planned to hold, and those that this machine has for each."""
+    from crius.planner.auto import hardware_here
+    from crius.planner.from_config import from_config
+    from crius.planner.memory import memory
+
+    if facts.num_gpus:
+        return memory(from_config(facts.config, facts.model, facts.num_ranks)).total, gpu_bytes
+    here = hardware_here(on_gpu=False, num_ranks=facts.num_ranks, local_ranks=facts.local_ranks, is_dry=False)
+    return memory(from_config(facts.config, facts.model, facts.num_ranks, device="cpu"), here).total, here.memory_bytes

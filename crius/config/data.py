@@ -1,17 +1,33 @@
 """``[data]``: where documents come from."""
 
 from dataclasses import dataclass
-from typing import Literal
+
+from crius import plugins
+from crius.config.names import did_you_mean
+from crius.errors import ConfigError
+
+SOURCES = ("stdlib", "text", "jsonl", "huggingface", "tokens")
+
+
+def check_source(name: str, where: str) -> None:
+    """Raise ConfigError where ``data.source`` is none of ours, nor of an installed package."""
+    if name in SOURCES:
+        return
+    known = [*SOURCES, *plugins.installed(plugins.DATA)]
+    if name not in known:
+        what = f"no data source is called {name}{did_you_mean(name, known) or '.'}"
+        raise ConfigError(what, where=where, fix=f"use one of {', '.join(known)}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """The corpus and how it is read."""
 
-    source: Literal["stdlib", "text", "jsonl", "huggingface", "tokens"] = "stdlib"
+    source: str = "stdlib"
     """stdlib: the source text of the running Python's standard library, nothing to download. text: files, one document
     each. jsonl: files with one JSON object a line. huggingface: a streamed dataset (needs ``pip install
-    crius[huggingface]``). tokens: a folder written by ``crius data prepare``."""
+    crius[huggingface]``). tokens: a folder written by ``crius data prepare``. Installed packages may add kinds of
+    files: docs/plugins.md."""
 
     path: tuple[str, ...] = ()
     """text, jsonl: files, globs and folders (repeat the flag for more); of a folder all .txt or .jsonl files in it and

@@ -12,6 +12,11 @@ class _Spec(Protocol):
     @property
     def flavors(self) -> Mapping[str, Any]: ...
 
+    @property
+    def known_flavors(self) -> tuple[str, ...]: ...
+
+    def describe(self, flavor: str, **sizes: Any) -> Any: ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:

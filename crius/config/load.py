@@ -9,16 +9,18 @@ import shlex
 import sys
 import tomllib
 import types
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 from cyclopts import App, ArgumentCollection, CycloptsError
 from cyclopts.argument import Argument, Token
 
+from crius.config.data import check_source
 from crius.config.export import COMMAND_LINE_ONLY, flatten
 from crius.config.layout_flag import spread_layout, spread_microbatches
 from crius.config.mistakes import WrongSettings, conversion, unknown
+from crius.config.model import ModelConfig
 from crius.config.names import ALIASES, PLAN_SHORT, SHORT, did_you_mean
 from crius.config.run import RunConfig
 from crius.config.toml_file import choices_of, takes, toml_table, wrong_kind
@@ -29,6 +31,11 @@ VERIFY_RECIPE = "verify"
 """What ``crius verify`` trains unless told otherwise."""
 PRECISION_RECIPE = "precision"
 """What ``crius verify precision`` does: a run long enough to learn something."""
+
+FROM_HF = "--model.from_hf"
+OF_MODEL = " (model.from_hf)"
+"""How the origin of a value ends that ``model.from_hf`` gave."""
+_FROM_HF_SETS = {f"--model.{name}" for name in vars(ModelConfig()) if name not in ("from_hf", "attention_mask")}
 
 MOST_UNKNOWN = 20
 """Unknown keys of a file that are reported one by one."""
@@ -48,6 +55,7 @@ class RunSources:
 
     Args:
         spellings: dotted names of settings, and the values of each that are known; they are taken ignoring case.
+        read_model: reads ``model.from_hf``: the file, and values of the fields of ``[model]``. It raises ConfigError.
 
     Attributes:
         origins: dotted field name to a phrase such as ``command line`` or ``recipe llama3_debug``, of every value that
@@ -55,10 +63,16 @@ class RunSources:
         recipe: name of the recipe that was used; empty when only ``--config`` files were.
     """
 
-    def __init__(self, spellings: Mapping[str, Collection[str]] = types.MappingProxyType({})) -> None:
+    def __init__(
+        self,
+        spellings: Mapping[str, Collection[str]] = types.MappingProxyType({}),
+        read_model: Callable[[str], tuple[str, dict[str, Any]]] = lambda path: (path, {}),
+    ) -> None:
         self.origins: dict[str, str] = {}
         self.recipe = ""
         self._spellings = spellings
+        self._read_model = read_model
+        self._model_file = ""
 
     def origin(self, name: str) -> str:
         """Where the value of the dotted field ``name`` came from; ``default`` when nobody set it."""
@@ -78,7 +92,7 @@ class RunSources:
         named = {argument.name: argument for argument in arguments}
         if "--recipe" not in named:
             return
-        self.origins = {}  # of this command line alone
+        self.origins, self._model_file = {}, ""  # of this command line alone
         files = [token.value for token in named["--config"].tokens]
         recipes = [token.value for token in named["--recipe"].tokens]
         if not recipes and "verify" in commands:  # below a --config too: what that leaves open stays small
@@ -89,6 +103,7 @@ class RunSources:
         takes_layout = "verify" not in commands  # there it is another option
         if takes_layout:
             yield from spread_layout(named)
+        yield from self._spread_model(named)
         sources = [*(functools.partial(_config_file, file) for file in reversed(files))]
         for read in [*sources, *(functools.partial(_recipe, recipe) for recipe in recipes)]:
             try:
@@ -100,11 +115,44 @@ class RunSources:
             for name in twice:
                 yield ConfigError(f"{name} is given twice, once under another spelling.", where=source, fix="keep one")
             yield from _fill(named, settings, source, is_read_only="config" in commands)
+            yield from self._spread_model(named)
         if takes_layout:
             yield from spread_microbatches(named)
         for argument in arguments:
             if argument.tokens:
                 yield from self._settle(argument, commands)
+
+    def _spread_model(self, named: Mapping[str, Argument]) -> Iterator[CriusError]:
+        """Give what a ``model.from_hf`` stands for to the arguments of ``[model]`` that nothing has set yet.
+
+        A file that would set none is not read: that of a run.toml, which has all of its sizes beside it.
+        """
+        path = next((token.value for token in named[FROM_HF].tokens), "") if FROM_HF in named else ""
+        is_open = any(not arguments.tokens for name, arguments in named.items() if name in _FROM_HF_SETS)
+        if self._model_file or not path or not is_open:
+            return
+        self._model_file = path
+        try:
+            file, settings = self._read_model(path)
+        except ConfigError as error:
+            yield error
+            settings = {}
+        for field in ("name", "flavor") if settings else ():
+            said = next((token for token in named[f"--model.{field}"].tokens), None)
+            if said and said.value.lower() != settings[field]:
+                yield ConfigError(
+                    f"model.{field} {said.value} is given beside model.from_hf {path}, "
+                    f"which is of {settings['name']}, with sizes of its own.",
+                    where="command line" if said.source == "cli" else said.source,
+                    fix=f"leave out model.{field}, or model.from_hf",
+                )
+        values = {f"model.{name}": value for name, value in settings.items()}
+        yield from _fill(named, values, f"{file}{OF_MODEL}" if settings else "", is_read_only=False)
+
+    def rows_are_given(self) -> bool:
+        """Whether somebody gave ``model.vocab_size``, and not only a file of ``model.from_hf``."""
+        origin = self.origin("model.vocab_size")
+        return origin != "default" and not origin.endswith(OF_MODEL)
 
     def _settle(self, argument: Argument, commands: Collection[str]) -> Iterator[CriusError]:
         """Bring the value of ``argument`` into its one spelling and note its origin; yields what is wrong with it."""
@@ -121,7 +169,11 @@ class RunSources:
             yield ConfigError(f"{name} {wrong}", where=source, fix="give an integer")
             return
         try:
+            if name == "data.source":
+                check_source(argument.tokens[0].value, f"--{name} ({source})")
             argument.convert()
+        except ConfigError as error:
+            yield error
         except CycloptsError as error:
             yield conversion(error, commands)
 

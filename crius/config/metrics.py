@@ -13,6 +13,9 @@ class MetricsConfig:
     enable_tensorboard: bool = False
     """Write TensorBoard event files with torchtitan's tag names (needs ``pip install crius[tensorboard]``)."""
 
+    sinks: tuple[str, ...] = ()
+    """Sinks of installed packages that take every record too (repeat the flag for more): docs/plugins.md."""
+
     peak_tflops: float = 0.0
     """Dense bf16 peak of one device in TFLOP/s, for MFU. 0: the published peak of known
     devices; others print n/a."""

@@ -1,7 +1,7 @@
 """``[model]``: which architecture, at which size."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,7 +13,11 @@ class ModelConfig:
 
     flavor: str = "debug"
     """Size: one of the flavors of the architecture, for llama3 debug, 1b, 8b, 70b or 405b, for qwen3 debug, 0.6b,
-    1.7b, 4b, 8b, 14b or 32b."""
+    1.7b, 4b, 8b, 14b or 32b. custom: all sizes are given."""
+
+    from_hf: str = ""
+    """A config.json of Hugging Face on this machine, or its folder: architecture and sizes are taken from it, but for
+    those that are given. The weights are not. The run's own settings hold what was taken."""
 
     vocab_size: int = -1
     """Rows of the embedding and of the output layer. -1: the flavor's, but never fewer than the tokenizer has ids,
@@ -41,6 +45,10 @@ class ModelConfig:
     rope_theta: float = -1.0
     """Base of the rotary frequencies. -1: the flavor's."""
 
+    rope_scaling: str = ""
+    """How the rotary frequencies are stretched for longer contexts: JSON as rope_scaling of Hugging Face's config.json
+    has it, of rope_type llama3, or none. Empty: the flavor's."""
+
     norm_eps: float = -1.0
     """What norms add to the mean square. -1: the flavor's."""
 
@@ -51,3 +59,9 @@ class ModelConfig:
     """What a token attends to. causal: all earlier tokens of its sequence. document: the earlier tokens of its
     own document, with positions that restart at each document (block-causal, as in the Llama 3 paper).
     document is slower: it needs an explicit mask."""
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """Sizes that are given in place of the flavor's, by field."""
+        others = ("name", "flavor", "from_hf", "attention_mask")
+        return {name: value for name, value in vars(self).items() if name not in others and value not in (-1, None, "")}

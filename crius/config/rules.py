@@ -9,6 +9,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from crius import plugins
+from crius.config.data import SOURCES
 from crius.config.export import flatten
 from crius.config.facts import Facts, Rule, Violations
 from crius.config.load import did_you_mean
@@ -32,9 +34,14 @@ def known_model(facts: Facts) -> Violations:
     if spec is None:
         what = f"no model is called {model.name}{did_you_mean(model.name, facts.specs) or '.'}"
         yield ConfigError(what, where=facts.flag("model.name"), fix=f"use one of {', '.join(facts.specs)}")
-    elif model.flavor not in spec.flavors:
-        what = f"{model.name} has no flavor {model.flavor}{did_you_mean(model.flavor, spec.flavors) or '.'}"
-        yield ConfigError(what, where=facts.flag("model.flavor"), fix=f"use one of {', '.join(spec.flavors)}")
+    elif model.flavor not in spec.known_flavors:
+        what = f"{model.name} has no flavor {model.flavor}{did_you_mean(model.flavor, spec.known_flavors) or '.'}"
+        yield ConfigError(what, where=facts.flag("model.flavor"), fix=f"use one of {', '.join(spec.known_flavors)}")
+    else:
+        try:
+            spec.describe(model.flavor, **model.sizes)
+        except ConfigError as error:
+            yield ConfigError(error.what, where=facts.flag(error.where), fix=error.fix)
     for name, value in vars(model).items():
         is_size = isinstance(value, int | float) and not isinstance(value, bool)
         if is_size and value != -1 and not 0 < value < math.inf:
@@ -233,9 +240,24 @@ def data_path_given(facts: Facts) -> Violations:
         )
 
 
+def sinks_installed(facts: Facts) -> Violations:
+    """Each sink that is named is one of an installed package."""
+    known = plugins.installed(plugins.SINKS)
+    for name in facts.config.metrics.sinks:
+        if name not in known:
+            yield ConfigError(
+                f"no sink is called {name}{did_you_mean(name, known) or '.'}",
+                where=facts.flag("metrics.sinks"),
+                why=f"installed packages have {', '.join(known) or 'none'} as entry points of {plugins.SINKS}",
+                fix="leave it out, or install the package that has it",
+            )
+
+
 def data_flags_have_effect(facts: Facts) -> Violations:
     """What was given on the command line for one kind of source is not given to another."""
     source = facts.config.data.source
+    if source not in SOURCES:
+        return  # of a package, which knows what it looks at
     owners = {
         "text_field": ("jsonl", "huggingface"),
         "name": ("huggingface",),
@@ -331,6 +353,7 @@ RULES: tuple[Rule, ...] = (
     *CHECKPOINT_RULES,
     *REPRODUCIBLE_RULES,
     data_path_given,
+    sinks_installed,
     data_flags_have_effect,
     virtual_shards_split,
     profiler_window,

@@ -16,7 +16,7 @@ from pathlib import Path
 from crius.config.data import DataConfig
 from crius.config.tokenizer import TokenizerConfig
 from crius.data.checked import SETTLED_NS
-from crius.data.documents import describe, find_files, read_pieces
+from crius.data.documents import describe, find_files, kind_of, read_pieces
 from crius.data.prepare import collect, write_folder
 from crius.data.tokenizer import Tokenizer
 from crius.data.tokens import FORMAT_VERSION, TokenFile
@@ -46,7 +46,7 @@ def open_cached(
     files = find_files(data, flag)
     before = [_signature(file) for file in files]
     digests = _digests(files, before, root / "index")
-    options = data.text_field if data.source == "jsonl" else ""
+    options = "" if data.source in ("stdlib", "text") else data.text_field + kind_of(data.source).version
     content = [FORMAT_VERSION, data.source, options, tokenizer.fingerprint, *digests]
     key = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
     folder = root / "tokens" / key

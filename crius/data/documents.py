@@ -1,6 +1,7 @@
 """Documents of local corpora, and one clear error for each way in which they can be bad."""
 
 import difflib
+import functools
 import glob
 import hashlib
 import json
@@ -8,14 +9,16 @@ import os
 import platform
 import re
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from crius.config.data import DataConfig
+from crius import plugins
+from crius.config.data import DataConfig, check_source
 from crius.data.globs import is_utf8, matches
-from crius.errors import DataError
+from crius.errors import CriusError, DataError
 
 MAX_LINE_BYTES = 256 << 20
 """Longest line of a jsonl file, 256 MiB: a file without newlines must not fill the memory."""
@@ -33,14 +36,46 @@ class Piece(NamedTuple):
     ends_document: bool
 
 
+@dataclass(frozen=True, kw_only=True)
+class FileKind:
+    """A kind of files with documents: what ``data.source`` names.
+
+    An installed package adds one as an entry point of the group ``crius.data``. Files are then found, tokenised once,
+    held out, shuffled and resumed as those of any kind.
+
+    Attributes:
+        suffix: of the files that are taken from a folder, with its dot.
+        read: the documents of one file, in order; of ``(file, data.text_field)``. It may yield a long document as
+            several pieces. It raises DataError where the file is bad.
+        version: changes when ``read`` gives other documents for the same file, so that they are tokenised again.
+    """
+
+    suffix: str
+    read: Callable[[Path, str], Iterator[Piece]]
+    version: str = ""
+
+
+def kind_of(source: str) -> FileKind:
+    """What ``data.source`` names, one of this module or of an installed package.
+
+    Raises:
+        ConfigError: there is none, or it cannot be used.
+    """
+    check_source(source, "--data.source")
+    kind = KINDS.get(source) or plugins.load(plugins.DATA, source, FileKind)
+    assert kind is not None, f"{source} is no kind of files"
+    return kind
+
+
 def find_files(data: DataConfig, flag: str = "--data.path") -> tuple[Path, ...]:
     """The files of a local corpus, in the order in which they are read; each once.
 
     Args:
-        data: ``source`` is stdlib, text or jsonl.
+        data: ``source`` is one of ``kind_of``.
         flag: where ``data.path`` came from, for messages.
 
     Raises:
+        ConfigError: there is no such source.
         DataError: no path, a path that does not exist, a pattern without a match, or a folder without such files.
     """
     if data.source == "stdlib":
@@ -49,9 +84,10 @@ def find_files(data: DataConfig, flag: str = "--data.path") -> tuple[Path, ...]:
                 f"source stdlib takes no path, got {data.path[0]}.", where=flag, fix="--data.source text, or jsonl"
             )
         return _stdlib_files()
+    suffix = kind_of(data.source).suffix
     if not data.path:
         raise DataError(f"source {data.source} needs files.", where=flag, fix=f"{flag} FILE (repeat it for more)")
-    return tuple(sorted({file for pattern in data.path for file in _matches(pattern, data.source, flag)}))
+    return tuple(sorted({file for pattern in data.path for file in _matches(pattern, suffix, flag)}))
 
 
 def read_pieces(data: DataConfig, files: tuple[Path, ...]) -> Iterator[Piece]:
@@ -60,13 +96,35 @@ def read_pieces(data: DataConfig, files: tuple[Path, ...]) -> Iterator[Piece]:
     Raises:
         DataError: a file cannot be read, is not UTF-8, or a line is not an object with the text; names file and line.
     """
+    read = kind_of(data.source).read
+    if data.source not in KINDS:
+        read = functools.partial(_foreign_pieces, read, data.source)
     for file in files:
-        if data.source == "jsonl":
-            yield from _jsonl_pieces(file, data.text_field)
-        elif data.source == "stdlib":
-            yield from _stdlib_pieces(file)
-        else:
-            yield from _text_pieces(file)
+        yield from read(file, data.text_field)
+
+
+def _foreign_pieces(
+    read: Callable[[Path, str], Iterator[Piece]], source: str, file: Path, text_field: str
+) -> Iterator[Piece]:
+    """The documents that a package reads from ``file``; what is wrong with them, or with its code, is one error."""
+    is_open = False
+    try:
+        for piece in read(file, text_field):
+            text, ends_document = piece
+            text.encode()  # no half of a surrogate pair
+            if text or (is_open and ends_document):
+                yield Piece(text, ends_document)
+            is_open = not ends_document and (is_open or bool(text))
+        if is_open:
+            yield Piece("", True)
+    except CriusError:
+        raise
+    except Exception as error:  # of code that is not ours
+        raise DataError(
+            f"data.source {source} failed on {file}: {type(error).__name__}: {error}",
+            where=f"{plugins.DATA} {source}",
+            why="the package that reads such files raised it; it yields crius.data.documents.Piece",
+        ) from error
 
 
 def describe(data: DataConfig, files: tuple[Path, ...]) -> str:
@@ -126,10 +184,10 @@ def _stdlib_files() -> tuple[Path, ...]:
     )
 
 
-def _matches(pattern: str, source: str, flag: str) -> list[Path]:
+def _matches(pattern: str, suffix: str, flag: str) -> list[Path]:
     path = Path(pattern).expanduser()
     if path.is_dir():
-        return _files_of_folder(path, ".jsonl" if source == "jsonl" else ".txt", source, flag)
+        return _files_of_folder(path, suffix, flag)
     if path.exists():
         if not path.is_file():
             raise DataError(f"{pattern} is not a regular file.", where=flag)
@@ -152,9 +210,9 @@ def _matches(pattern: str, source: str, flag: str) -> list[Path]:
     )
 
 
-def _files_of_folder(folder: Path, suffix: str, source: str, flag: str) -> list[Path]:
+def _files_of_folder(folder: Path, suffix: str, flag: str) -> list[Path]:
     try:
-        return _matches(f"{glob.escape(str(folder))}/**/*{suffix}", source, flag)
+        return _matches(f"{glob.escape(str(folder))}/**/*{suffix}", suffix, flag)
     except DataError:
         others = sorted({file.suffix for file in folder.iterdir() if file.suffix and file.is_file()})
         raise DataError(
@@ -191,7 +249,7 @@ def _decode(content: bytes, file: Path, line: int, offset: int) -> str:
     return text.removeprefix("\ufeff") if offset == 0 else text
 
 
-def _stdlib_pieces(file: Path) -> Iterator[Piece]:
+def _stdlib_pieces(file: Path, _: str) -> Iterator[Piece]:
     with _opened(file) as opened:
         content = opened.read()
     try:
@@ -202,7 +260,7 @@ def _stdlib_pieces(file: Path) -> Iterator[Piece]:
         yield Piece(text, True)
 
 
-def _text_pieces(file: Path) -> Iterator[Piece]:
+def _text_pieces(file: Path, _: str) -> Iterator[Piece]:
     line, offset, rest, started = 1, 0, b"", False
     with _opened(file) as opened:
         while block := opened.read(PIECE_BYTES):
@@ -269,3 +327,10 @@ def _json(line: str, where: str) -> object:
 def _json_kind(value: object) -> str:
     kinds = {"dict": "an object", "list": "a list", "str": "text", "NoneType": "null", "bool": "true or false"}
     return kinds.get(type(value).__name__, f"a number ({value})" if isinstance(value, int | float) else "no JSON value")
+
+
+KINDS = {
+    "stdlib": FileKind(suffix=".py", read=_stdlib_pieces),
+    "text": FileKind(suffix=".txt", read=_text_pieces),
+    "jsonl": FileKind(suffix=".jsonl", read=_jsonl_pieces),
+}

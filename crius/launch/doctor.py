@@ -1,5 +1,6 @@
 """``crius doctor``: what this machine has, what is missing, and the exact line that installs it."""
 
+import dataclasses
 import importlib.metadata
 import importlib.util
 import os
@@ -7,6 +8,7 @@ import platform
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import crius
 from crius.install import REQUIREMENTS, install_line
@@ -40,13 +42,22 @@ class Report:
         facts: versions and devices, by name.
         missing: ``what: how to get it`` of what Crius cannot run without, or what makes a GPU useless.
         optional: the same, of what only some flags need.
-        ready: nothing in ``missing``.
+        gpu_bytes: memory of the first GPU that torch can use; 0 without one.
     """
 
     facts: dict[str, str]
     missing: list[str]
     optional: list[str]
-    ready: bool
+    gpu_bytes: int = 0
+
+    @property
+    def ready(self) -> bool:
+        """Nothing is missing."""
+        return not self.missing
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return dataclasses.asdict(self) | {"ready": self.ready}
 
     def render(self) -> str:
         """The report as aligned lines."""
@@ -72,7 +83,8 @@ def examine() -> Report:
     facts["free disk"] = f"{shutil.disk_usage(Path.cwd()).free / 2**30:.1f} GiB in this folder"
     if torch is not None:
         facts.update(_ask_torch(missing))
-    return Report(facts, missing, optional, ready=not missing)
+    gpu_bytes = torch.cuda.get_device_properties(0).total_memory if torch and torch.cuda.is_available() else 0
+    return Report(facts, missing, optional, gpu_bytes)
 
 
 def _ask_torch(missing: list[str]) -> dict[str, str]:

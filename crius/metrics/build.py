@@ -1,17 +1,66 @@
 """The sinks of a run."""
 
+import logging
 from pathlib import Path
 
+from crius import plugins
 from crius.config.metrics import MetricsConfig
+from crius.metrics.record import Record
 from crius.metrics.sinks.base import Sink
 from crius.metrics.sinks.console import ConsoleSink
 from crius.metrics.sinks.jsonl import JsonlSink
+
+_log = logging.getLogger("crius.metrics")
+
+
+class ForeignSink:
+    """A sink of an installed package, which must not end a run: one that fails is warned of and let go.
+
+    The entry point of the group ``crius.sinks`` is called with the folder of the run and the step that it resumes from,
+    and gives a ``Sink``.
+
+    Args:
+        name: of the entry point.
+        run_dir: folder of the run.
+        resumed_step: see ``build_sinks``.
+    """
+
+    def __init__(self, name: str, run_dir: Path, resumed_step: int) -> None:
+        self._name = name
+        self._sink: Sink | None = None
+        build = plugins.load(plugins.SINKS, name)
+        try:
+            self._sink = build(run_dir, resumed_step)  # type: ignore[misc]
+        except Exception as error:  # of code that is not ours
+            self._leave(error)
+
+    def write(self, record: Record) -> None:
+        """See ``Sink``."""
+        try:
+            if self._sink is not None:
+                self._sink.write(record)
+        except Exception as error:
+            self._leave(error)
+
+    def close(self) -> None:
+        """See ``Sink``."""
+        try:
+            if self._sink is not None:
+                self._sink.close()
+        except Exception as error:
+            self._leave(error)
+
+    def _leave(self, error: Exception) -> None:
+        self._sink = None
+        _log.warning(
+            "metrics.sinks %s failed and gets no more records: %s: %s", self._name, type(error).__name__, error
+        )
 
 
 def build_sinks(
     config: MetricsConfig, run_dir: Path, steps: int, total_memory_gib: float | None, resumed_step: int = 0
 ) -> list[Sink]:
-    """The sinks of rank 0: metrics.jsonl and the console always, TensorBoard where it is asked for.
+    """The sinks of rank 0: metrics.jsonl and the console always, TensorBoard and those of packages where asked for.
 
     Args:
         config: the section.
@@ -28,4 +77,4 @@ def build_sinks(
         from crius.metrics.sinks.tensorboard import TensorBoardSink  # noqa: PLC0415  needs an optional package
 
         sinks.append(TensorBoardSink(run_dir, total_memory_gib, resumed_step))
-    return sinks
+    return [*sinks, *(ForeignSink(name, run_dir, resumed_step) for name in config.sinks)]

@@ -1,10 +1,12 @@
 """``DecoderConfig``: the sizes that a decoder is built from. Torch-free."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 from crius.models.describe import decoder_layer, feed_forward, gqa
 from crius.models.description import Layer
+from crius.strict_json import load_object
 
 FFN_UNIT = 64
 """A feed-forward's width that follows from another is rounded up to a multiple of this."""
@@ -25,6 +27,45 @@ class RopeScaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_context: int = 8192
+
+
+ROPE_SCALING_KEYS = {
+    "factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_max_position_embeddings": "original_context",
+}
+"""The numbers of ``RopeScaling`` as Hugging Face's config.json calls them, and our names."""
+
+
+def parse_rope_scaling(text: str) -> RopeScaling | None:
+    """What ``model.rope_scaling`` says: ``none``, or JSON as ``rope_scaling_of`` takes it.
+
+    Raises:
+        ValueError: says what is wrong with it.
+    """
+    return None if text == "none" else rope_scaling_of(load_object(text.encode()))
+
+
+def rope_scaling_of(found: Mapping[str, Any]) -> RopeScaling | None:
+    """What ``rope_scaling`` of a config.json says; None: frequencies stay as they are. Other keys are left alone.
+
+    Raises:
+        ValueError: says what is wrong with it.
+    """
+    kind = found.get("rope_type", found.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind != "llama3":
+        raise ValueError(f"rope_type {kind} is not built, only llama3 and default are")
+    for key in ROPE_SCALING_KEYS:
+        number = found.get(key)
+        if not isinstance(number, int | float) or isinstance(number, bool) or number <= 0:
+            raise ValueError(f"rope_type llama3 needs {key}, a positive number" + f", not {number}" * (key in found))
+    scaling = RopeScaling(**{name: found[key] for key, name in ROPE_SCALING_KEYS.items()})
+    if scaling.factor < 1 or scaling.low_freq_factor >= scaling.high_freq_factor:
+        raise ValueError("rope_type llama3 needs a factor of at least 1, and low_freq_factor below high_freq_factor")
+    return scaling
 
 
 @dataclass(frozen=True, kw_only=True)

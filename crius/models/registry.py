@@ -1,15 +1,18 @@
-"""The models by name: those of ``crius/models``, found by folder, and those of modules that a command line names.
+"""The models by name: those of ``crius/models``, found by folder, those of modules that a command line names, and those
+of installed packages.
 
 Facts are at hand without torch; a model's code is imported only to build it.
 """
 
 import importlib
 import pkgutil
-import traceback
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import crius.models
+from crius import plugins
 from crius.errors import ConfigError
 from crius.models.description import ModelDescription
 from crius.models.spec import ModelSpec
@@ -47,21 +50,12 @@ def import_models(modules: Iterable[str], where: str) -> None:
     Raises:
         ConfigError: one cannot be imported, or has no model, or one of a name that is taken.
     """
+    how = "name a module as import does, in this folder or on PYTHONPATH: --import mymodel for mymodel.py"
     for name in modules:
         if name in IMPORTED:
             continue
-        try:
-            spec = getattr(importlib.import_module(name), "SPEC", None)
-        except Exception as error:  # whatever a stranger's module raises
-            frames = traceback.extract_tb(error.__traceback__)
-            raised = [frame for frame in frames if frame.filename not in (__file__, importlib.__file__)]
-            last = next((frame for frame in reversed(raised) if not frame.filename.startswith("<frozen ")), None)
-            raise ConfigError(
-                f"module {name} cannot be imported: {type(error).__name__}: {error}",
-                where=where,
-                why=f"raised in {last.filename}, line {last.lineno}" if last else "",
-                fix="name a module as import does, in this folder or on PYTHONPATH: --import mymodel for mymodel.py",
-            ) from None
+        module = plugins.imported(partial(importlib.import_module, name), f"module {name}", where, how)
+        spec = getattr(module, "SPEC", None)
         if not isinstance(spec, ModelSpec):
             raise ConfigError(
                 f"module {name} has no model: SPEC is {type(spec).__name__}.",
@@ -77,6 +71,17 @@ def import_models(modules: Iterable[str], where: str) -> None:
             )
         _register(spec)
         IMPORTED.append(name)
+
+
+def find_spec(name: str) -> ModelSpec | None:
+    """The model of this name; that of an installed package is loaded when it is asked for. None: there is none.
+
+    Raises:
+        ConfigError: a package has it, and it cannot be used.
+    """
+    if name not in SPECS and (found := plugins.load(plugins.MODELS, name, ModelSpec)) is not None:
+        _register(replace(found, name=name))
+    return SPECS.get(name)
 
 
 def build(model: ModelDescription) -> "Decoder":

@@ -1,15 +1,19 @@
 """``ModelSpec``: all that Crius knows of an architecture, without torch."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, fields
 from functools import lru_cache
 from typing import Any
 
-from crius.models.config import DecoderConfig, resized
+from crius.errors import ConfigError
+from crius.models.config import DecoderConfig, parse_rope_scaling, resized
 from crius.models.description import ModelDescription
+from crius.models.huggingface import HuggingFace
 from crius.models.plan import ShardingPlan
 
 BLOCK = "crius.models.decoder:Block"
+CUSTOM = "custom"
+"""A flavor of every model that has no sizes of its own: what is not given is as the class of its configs has it."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -21,19 +25,50 @@ class ModelSpec:
         flavors: sizes by name.
         plan: the sharding plan of a config.
         block: class of a decoder layer, or its dotted path and name, which is imported only to build it.
-        hf_names: our parameter name patterns to Hugging Face's; ``*`` is the layer number.
+        hf: what Hugging Face calls it; None where it has no such model.
     """
 
     name: str
     flavors: Mapping[str, DecoderConfig]
     plan: Callable[[Any], ShardingPlan]
     block: str | type = BLOCK
-    hf_names: Mapping[str, str] = field(default_factory=dict)
+    hf: HuggingFace | None = None
+
+    @property
+    def known_flavors(self) -> tuple[str, ...]:
+        """What ``describe`` takes."""
+        return (*self.flavors, CUSTOM)
 
     def describe(self, flavor: str, **sizes: Any) -> ModelDescription:
-        """What a model of ``flavor`` is, with ``sizes`` in place of its own (``crius.models.config.resized``)."""
-        config = self.flavors[flavor]
+        """What a model of ``flavor`` is, with ``sizes`` in place of its own (``crius.models.config.resized``).
+
+        Raises:
+            ConfigError: ``rope_scaling``, given as text, is wrong, or a size is missing that flavor custom needs;
+                ``where`` is the field.
+        """
+        if isinstance(text := sizes.get("rope_scaling"), str):
+            try:
+                sizes["rope_scaling"] = parse_rope_scaling(text)
+            except ValueError as error:
+                example = '{"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4, '
+                example += '"original_max_position_embeddings": 8192}'
+                what = f"model.rope_scaling {text} cannot be taken: {error}."
+                fix = f"--model.rope_scaling none, or '{example}'"
+                raise ConfigError(what, where="model.rope_scaling", fix=fix) from None
+        config = self._custom(sizes) if flavor == CUSTOM else self.flavors[flavor]
         return _described(self, resized(config, **sizes) if sizes else config, f"{self.name}/{flavor}")
+
+    def _custom(self, sizes: Mapping[str, Any]) -> DecoderConfig:
+        kind = type(next(iter(self.flavors.values())))
+        missing = [one.name for one in fields(kind) if one.default is MISSING and one.name not in sizes]
+        if missing:
+            raise ConfigError(
+                f"flavor {CUSTOM} has no sizes of its own, and {', '.join(missing)} "
+                f"{'are' if missing[1:] else 'is'} not given.",
+                where="model.flavor",
+                fix=" ".join(f"--model.{name} N" for name in missing) + f", or one of {', '.join(self.flavors)}",
+            )
+        return kind(**sizes)
 
 
 @lru_cache(maxsize=256)

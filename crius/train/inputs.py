@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +15,6 @@ from crius.config.batch import BatchSizes, batch_sizes
 from crius.config.changes import FIRST_BOUNDARIES, changes, check_changes
 from crius.config.dtype import auto_dtype
 from crius.config.export import shown
-from crius.config.model import ModelConfig
 from crius.config.pipeline import microbatch_unit, settle_stages
 from crius.config.run import RunConfig
 from crius.data.corpus import Corpus, open_corpus
@@ -23,26 +22,34 @@ from crius.data.tokenizer import build_tokenizer
 from crius.data.tokens import META, TokenMeta
 from crius.errors import CheckpointError, ConfigError, CriusError, EnvironmentError
 from crius.models.description import ModelDescription, ModuleFacts
-from crius.models.registry import SPECS
+from crius.models.registry import SPECS, find_spec
 
 ROWS = 64
 """A vocabulary that follows the tokenizer has a multiple of so many rows."""
 
-SIZES = [field.name for field in fields(ModelConfig) if field.name not in ("name", "flavor", "attention_mask")]
-"""Fields of ``[model]`` that stand in place of the flavor's."""
-
 
 def describe_model(config: RunConfig) -> ModelDescription:
-    """The flavor of ``config``, with the sizes that it overrides."""
-    sizes = {name: value for name in SIZES if (value := getattr(config.model, name)) not in (-1, None)}
-    spec = SPECS[config.model.name]
-    return spec.describe(config.model.flavor, attention_mask=config.model.attention_mask, **sizes)
+    """The flavor of ``config``, with the sizes that it overrides.
+
+    Raises:
+        ConfigError: see ``ModelSpec.describe``.
+    """
+    model = config.model
+    spec = find_spec(model.name)
+    if spec is None:
+        raise ConfigError(f"no model is called {model.name}.", where="model.name", fix=f"use one of {', '.join(SPECS)}")
+    return spec.describe(model.flavor, attention_mask=model.attention_mask, **model.sizes)
 
 
 def describe_known_model(config: RunConfig) -> ModelDescription | None:
-    """``describe_model``, or None where there is no such model or flavor."""
-    spec = SPECS.get(config.model.name)
-    return describe_model(config) if spec and config.model.flavor in spec.flavors else None
+    """``describe_model``, or None where there is no such model or flavor, or its sizes cannot be taken."""
+    spec = find_spec(config.model.name)
+    if spec is None or config.model.flavor not in spec.known_flavors:
+        return None
+    try:
+        return describe_model(config)
+    except ConfigError:
+        return None
 
 
 def settled(config: RunConfig) -> RunConfig:
@@ -67,14 +74,17 @@ def _with_dtype(config: RunConfig, dtype: Literal["float32", "bfloat16"]) -> Run
     return replace(config, training=replace(config.training, mixed_precision_param=dtype))
 
 
-def with_tokens(config: RunConfig) -> RunConfig:
+def with_tokens(config: RunConfig, *, rows_are_given: bool) -> RunConfig:
     """``config`` with its tokenizer and the rows of the embedding decided.
 
     A token folder is read with the tokenizer that wrote it, and a model has a row for each id. What cannot be read is
     left as it is: what opens the corpus says why.
+
+    Args:
+        config: the run.
+        rows_are_given: whether ``model.vocab_size`` stays, however many ids there are.
     """
     source, path = config.data.source, config.tokenizer.path
-    rows_are_given = config.model.vocab_size != -1
     try:
         if source == "tokens" and config.data.path:
             meta = TokenMeta.from_file(Path(config.data.path[0]).expanduser() / META)
@@ -93,8 +103,10 @@ def with_tokens(config: RunConfig) -> RunConfig:
 
 def describe_rows(config: RunConfig, rows: int, number: int) -> str:
     """Where the number of ``rows`` of the embedding comes from, for a tokenizer with ``number`` ids."""
-    why = f"as model.vocab_size {rows} says"
-    if rows == describe_model(replace(config, model=replace(config.model, vocab_size=-1))).vocab_size:
+    source = config.model.from_hf
+    flavor = None if source else describe_known_model(replace(config, model=replace(config.model, vocab_size=-1)))
+    why = f"as model.vocab_size {rows} says" + (f", with the sizes of {source}" if source else "")
+    if flavor and rows == flavor.vocab_size:
         why = "the flavor's"
     elif rows == -(-number // ROWS) * ROWS:
         why = f"the tokenizer's, rounded up to a multiple of {ROWS}"

@@ -34,7 +34,7 @@ COMMANDS = [
     for document in DOCUMENTS
     for match in BLOCK.finditer(document.read_text())
 ]
-FILE = re.compile(r"<!-- file: (?P<name>[^\n]*?) -->\n```python\n(?P<text>.*?)```", re.DOTALL)
+FILE = re.compile(r"<!-- file: (?P<name>[^\n]*?) -->\n```\w+\n(?P<text>.*?)```", re.DOTALL)
 RUNNABLE = [command for command in COMMANDS if command.mark.startswith("run")]
 
 
@@ -55,6 +55,7 @@ def workplace(tmp_path_factory):
     for name in ("Makefile", "pyproject.toml", "train.py"):
         shutil.copy(ROOT / name, folder)
     for match in (match for document in DOCUMENTS for match in FILE.finditer(document.read_text())):
+        (folder / match["name"]).parent.mkdir(exist_ok=True)
         (folder / match["name"]).write_text(match["text"])
     path = os.pathsep.join([str(tools), str(Path(sys.executable).parent), os.environ["PATH"]])
     environ = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}

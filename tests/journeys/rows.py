@@ -69,9 +69,9 @@ J2 = [
     Row("{train} --training.steps 2 --model.num_layers 2", says=("step 2/2",)),
     Row(
         "crius train --data.source tokens --data.path mydata --model.dim 384 --model.num_layers 8 --model.num_heads 6"
-        " --steps 4",
+        " --steps 2",
         needs="one description",
-        says=(r"rows for [\d,]+ token ids", "step 4/4"),
+        says=(r"rows for [\d,]+ token ids", "step 2/2"),
     ),
     Row(
         f"{{train}} {SHORT} --training.steps 500 --job.run_dir runs/mine & pid=$!;"

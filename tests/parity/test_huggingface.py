@@ -10,6 +10,7 @@ import torch
 from crius.launch.local import run_workers
 from crius.models import registry
 from crius.models.config import RopeScaling
+from crius.models.huggingface import read_model_settings
 from crius.models.llama3.config import Llama3Config
 from crius.models.qwen3.config import Qwen3Config
 from crius.models.spec import described as describe
@@ -92,7 +93,7 @@ def both(config, attention):
 def hf_name(spec, name):
     """Hugging Face's name of a parameter: our row's ``*`` is the layer's number."""
     number = next((part for part in name.split(".") if part.isdigit()), "")
-    return spec.hf_names[name.replace(f".{number}.", ".*.")].replace("*", number)
+    return spec.hf.names[name.replace(f".{number}.", ".*.")].replace("*", number)
 
 
 def tokens_of(config, length=48):
@@ -107,6 +108,17 @@ def test_logits_equal_hugging_face(name, attention):
     ours, theirs = both(config, attention)
     tokens = tokens_of(config)
     assert worst(ours(tokens), theirs(tokens).logits) <= SAME
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_hugging_face_writes_is_read_as_the_same_model(name, tmp_path):
+    config = CONFIGS[name]
+    _, theirs = both(config, "eager")
+    theirs.config.save_pretrained(tmp_path)
+    families = {family: spec.hf for family, spec in registry.SPECS.items()}
+    _, settings = read_model_settings(str(tmp_path), families)
+    spec = registry.SPECS[settings.pop("name")]
+    assert spec.describe(settings.pop("flavor"), **settings).config == config
 
 
 @pytest.mark.parametrize("name", ["untied", "scaled"])

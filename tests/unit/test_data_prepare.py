@@ -120,7 +120,7 @@ def test_the_train_command_that_is_printed_works_as_printed(tmp_path, monkeypatc
     flags = command[command.index("train") + 1 :]
     assert {"tok", "my data", "</s>", "--data.no_add_bos"} <= set(flags)
     assert ("--training.seq_len" in flags) == (words < 6000) and ("--validation.interval" in flags) == (words == 5)
-    config = with_tokens(parse(flags))
+    config = with_tokens(parse(flags), rows_are_given=False)
     assert config.model.vocab_size == 640  # of the 600 ids, in sixty-fours
     open_run_corpus(config, 1)
 

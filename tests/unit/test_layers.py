@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 LAYER = {
     **{"config": 0, "models": 1, "kernels": 1, "__main__": 5, "cli": 4, "help": 0, "buffers": 0},
-    **dict.fromkeys(("host_cpu", "host_memory", "install", "redact", "run_file", "shards", "signals"), -1),
+    **dict.fromkeys(("host_cpu", "host_memory", "install", "plugins", "redact", "run_file", "shards", "signals"), -1),
     **dict.fromkeys(("silence", "strict_json", "table"), -1),
     **dict.fromkeys(("parallel", "quantize", "data", "optim", "checkpoint", "metrics"), 2),
     **dict.fromkeys(("train", "planner", "dry_run", "verify", "report", "launch", "bench"), 3),
@@ -54,6 +54,7 @@ TORCH_FREE = (
     *(f"checkpoint/{name}.py" for name in ("tiles", "torch_file", "unpickle")),
     *(f"bench/{name}.py" for name in ("contestant", "receipt", "samples", "train", "turns")),
     "run_file.py",
+    "plugins.py",
     "redact.py",
     "strict_json.py",
     "table.py",

@@ -1,9 +1,11 @@
-"""Names of Llama 3's parameters in Crius and in Hugging Face's ``LlamaForCausalLM``.
+"""Llama 3 as Hugging Face's ``LlamaForCausalLM``.
 
 Both split a head's rotary dims into halves, so that weights map by name alone, without a permutation.
 """
 
-HF_NAMES = {
+from crius.models.huggingface import HuggingFace
+
+NAMES = {
     "tok_embeddings.weight": "model.embed_tokens.weight",
     "layers.*.attention_norm.weight": "model.layers.*.input_layernorm.weight",
     "layers.*.attention.wq.weight": "model.layers.*.self_attn.q_proj.weight",
@@ -17,3 +19,10 @@ HF_NAMES = {
     "norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
+
+HF = HuggingFace(
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    names=NAMES,
+    defaults={"norm_eps": 1e-6, "rope_theta": 10_000.0, "tied_embeddings": False},
+)

@@ -1,0 +1,65 @@
+"""Models, data sources and sinks of installed packages, loaded where they are named and not before. Torch-free.
+
+A package lists them as entry points of the groups below (https://packaging.python.org/specifications/entry-points);
+docs/adding_a_model.md has an example.
+"""
+
+import importlib.metadata
+import traceback
+from collections.abc import Callable
+from typing import TypeVar
+
+from crius.errors import ConfigError
+
+MODELS, DATA, SINKS = "crius.models", "crius.data", "crius.sinks"
+
+T = TypeVar("T")
+
+
+def installed(group: str) -> list[str]:
+    """Names of a group that installed packages give, sorted; nothing of theirs is imported."""
+    return sorted(importlib.metadata.entry_points(group=group).names)
+
+
+def load(group: str, name: str, kind: type[T] | None = None) -> T | None:
+    """What an installed package gives by this name, imported; None where none does.
+
+    Args:
+        group: of the entry points.
+        name: in the group.
+        kind: what it has to be an instance of.
+
+    Raises:
+        ConfigError: two packages give it, it cannot be imported, or is of another kind.
+    """
+    found = tuple(importlib.metadata.entry_points(group=group, name=name))
+    if not found:
+        return None
+    packages = sorted({entry.dist.name if entry.dist else entry.value for entry in found})
+    where = f"{group} of {' and '.join(packages)}"
+    if len({entry.value for entry in found}) > 1:
+        raise ConfigError(f"{name} is in several packages.", where=where, fix="uninstall all but one of them")
+    loaded = imported(found[0].load, f"{name} ({found[0].value})", where, f"pip install --upgrade {packages[0]}")
+    if kind is not None and not isinstance(loaded, kind):
+        wanted = f"{kind.__module__}.{kind.__name__}"
+        raise ConfigError(f"{name} is no {wanted}, but {type(loaded).__name__}.", where=where)
+    return loaded
+
+
+def imported(load: Callable[[], T], what: str, where: str, fix: str) -> T:
+    """What ``load`` imports of a stranger's code.
+
+    Raises:
+        ConfigError: it fails; names the line that raised.
+    """
+    try:
+        return load()
+    except Exception as error:  # whatever a stranger's module raises
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
+        last = next((frame for frame in reversed(frames) if frame.filename != __file__), None)
+        raise ConfigError(
+            f"{what} cannot be imported: {type(error).__name__}: {error}",
+            where=where,
+            why=f"raised in {last.filename}, line {last.lineno}" if last else "",
+            fix=fix,
+        ) from None

@@ -1,0 +1,198 @@
+"""``--model.from_hf``: architecture and sizes from a config.json of Hugging Face, or one clear error."""
+
+import json
+
+import pytest
+from harness import parse
+
+from crius import cli
+from crius.cli.app import SOURCES, facts_of
+from crius.config import rules
+from crius.config.export import to_toml
+from crius.errors import ConfigError
+from crius.models.config import RopeScaling
+from crius.train.inputs import describe_model, describe_rows
+
+LLAMA3_SCALING = {
+    **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "original_max_position_embeddings": 8192,
+}
+SMALL = {
+    **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "hidden_size": 48},
+    **{"intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 3},
+    **{"vocab_size": 640, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": True},
+}
+SHORT = ["--training.seq_len", "16", "--steps", "1", "--validation.interval", "0"]
+
+
+def write(folder, **changes):
+    settings = {key: value for key, value in (SMALL | changes).items() if value is not ...}
+    (folder / "config.json").write_text(json.dumps(settings))
+    return ["--model.from_hf", str(folder)]
+
+
+def refused(capsys, flags):
+    assert cli.main(["train", *flags, *SHORT]) == 2
+    return capsys.readouterr().err
+
+
+def test_a_file_says_architecture_and_sizes(tmp_path):
+    model = describe_model(parse(write(tmp_path, rope_scaling=LLAMA3_SCALING)))
+    config = model.config
+    assert model.name == "llama3/custom"
+    assert (config.dim, config.ffn_dim, config.num_layers, config.num_heads, config.num_kv_heads) == (48, 192, 2, 6, 3)
+    assert (config.head_dim, config.vocab_size, config.norm_eps, config.rope_theta) == (8, 640, 1e-5, 5e5)
+    assert config.tied_embeddings and config.rope_scaling == RopeScaling(factor=8.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "kv", "head_dim"), [(("llama", "LlamaForCausalLM"), 6, 8), (("qwen3", "Qwen3ForCausalLM"), 32, 128)]
+)
+def test_what_a_file_leaves_out_is_as_transformers_has_it(tmp_path, kind, kv, head_dim):
+    left_out = dict.fromkeys(("num_key_value_heads", "rms_norm_eps", "rope_theta", "tie_word_embeddings"), ...)
+    flags = write(tmp_path, model_type=kind[0], architectures=[kind[1]], **left_out)
+    config = describe_model(parse(flags)).config
+    assert (config.num_kv_heads, config.head_dim, config.rope_theta, config.norm_eps) == (kv, head_dim, 1e4, 1e-6)
+    assert not config.tied_embeddings and config.rope_scaling is None
+
+
+def test_a_flag_wins_over_the_file_and_the_file_over_a_recipe(tmp_path):
+    flags = ["--recipe", "qwen3_8b", *write(tmp_path), "--model.num_layers", "3"]
+    config = parse(flags)
+    assert (config.model.name, config.model.num_layers, config.model.dim) == ("llama3", 3, 48)
+    assert SOURCES.origin("model.num_layers") == "command line"
+    assert SOURCES.origin("model.dim") == f"{tmp_path}/config.json (model.from_hf)"
+
+
+def test_what_a_run_wrote_says_the_sizes_itself(tmp_path):
+    config = parse([*write(tmp_path), "--model.num_layers", "3"])
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "run.toml").write_text(to_toml(config))
+    assert parse(["--config", str(tmp_path / "run.toml"), "--checkpoint.no_enable"]).model == config.model
+
+
+def test_a_file_names_it_too(tmp_path):
+    write(tmp_path)
+    (tmp_path / "a.toml").write_text(f"[model]\nfrom_hf = '{tmp_path}/config.json'\nffn_dim = 96\n")
+    config = parse(["--config", str(tmp_path / "a.toml"), "--checkpoint.no_enable"])
+    assert (config.model.dim, config.model.ffn_dim) == (48, 96)
+
+
+def test_rows_are_those_of_the_file_but_never_fewer_than_ids(tmp_path):
+    few = write(tmp_path, vocab_size=200)
+    grown = facts_of(parse(few), 0, None).config
+    assert grown.model.vocab_size == 320
+    assert describe_rows(grown, 320, 257).endswith("(the tokenizer's, rounded up to a multiple of 64)")
+    asked = facts_of(parse([*few, "--model.vocab_size", "256"]), 0, None).config
+    assert asked.model.vocab_size == 256
+    kept = facts_of(parse(write(tmp_path)), 0, None).config
+    assert kept.model.vocab_size == 640
+    assert f"as model.vocab_size 640 says, with the sizes of {tmp_path}" in describe_rows(kept, 640, 257)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model_type": "mistral"}, "of a model_type that Crius does not have: mistral"),
+        ({"model_type": "gemma3"}, "use a config.json of llama or qwen3"),
+        ({"model_type": ...}, "does not have: None"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "Crius has LlamaForCausalLM"),
+        ({"attention_bias": True}, "attention_bias True is not built, only false is"),
+        ({"mlp_bias": True}, "mlp_bias True"),
+        ({"hidden_act": "gelu"}, 'hidden_act gelu is not built, only "silu" is'),
+        ({"attention_dropout": 0.1}, "attention_dropout 0.1"),
+        ({"use_sliding_window": True}, "use_sliding_window True"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention'] are not built"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type yarn is not built"),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope_type linear is not built"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_type llama3 needs low_freq_factor"),
+        ({"rope_scaling": "llama3"}, "rope_scaling llama3 is no object"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
+        ({"hidden_size": ...}, "it has no hidden_size"),
+        ({"hidden_size": "48"}, "hidden_size is 48, not a whole number above 0"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers is -1"),
+        ({"vocab_size": True}, "vocab_size is True"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1, not true or false"),
+        ({"num_key_value_heads": 4}, "num_kv_heads 4 does not divide the 6 query heads of llama3/custom"),
+        ({"hidden_size": 2**40}, "is above 1,048,576"),
+    ],
+)
+def test_what_is_not_built_is_refused_by_name(tmp_path, capsys, changes, said):
+    assert said in refused(capsys, write(tmp_path, **changes))
+
+
+def test_all_that_does_not_fit_is_said_together(tmp_path, capsys):
+    said = refused(capsys, write(tmp_path, mlp_bias=True, hidden_size=..., rope_scaling={"rope_type": "yarn"}))
+    assert all(part in said for part in ("mlp_bias True", "it has no hidden_size", "rope_type yarn"))
+    assert "--model.from_hf" in said
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"[1]", "it is no object"),
+        (b'{"model_type": "llama", "model_type": "qwen3"}', "is there twice"),
+        (b'{"hidden_size": NaN}', "NaN is no number of JSON"),
+        (b"\xff\xfe", "is no config.json"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b" " * (2 << 20), "longer than 1 MiB"),
+    ],
+)
+def test_a_file_that_is_none_is_refused(tmp_path, capsys, content, said):
+    (tmp_path / "config.json").write_bytes(content)
+    assert said in refused(capsys, ["--model.from_hf", str(tmp_path)])
+
+
+def test_a_name_of_the_hub_is_not_fetched(capsys):
+    said = refused(capsys, ["--model.from_hf", "Qwen/Qwen3-0.6B"])
+    assert "hf download Qwen/Qwen3-0.6B config.json --local-dir DIR" in said
+    assert "fetches nothing" not in refused(capsys, ["--model.from_hf", "/no/such/folder"])
+
+
+@pytest.mark.parametrize("other", [["--model.flavor", "8b"], ["--model.name", "qwen3"]])
+def test_another_model_beside_it_is_refused(tmp_path, capsys, other):
+    assert "is given beside model.from_hf" in refused(capsys, [*write(tmp_path), *other])
+
+
+def test_verbs_beside_train_take_it(tmp_path, capsys):
+    flags = write(tmp_path)
+    assert cli.main(["plan", *flags, "--gpus", "2", "--gpu", "cpu", "--seq_len", "64"]) == 0
+    assert f"crius train --model.from_hf {tmp_path}" in capsys.readouterr().out
+    assert cli.main(["train", *flags, *SHORT, "--training.seq_len", "18", "--layout", "tp3", "--dry_run"]) == 0
+    assert "llama3/custom" in capsys.readouterr().out
+    assert cli.main(["doctor", *flags]) == 0
+    assert "this run     llama3/custom on 1 rank" in capsys.readouterr().out
+    large = ["--model.num_layers", "4000", "--model.dim", "9600", "--model.vocab_size", "640"]
+    assert cli.main(["doctor", *flags, *large]) == 1
+    fix = "--model.dim 9600 --model.num_layers 4000 finds GPUs that hold it"
+    assert f"crius plan --model.from_hf {tmp_path} --model.vocab_size 640 {fix}" in capsys.readouterr().out
+
+
+CUSTOM = ["--model.flavor", "custom"]
+SIZES = [part for name in ("dim", "num_layers", "num_heads", "num_kv_heads") for part in (f"--model.{name}", "4")]
+
+
+def test_a_custom_flavor_is_made_of_the_sizes_given():
+    config = describe_model(parse([*CUSTOM, *SIZES, "--model.ffn_dim", "64", "--model.vocab_size", "320"])).config
+    assert (config.dim, config.ffn_dim, config.head_dim, config.rope_theta) == (4, 64, 1, 5e5)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ([*CUSTOM, *SIZES], "flavor custom has no sizes of its own, and ffn_dim is not given"),
+        (["--model.rope_scaling", "yes"], "model.rope_scaling yes cannot be taken"),
+        (["--model.rope_scaling", '{"rope_type": "yarn"}'], "rope_type yarn is not built"),
+        (["--model.rope_scaling", json.dumps(LLAMA3_SCALING | {"factor": 0.5})], "a factor of at least 1"),
+    ],
+)
+def test_what_cannot_be_taken_names_its_flag(flags, said):
+    with pytest.raises(ConfigError) as caught:
+        rules.check(facts_of(parse(flags), 0, None))
+    assert said in str(caught.value) and "command line" in str(caught.value)
+
+
+def test_rope_scaling_is_given_and_taken_away():
+    given = describe_model(parse(["--model.rope_scaling", json.dumps(LLAMA3_SCALING)])).config.rope_scaling
+    assert given == describe_model(parse(["--model.flavor", "8b"])).config.rope_scaling == RopeScaling(factor=8.0)
+    assert describe_model(parse(["--model.flavor", "8b", "--model.rope_scaling", "none"])).config.rope_scaling is None

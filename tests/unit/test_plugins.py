@@ -1,0 +1,104 @@
+"""Models, data and sinks of installed packages: docs/plugins.md as it stands, and what can be wrong with them."""
+
+import json
+import re
+import tomllib
+
+import pytest
+from harness import ROOT, crius
+
+FILE = re.compile(r"<!-- file: (?:mypackage/)?(?P<name>\S+) -->\n```\w+\n(?P<text>.*?)```", re.DOTALL)
+SHORT = ["--training.seq_len", "16", "--steps", "2", "--metrics.log_interval", "1", "--validation.interval", "0"]
+BROKEN = {
+    "crius.models": {"broken": "broken:SPEC", "other": "losses:Losses", "llama3": "broken:SPEC"},
+    "crius.data": {"failing": "failing:KIND", "strange": "losses:Losses"},
+    "crius.sinks": {"failing": "failing:Sink"},
+}
+FAILING = """
+from crius.data.documents import FileKind
+def read(file, text_field):
+    yield "no piece at all"
+KIND = FileKind(suffix=".md", read=read)
+class Sink:
+    def __init__(self, run_dir, resumed_step): pass
+    def write(self, record): raise OSError("the line is dead")
+    def close(self): pass
+"""
+
+
+def install(folder, name, points):
+    """What pip leaves of a package: its name and its entry points."""
+    info = folder / f"{name}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    groups = [
+        "\n".join([f"[{group}]", *(f"{key} = {value}" for key, value in rows.items())])
+        for group, rows in points.items()
+    ]
+    (info / "entry_points.txt").write_text("\n".join(groups) + "\n")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with notes, and the variable that makes the packages known."""
+    site, here = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("here")
+    for page in ("plugins.md", "adding_a_model.md"):
+        for match in FILE.finditer((ROOT / "docs" / page).read_text()):
+            (site / match["name"]).write_text(match["text"])
+    install(site, "mypackage", tomllib.loads((site / "pyproject.toml").read_text())["project"]["entry-points"])
+    (site / "broken.py").write_text("import json\n1 / 0\n")
+    (site / "failing.py").write_text(FAILING)
+    install(site, "otherpackage", BROKEN)
+    (here / "notes").mkdir()
+    (here / "notes" / "a.md").write_text("first section\n# second section " + "word " * 400)
+    return here, {"PYTHONPATH": f"{site}:{ROOT}", "XDG_CACHE_HOME": str(here / "cache")}
+
+
+def test_the_example_trains(place):
+    here, environ = place
+    flags = ["--data.source", "markdown", "--data.path", "notes", "--metrics.sinks", "losses"]
+    run = ["train", "--model.name", "mymodel", *flags, *SHORT, "--validation.fraction", "0", "--job.run_dir", "r"]
+    done = crius(*run, cwd=here, **environ)
+    assert done.returncode == 0, done.stderr
+    assert "model: mymodel/small" in done.stdout + done.stderr
+    assert "2 documents" in done.stdout + done.stderr
+    records = [json.loads(line) for line in (here / "r/metrics.jsonl").read_text().splitlines()]
+    losses = [f"{record['step']} {record['loss']}" for record in records if "loss" in record]
+    assert (here / "r/losses.txt").read_text().splitlines() == losses and len(losses) == 2
+    again = crius("train", "--config", "r/run.toml", "--steps", "3", "--job.run_dir", "r", cwd=here, **environ)
+    assert again.returncode == 0, again.stderr
+    assert len((here / "r/losses.txt").read_text().splitlines()) == 3
+
+
+def test_nothing_is_imported_that_is_not_named(place):
+    """``broken`` would fail, and calls itself llama3 too."""
+    here, environ = place
+    done = crius("plan", "--model", "llama3", "--flavor", "8b", "--gpus", "8", "--gpu", "h100", cwd=here, **environ)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_sink_that_fails_ends_no_run(place):
+    here, environ = place
+    done = crius("train", "--metrics.sinks", "failing", *SHORT, "--job.run_dir", "f", cwd=here, **environ)
+    assert done.returncode == 0, done.stderr
+    assert (done.stdout + done.stderr).count("failing failed and gets no more records: OSError: the line is dead") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--model.name", "broken"], "broken (broken:SPEC) cannot be imported: ZeroDivisionError"),
+        (["--model.name", "broken"], "broken.py, line 2"),
+        (["--model.name", "other"], "other is no crius.models.spec.ModelSpec, but type"),
+        (["--model.name", "mymodle"], "no model is called mymodle"),
+        (["--data.source", "markdwn", "--data.path", "notes"], "did you mean markdown?"),
+        (["--data.source", "strange", "--data.path", "notes"], "strange is no crius.data.documents.FileKind"),
+        (["--data.source", "failing", "--data.path", "notes"], "data.source failing failed on notes/a.md: ValueError"),
+        (["--metrics.sinks", "losess"], "no sink is called losess, did you mean losses?"),
+    ],
+)
+def test_what_is_wrong_with_one_is_one_error(place, flags, said):
+    here, environ = place
+    done = crius("train", *flags, *SHORT, cwd=here, **environ)
+    assert done.returncode == (1 if "failed on" in said else 2) and said in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr and "step 1" not in done.stdout
