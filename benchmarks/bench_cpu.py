@@ -21,9 +21,6 @@ import torch
 from peers.task import Task
 
 from crius import cli
-from crius.bench.machine import Machine
-from crius.bench.receipt import receipt, write_result
-from crius.bench.turns import Contestant, Outcome, median_ratio, take_turns
 from crius.config.run import RunConfig
 from crius.data.loader import BatchLoader
 from crius.data.tokenizer import build_tokenizer
@@ -33,6 +30,9 @@ from crius.models.init import init_rules
 from crius.parallel.init import init_parameters
 from crius.parallel.ties import allocate
 from crius.table import aligned
+from crius.tools.bench.machine import Machine
+from crius.tools.bench.receipt import receipt, write_result
+from crius.tools.bench.turns import Contestant, Outcome, median_ratio, take_turns
 from crius.train.inputs import describe_model, open_run_corpus, run_batch_sizes
 
 PEERS = Path(__file__).parent / "peers"

@@ -24,11 +24,11 @@ from typing import Any
 import numpy
 from scipy.optimize import least_squares
 
-from crius.planner import time_constants
-from crius.planner.measurements import Measurement, read_measurements
-from crius.planner.time import tokens_per_second
-from crius.planner.time_constants import TimeConstants
-from crius.planner.validate import Judged, Report, baselines
+from crius.tools.plan import time_constants
+from crius.tools.plan.measurements import Measurement, read_measurements
+from crius.tools.plan.time import tokens_per_second
+from crius.tools.plan.time_constants import TimeConstants
+from crius.tools.plan.validate import Judged, Report, baselines
 
 KEYS = ("n", "median", "mape", "p90")
 KINDS = ("dense", "moe")

@@ -15,11 +15,11 @@ import numpy
 from fit_planner import ROWS, geometric, halves, softened, three_digits, weights_of, write
 from scipy.optimize import least_squares
 
-from crius.planner import memory_constants
-from crius.planner.measurements import Measurement, read_measurements
-from crius.planner.memory import Counting, memory
-from crius.planner.memory_constants import GIB, MemoryConstants
-from crius.planner.validate import Errors
+from crius.tools.plan import memory_constants
+from crius.tools.plan.measurements import Measurement, read_measurements
+from crius.tools.plan.memory import Counting, memory
+from crius.tools.plan.memory_constants import GIB, MemoryConstants
+from crius.tools.plan.validate import Errors
 
 NUM_SPLITS = 10
 JUDGED = ROWS.with_name("judged_memory.json")

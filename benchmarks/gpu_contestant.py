@@ -3,7 +3,7 @@
     python benchmarks/gpu_contestant.py titan [--attention flex] -- FLAGS OF CRIUS TRAIN
 
 They have the sizes, the initial weights, the tokens and the learning rate of the flags, and answer to
-``crius.bench.turns``.
+``crius.tools.bench.turns``.
 """
 
 import argparse
@@ -18,8 +18,6 @@ from peers import titan_math
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from crius.bench.contestant import Channel, Turns
-from crius.bench.train_job import run_facts, wait_for
 from crius.cli import app
 from crius.config.load import normalized_argv
 from crius.config.run import RunConfig
@@ -29,6 +27,8 @@ from crius.models import registry
 from crius.models.init import init_rules
 from crius.parallel.init import init_parameters
 from crius.parallel.runtime import pick_device, world
+from crius.tools.bench.contestant import Channel, Turns
+from crius.tools.bench.train_job import run_facts, wait_for
 from crius.train.inputs import describe_model, open_run_corpus, run_batch_sizes
 
 

@@ -13,9 +13,9 @@ from typing import Any
 
 from gpu_sections import ROOT, Place, Report, Section, TimeLimit, converted_line, train
 
-from crius.bench.turns import Contestant, Outcome, largest_difference, median_ratio, take_turns
 from crius.models.description import ModelDescription
 from crius.models.registry import SPECS
+from crius.tools.bench.turns import Contestant, Outcome, largest_difference, median_ratio, take_turns
 
 TEXT = ["--data.source", "text", "--data.path", str(ROOT / "tests" / "golden" / "tempest.txt")]
 FLOAT8 = ["--quantize.dense.float8.enable", "--quantize.dense.float8.recipe", "tensorwise"]

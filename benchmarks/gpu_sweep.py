@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from gpu_models import TINY, Case, Entry, Group, run_group
 from gpu_sections import Place, Report, Section
 
-from crius.bench.turns import median_ratio
+from crius.tools.bench.turns import median_ratio
 
 # 1B with a quarter of its layers and of its vocabulary: small steps, so that what the host does shows too
 BASE = Case("1B, 4 layers", "1b", 4, 128_256 // 4, 4096, 2)

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import growth_costs as costs
 import torch
 
-from crius.bench.machine import Machine
+from crius.tools.bench.machine import Machine
 
 UNITS = {"ms": 1e3, "s": 1.0, "MiB": 2**-20, "GiB": 2**-30, "KiB": 2**-10, "": 1.0}
 

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 
 from crius import cli
-from crius.bench.machine import Machine
 from crius.config.load import normalized_argv
 from crius.config.run import RunConfig
 from crius.launch.environment import Placement
 from crius.launch.local import run_workers
+from crius.tools.bench.machine import Machine
 from crius.train import job
 from crius.train.loop import Loop
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
-from crius.planner.measurements import Measurement, read_measurements
+from crius.tools.plan.measurements import Measurement, read_measurements
 
 ROOT = Path(__file__).parent.parent
 DATA = ROOT / "benchmarks" / "planner"

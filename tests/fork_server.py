@@ -72,12 +72,6 @@ def stop() -> None:
 def serve(address: str) -> None:
     import torch
 
-    import crius.bench.train
-    import crius.dry_run.run
-    import crius.launch.local
-    import crius.train.job
-    import crius.verify.parity  # noqa: F401
-
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)

@@ -7,17 +7,20 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import fork_server
 
 from crius import cli
+from crius.cli.train import run_tools
 from crius.config.export import differences
 from crius.config.layout import apply_layout, parse_layout
 from crius.config.load import normalized_argv
 from crius.config.run import RunConfig
 from crius.config.training import TrainingConfig
+from crius.launch.environment import Placement
 from crius.launch.local import run_workers
 from crius.launch.supervision import Supervision
 from crius.models.config import DecoderConfig
@@ -26,6 +29,7 @@ from crius.models.registry import SPECS
 from crius.models.spec import described
 from crius.parallel.runtime import World
 from crius.train import job
+from crius.train.loop import Loop
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "golden"
@@ -76,13 +80,26 @@ def num_ranks(config: RunConfig) -> int:
     return config.parallelism.total_ranks(1)
 
 
+def run_job(
+    config: RunConfig,
+    run_dir: Path,
+    started: float,
+    placement: Placement,
+    prepare: Callable[[Loop], Loop] = lambda loop: loop,
+) -> None:
+    """``job.run`` with what the command line hands to it."""
+    tools = run_tools()
+    both = replace(tools, prepare=lambda loop: prepare(tools.prepare(loop)))
+    job.run(config, run_dir, started, placement, tools=both)
+
+
 def run(flags: list[str], run_dir: Path, is_supervised: bool = False) -> int:
     """Train; returns the exit code. Supervised, the run starts again after failures as that of ``crius train`` does."""
     config = parse(flags)
     run_dir.mkdir(parents=True, exist_ok=True)
     supervision = Supervision(launch=config.launch, watchdog=config.watchdog) if is_supervised else None
     # one process too is forked: a process group that died here would be collected again, and hang, in later forks
-    target = functools.partial(job.run, config, run_dir, time.monotonic())
+    target = functools.partial(run_job, config, run_dir, time.monotonic())
     return run_workers(target, num_ranks(config), run_dir, supervision=supervision)
 
 

@@ -18,12 +18,12 @@ from crius.data.loader import BatchLoader
 from crius.parallel import context, gradients, init, pipeline, tensor, ties
 from crius.parallel.fsdp import GradientSync
 from crius.parallel.gradients import Gradients
+from crius.tools.verify import worker
+from crius.tools.verify.uneven import uneven_labels
 from crius.train import build, job
 from crius.train.guard import UpdateGuard
 from crius.train.loss import count_valid
 from crius.train.step import Accumulation
-from crius.verify import worker
-from crius.verify.uneven import uneven_labels
 
 
 def unscaled(original, factor):

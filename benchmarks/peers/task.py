@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from crius.bench.contestant import Channel, Turns
+from crius.tools.bench.contestant import Channel, Turns
 
 LR, BETAS, EPS, WEIGHT_DECAY, MAX_NORM = 3e-4, (0.9, 0.95), 1e-8, 0.1, 1.0
 """AdamW with a constant learning rate; matrices and the embedding decay, norms do not."""

@@ -139,7 +139,7 @@ def _with_layout(
     run: RunConfig, num_ranks: int, local_ranks: int, on_gpu: bool, is_dry: bool, speaks: bool
 ) -> RunConfig:
     """``run`` with the layout that ``parallelism.auto`` finds; says which and why, on stderr."""
-    from crius.planner.auto import FLAG, fill, hardware_here
+    from crius.tools.plan.auto import FLAG, fill, hardware_here
     from crius.train.inputs import describe_known_model
 
     facts = describe_known_model(run)

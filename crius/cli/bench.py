@@ -50,7 +50,7 @@ def optimizer(
     Takes the flags of train. Nothing is trained: weights and gradients are random.
     """
     facts = _checked(run)
-    from crius.bench.optimizer import optimizer
+    from crius.tools.bench.optimizer import optimizer
 
     refuse_given(_degrees(run), "an optimizer steps over whole parameters here")
     return optimizer(run, facts.model, repeat=repeat, variants=variants, as_json=as_json)
@@ -83,7 +83,7 @@ def quantize(
     Takes the flags of train, of which the model and parallelism.tensor_parallel_degree count. Nothing is trained.
     """
     facts = _checked(run)
-    from crius.bench.quantize import quantize
+    from crius.tools.bench.quantize import quantize
 
     others = [name for name in _degrees(run) if "tensor" not in name]
     refuse_given(others, "they change the shape of no linear layer")
@@ -111,7 +111,7 @@ def checkpoint(
 ) -> int:
     """Time checkpoints: saved and loaded with and without hashes, sync and async, and by torch's DCP; in turns."""
     need_torch()
-    from crius.bench.checkpoint import checkpoint
+    from crius.tools.bench.checkpoint import checkpoint
 
     return checkpoint(folder, gib=gib, repeat=repeat, as_json=as_json)
 
@@ -131,7 +131,7 @@ def data(
     Takes the flags of train, of which the data, the tokenizer and the sizes of the batch count. Nothing is trained.
     """
     _checked(run)
-    from crius.bench.data import data
+    from crius.tools.bench.data import data
 
     refuse_given(_degrees(run), "one rank reads all of a batch here")
     return data(run, batches=batches, repeat=repeat, as_json=as_json)
@@ -151,7 +151,7 @@ def startup(
     Takes the flags of train. A training runs one step; with --compile.enable with a cold and with a warm cache.
     """
     facts = _checked(run)
-    from crius.bench.startup import startup
+    from crius.tools.bench.startup import startup
 
     refuse_given(("job.run_dir", "job.name"), "each training has a folder of its own, which is removed")
     return startup(facts.config, repeat=repeat, as_json=as_json)
@@ -182,11 +182,11 @@ def train(
     Takes the flags of train. Validation, checkpoints, profiler and watchdog are off; the losses are the run's.
     """
     facts = _timed(run, nproc)
-    from crius.bench.train import Schedule, Variant, prepared, train
+    from crius.tools.bench.train import Schedule, Variant, prepared, train
 
     schedule = Schedule(warmup=warmup, rounds=rounds, steps=steps_per_round)
     if overhead:
-        from crius.bench.bare_loop import check_bare
+        from crius.tools.bench.bare_loop import check_bare
 
         check_bare(prepared(facts.config, schedule), facts.num_ranks)
     variants = [Variant("base", facts.config, facts.num_ranks)]
@@ -207,16 +207,16 @@ def contestant(
     warmup: int = 5,
     bare: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
-    """Train in turns, as the one who started this says on stdin: see crius.bench.contestant."""
+    """Train in turns, as the one who started this says on stdin: see crius.tools.bench.contestant."""
     facts = facts_of(run, nproc, None)
     rules.check(facts)
     need_torch()
     folder = run_dir(facts.config, None)
     if bare:
-        from crius.bench.bare_loop import bare_loop
+        from crius.tools.bench.bare_loop import bare_loop
 
         return bare_loop(facts.config, folder, warmup)
-    from crius.bench.train_job import train_job
+    from crius.tools.bench.train_job import train_job
 
     return train_job(facts.config, folder, facts.num_ranks, warmup)
 

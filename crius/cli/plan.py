@@ -34,11 +34,11 @@ from crius.errors import ConfigError, CriusError
 from crius.models.registry import SPECS
 
 if TYPE_CHECKING:
-    from crius.planner.alternatives import Alternative
-    from crius.planner.check import CheckReport
-    from crius.planner.hardware import Hardware
-    from crius.planner.legal import Case
-    from crius.planner.plan import Plan
+    from crius.tools.plan.alternatives import Alternative
+    from crius.tools.plan.check import CheckReport
+    from crius.tools.plan.hardware import Hardware
+    from crius.tools.plan.legal import Case
+    from crius.tools.plan.plan import Plan
 
 DEFAULT_GPU = "h100"
 DEFAULT_SEQ_LEN = 8192
@@ -125,10 +125,10 @@ def plan(
 
 def _case(run: RunConfig, gpu: str, gpus: int | None, nodes: int | None, precision: str) -> "Case":
     """What is asked: flags, recipe and files are fixed, what they leave open is searched."""
-    from crius.planner.hardware import hardware
-    from crius.planner.legal import Case
-    from crius.planner.machine import shared
-    from crius.planner.shapes import shape_named
+    from crius.tools.plan.hardware import hardware
+    from crius.tools.plan.legal import Case
+    from crius.tools.plan.machine import shared
+    from crius.tools.plan.shapes import shape_named
     from crius.train.inputs import describe_known_model, with_dtype, with_tokens
 
     refuse_given(UNPLANNED, SPLIT)
@@ -207,7 +207,7 @@ def _count(gpus: int | None, nodes: int | None, found: "Hardware") -> int:
 
 def _planned(case: "Case", *, check: bool) -> "Plan":
     """The plan of ``case``, which is checked first."""
-    from crius.planner.plan import check_case, make_plan
+    from crius.tools.plan.plan import check_case, make_plan
 
     if check and case.facts is None:
         raise ConfigError(
@@ -224,9 +224,9 @@ def _planned(case: "Case", *, check: bool) -> "Plan":
 
 def _recommend(plan: "Plan", gpu: str, files: tuple[Path, ...], *, explain: bool, check: bool, as_json: bool) -> int:
     """Print the winner of ``plan``; returns the exit code."""
-    from crius.planner.hardware import card_taken
-    from crius.planner.plan_json import plan_data
-    from crius.planner.render import plan_lines
+    from crius.tools.plan.hardware import card_taken
+    from crius.tools.plan.plan_json import plan_data
+    from crius.tools.plan.render import plan_lines
 
     settings = _settings(plan.case, plan.settings, files)
     start = " ".join(["crius train", *_sources(files)])
@@ -243,11 +243,11 @@ def _impossible(
     plan: "Plan", gpu: str, precision: str, files: tuple[Path, ...], *, explain: bool, as_json: bool
 ) -> int:
     """Say that nothing fits, and which commands plan what does; returns the exit code."""
-    from crius.planner.alternatives import alternatives
-    from crius.planner.hardware import card_taken
-    from crius.planner.plan import remedies_of
-    from crius.planner.plan_json import impossible_data
-    from crius.planner.render import impossible_lines
+    from crius.tools.plan.alternatives import alternatives
+    from crius.tools.plan.hardware import card_taken
+    from crius.tools.plan.plan import remedies_of
+    from crius.tools.plan.plan_json import impossible_data
+    from crius.tools.plan.render import impossible_lines
 
     remedies = remedies_of(plan)
     fitting = [(one.what, _plan_command(one, gpu, precision, files)) for one in alternatives(plan, remedies)]
@@ -265,7 +265,7 @@ def _impossible(
 
 def _plan_command(one: "Alternative", gpu: str, precision: str, files: tuple[Path, ...]) -> str:
     """The command that was given, changed to what ``one`` asks for."""
-    from crius.planner.render import flags
+    from crius.tools.plan.render import flags
 
     given = {name for name, origin in SOURCES.origins.items() if origin == "command line"} - one.left_out
     values = flatten(one.case.config)
@@ -301,14 +301,14 @@ def _checked(case: "Case", plan: "Plan") -> "CheckReport":
     need_torch()
     run = replace_fields(case.config, plan.settings)
     check_save_ops(run)
-    from crius.dry_run.run import dry_run
-    from crius.planner.check import compare_dry_run
+    from crius.tools.dry_run.run import dry_run
+    from crius.tools.plan.check import compare_dry_run
 
     return compare_dry_run(run, case.facts, case.num_gpus, dry_run(run, case.num_gpus, 0, STARTED).as_dict())
 
 
 def _validate(file: Path, as_json: bool) -> int:
-    from crius.planner.validate import validate_file
+    from crius.tools.plan.validate import validate_file
 
     report = validate_file(file)
     emit(json.dumps(report.as_json(), indent=2) if as_json else "\n".join(report.table()))
@@ -317,15 +317,15 @@ def _validate(file: Path, as_json: bool) -> int:
 
 def _calibrate(out: Path | None, as_json: bool) -> int:
     need_torch()
-    from crius.bench.calibrate import calibrate
+    from crius.tools.bench.calibrate import calibrate
 
     return calibrate(out, as_json=as_json)
 
 
 def _compare(run_dir: Path, gpu: str, as_json: bool) -> int:
     """What a finished run took, beside its plan."""
-    from crius.planner.compare import compare_run
-    from crius.planner.hardware import hardware
+    from crius.tools.plan.compare import compare_run
+    from crius.tools.plan.hardware import hardware
     from crius.train.inputs import describe_model
 
     run = config_of(str(run_dir))

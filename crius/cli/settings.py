@@ -173,7 +173,7 @@ def audit(run_dir: Path, *, as_json: Json = False) -> int:
 
     RUN_DIR is the folder of the run. Exit code 1 where a sample was repeated or skipped, or a log is incomplete.
     """
-    from crius.data.audit import audit
+    from crius.tools.data_audit.audit import audit
 
     report = audit(run_dir)
     emit(json.dumps(report.as_dict(), indent=2) if as_json else "\n".join(report.lines()))
@@ -217,9 +217,9 @@ def _typed(name: str, run: RunConfig) -> list[str]:
 
 def _memory(facts: Facts, gpu_bytes: int) -> tuple[float, float]:
     """Bytes that the fullest rank of a run is planned to hold, and those that this machine has for each."""
-    from crius.planner.auto import hardware_here
-    from crius.planner.from_config import from_config
-    from crius.planner.memory import memory
+    from crius.tools.plan.auto import hardware_here
+    from crius.tools.plan.from_config import from_config
+    from crius.tools.plan.memory import memory
 
     if facts.num_gpus:
         return memory(from_config(facts.config, facts.model, facts.num_ranks)).total, gpu_bytes

@@ -6,6 +6,7 @@ import functools
 import json
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from crius.cli.app import (
     STARTED,
@@ -31,6 +32,9 @@ from crius.config.run import RunConfig
 from crius.errors import ConfigError
 from crius.launch.environment import Placement
 from crius.launch.lock import RunLock
+
+if TYPE_CHECKING:
+    from crius.train.tools import Tools
 
 
 @app.command
@@ -88,6 +92,24 @@ def train(
     return _end(facts, run, folder, placement, code)
 
 
+def run_tools() -> "Tools":
+    """What stands around a run: the planner, and faults that the environment asks for."""
+    from crius.tools.faults.planted import PlantedFaults
+    from crius.tools.plan.out_of_memory import explain
+    from crius.tools.plan.recomputation import recomputation
+    from crius.tools.plan.watch import watch_plan
+    from crius.train.tools import Tools
+
+    planted = PlantedFaults()
+    return Tools(
+        recomputation=recomputation,
+        watch=watch_plan,
+        explain=explain,
+        around=planted.around,
+        prepare=planted.prepare,
+    )
+
+
 def _own(run: RunConfig, folder: Path, stack: contextlib.ExitStack) -> list[RunLock]:
     """Make the folders of a run its own while ``stack`` is open, and see whether it can go on from what is in them."""
     from crius.launch.lock import run_lock
@@ -122,7 +144,7 @@ def _start(
     from crius.launch.supervision import Supervision
     from crius.train import job
 
-    target = functools.partial(job.run, run, folder, STARTED, strict=strict)
+    target = functools.partial(job.run, run, folder, STARTED, strict=strict, tools=run_tools())
     if placement is None and (num_ranks > 1 or run.checkpoint.is_supervised):
         # without checkpoints on the way a restart would begin again at step 1: that is for a person to decide
         launch = run.launch if run.checkpoint.is_supervised else dataclasses.replace(run.launch, max_restarts=0)
@@ -163,7 +185,7 @@ def _dry_run(run: RunConfig, nproc: int, rank: int, as_json: bool) -> int:
     rules.check(facts)
     need_torch()
     check_save_ops(run)
-    from crius.dry_run.run import dry_run
+    from crius.tools.dry_run.run import dry_run
 
     report = dry_run(run, facts.num_ranks, rank, STARTED)
     emit(json.dumps(report.as_dict(), indent=2) if as_json else "\n".join(report.lines()))

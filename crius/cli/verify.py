@@ -46,7 +46,7 @@ def parity(
 
     Takes the flags of train. Exit code 1 where a layout is further away than the tolerance.
     """
-    from crius.verify.parity import parity
+    from crius.tools.verify.parity import parity
 
     folder = _verify_folder(run)
     return parity(
@@ -66,7 +66,7 @@ def init(
     as_json: Json = False,
 ) -> int:
     """Start the weights on layouts and print a hash of each: the same for all. Takes the flags of train."""
-    from crius.verify.init import init
+    from crius.tools.verify.init import init
 
     return init(
         facts_of(run, 0, None), _verify_folder(run), layouts=layouts, nproc=nproc, timeout=timeout, as_json=as_json
@@ -86,7 +86,7 @@ def compile_(
     as_json: Json = False,
 ) -> int:
     """Train layouts eager and compiled, and compare loss, gradient norm and weights. Takes the flags of train."""
-    from crius.verify.compile import compile
+    from crius.tools.verify.compile import compile
 
     folder = _verify_folder(run)
     return compile(
@@ -111,8 +111,8 @@ def resume(
     Takes the flags of train, degrees and all. Exit code 1 where a loss, a gradient norm, weights, optimizer state or a
     sample differs, to the last bit, or where a kill did not come.
     """
-    from crius.verify.resume import resume
-    from crius.verify.survival import SET_BY_VERB
+    from crius.tools.verify.resume import resume
+    from crius.tools.verify.survival import SET_BY_VERB
 
     refuse_given(SET_BY_VERB, "this verb sets them", "--steps 20 --kill_at 7,13")
     need_torch()
@@ -146,8 +146,8 @@ def chaos(
     Takes the flags of train, degrees and all. Exit code 1 where a loss, a gradient norm, weights, optimizer state or a
     sample differs, to the last bit, where a kill did not come, or where a process is left.
     """
-    from crius.verify.chaos import DATA_PARALLEL, chaos
-    from crius.verify.survival import SET_BY_VERB
+    from crius.tools.verify.chaos import DATA_PARALLEL, chaos
+    from crius.tools.verify.survival import SET_BY_VERB
 
     refuse_given(SET_BY_VERB, "this verb sets them", "--steps 40 --kills 25")
     if world_sizes:
@@ -193,7 +193,7 @@ def precision(
     Takes the flags of train; training.mixed_precision_param is that of the reference and of all formats. Exit code 1
     where a curve ends further away than the tolerance, or a format converted no linear layer.
     """
-    from crius.verify.precision import precision
+    from crius.tools.verify.precision import precision
 
     refuse_given(SET_BY_FORMAT, "a format sets them", "--formats float8_rowwise")
     return precision(

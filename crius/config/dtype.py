@@ -4,6 +4,9 @@ from typing import Literal
 
 from crius.host_cpu import BFLOAT16_FLAGS, bfloat16_instructions
 
+ITEMSIZE = {"float32": 4, "bfloat16": 2}
+"""Bytes of a number."""
+
 
 def auto_dtype(*, on_gpu: bool) -> tuple[Literal["float32", "bfloat16"], str]:
     """The dtype, and why: docs/training.md has the measurement.

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from crius.config.dtype import ITEMSIZE
 from crius.config.parallelism import ParallelismConfig
 from crius.config.run import RunConfig
 
@@ -13,8 +14,6 @@ LEAST_TOKENS = 256
 """Of a chunk: the matmuls of fewer are slow."""
 BLOCK_BYTES = {"cpu": 8 * 2**20, "cuda": 128 * 2**20}
 """Float32 logits that are scored at a time: what caches hold, or what gives each multiprocessor several rows."""
-
-_ITEMSIZE = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ def loss_chunks(
     vocabulary = -(-vocab_size // num_ranks)
     tokens = config.kernels.loss_chunk_tokens
     if tokens == -1:
-        itemsize = _ITEMSIZE.get(config.training.mixed_precision_param, 2)  # auto: as on a GPU
+        itemsize = ITEMSIZE.get(config.training.mixed_precision_param, 2)  # auto: as on a GPU
         tokens = max(LEAST_TOKENS, CHUNK_BYTES[device_type] // (vocabulary * itemsize))
     block = min(tokens, max(1, BLOCK_BYTES[device_type] // (4 * vocabulary)))
     if config.compile.enable and config.compile.loss:  # which writes no float32

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from crius.host_cpu import cpu_with_cores
+from crius.machine import Machine
+
 # Dense bf16 peak in TFLOP/s, without sparsity, from the vendors' data sheets. The first name that fits counts.
 PEAK_TFLOPS = (
     ("H100 PCIe", 756.0),
@@ -23,6 +26,12 @@ PEAK_TFLOPS = (
 )
 
 GIB = 1 << 30
+
+
+def machine_of(device: torch.device, ranks: int, local_ranks: int) -> Machine:
+    """Where this process is: its device, among ``ranks``, of which ``local_ranks`` are on this host."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_with_cores()
+    return Machine(device=device.type, name=name, ranks=ranks, local_ranks=local_ranks, threads=torch.get_num_threads())
 
 
 def peak_tflops(device: torch.device) -> float | None:

@@ -17,7 +17,6 @@ from crius.models import registry
 from crius.models.decoder import check_decoder
 from crius.models.description import ModelDescription
 from crius.models.init import init_rules
-from crius.models.layers.output import loss_of
 from crius.parallel.apply import Applied, materialize, parallelize
 from crius.parallel.dims import ParallelDims
 from crius.parallel.fsdp import GradientSync
@@ -28,10 +27,8 @@ from crius.parallel.reproducible import ReproducibleGradients
 from crius.parallel.runtime import World
 from crius.parallel.stages import order_of, prune, simulate, stage_costs, stage_indices, stage_table
 from crius.quantize.convert import Converted
-from crius.train.fault import Fault
 from crius.train.inputs import run_modules
 from crius.train.loss import LossChoice, choose_loss, set_up_loss
-from crius.train.planted import plant_in_loss
 from crius.train.precision import LowPrecision, low_precision
 from crius.train.step import Accumulation, Pipelined, Runner
 
@@ -151,16 +148,13 @@ def build_runner(
     built: Built,
     mesh: Mesh,
     ranks: World,
-    faults: Sequence[Fault] = (),
 ) -> Runner:
-    """What runs the parts over a batch: an accumulation loop, or a pipeline; with ``faults`` planted in the loss."""
+    """What runs the parts over a batch: an accumulation loop, or a pipeline."""
     parallelism, training = config.parallelism, config.training
     loss = run_loss(config, facts, mesh, built.precision)
     itemsize = getattr(torch, training.mixed_precision_param).itemsize
     num_tokens = sizes.local * training.seq_len // mesh.dims.cp
     log.info("%s", loss.line(num_tokens, -(-facts.vocab_size // mesh.dims.tp), itemsize))
-    has_loss = len(built.modules) - 1 in built.stages
-    plant_in_loss(faults, loss_of(built.parts[-1]) if has_loss else None, ranks)
     if mesh.pp is None:
         sync = GradientSync(built.parts[0], parallelism, training, mesh)
         if training.reproducible:

@@ -5,6 +5,7 @@ import logging
 import platform
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,6 @@ from crius.parallel.runtime import World
 from crius.shards import laid_out, local_tensor, named_parameters
 from crius.train.guard import UpdateGuard
 from crius.train.inputs import check_steps_left, checkpoint_folder
-from crius.train.planted import DiskFaults
 from crius.train.rng import restore_streams, seed_streams, streams
 from crius.train.state import TrainState
 
@@ -92,7 +92,10 @@ class Checkpoints:
         ranks: likewise.
         placement: of this process.
         parts: what is saved.
-        faults: planted in the disk.
+
+    Attributes:
+        folder: where they lie.
+        before_write: called before each write, with the number of the save of this process, from 1.
     """
 
     def __init__(
@@ -103,11 +106,11 @@ class Checkpoints:
         ranks: World,
         placement: Placement,
         parts: Parts,
-        faults: DiskFaults,
     ) -> None:
         assert ranks.store is not None
         self._config, self._mesh, self._ranks, self._parts = config, mesh, ranks, parts
-        self._faults = faults
+        self.before_write: Callable[[int], None] = lambda save: None
+        self._saves = 0
         self.folder = CheckpointFolder(open_disk(checkpoint_folder(config, run_dir)))
         attempt = ranks.gather_json(uuid.uuid4().hex[:8])[0]
         here = placement.local_world_size
@@ -181,7 +184,7 @@ class Checkpoints:
             self.saver.wait()
             return
         status.update(phase="save")
-        self._faults.begin_save()
+        self._saves += 1
         self._parts.guard.before_save()
         rng = {f"rng.{self._ranks.rank}.{name}": stream for name, stream in streams(self._ranks.device).items()}
         self.saver.save(state.step, self._parts.tensors() | rng, self._state(), self._head(), wait=wait)
@@ -215,7 +218,7 @@ class Checkpoints:
         )
 
     def _beat(self) -> None:
-        self._faults.before_write()
+        self.before_write(self._saves)
         if status.phase in ("save", "load"):  # a save in a thread is no sign of life of the training
             status.update()
 

@@ -8,7 +8,7 @@ import logging
 import os
 import platform
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -27,7 +27,7 @@ from crius.kernels import choice as kernels
 from crius.launch.environment import Placement
 from crius.launch.stop import PREEMPTED, catch_stop_signals
 from crius.metrics.build import build_sinks
-from crius.metrics.device import peak_tflops, total_memory_gib
+from crius.metrics.device import machine_of, peak_tflops, total_memory_gib
 from crius.metrics.ledger import TimeLedger
 from crius.metrics.sinks.base import Sink
 from crius.models import registry
@@ -46,15 +46,12 @@ from crius.train.agreement import Preempted, one_layout
 from crius.train.build import Built, build_gradients, build_model, build_runner, run_optimizer
 from crius.train.checkpoints import Checkpoints, Parts
 from crius.train.choices import decide
-from crius.train.fault import Fault, read_faults
 from crius.train.guard import UpdateGuard
 from crius.train.inputs import describe_model, describe_rows, open_run_corpus, run_batch_sizes, with_boundaries
 from crius.train.kernels import run_kernels
 from crius.train.logs import start_logging
 from crius.train.loop import Loop, Meter, Validation
 from crius.train.out_of_memory import explained
-from crius.train.plan import PlanWatch, machine_of, watch_plan
-from crius.train.planted import DiskFaults, planted_in_process
 from crius.train.precision import keep_scales
 from crius.train.profiler import profiler
 from crius.train.recovery import Recovery
@@ -62,6 +59,7 @@ from crius.train.saving import log_save_plan
 from crius.train.sdc import build_copies, build_sdc
 from crius.train.state import TrainState
 from crius.train.summary import is_complete, write_summary
+from crius.train.tools import Tools, Watch
 from crius.train.watch import EffectWatch
 
 log = logging.getLogger("crius.train")
@@ -74,7 +72,7 @@ def run(
     placement: Placement,
     *,
     strict: bool = False,
-    prepare: Callable[[Loop], Loop] = lambda loop: loop,
+    tools: Tools = Tools(),  # noqa: B008
 ) -> None:
     """Train ``config`` as one of the ranks of ``placement``.
 
@@ -84,20 +82,19 @@ def run(
         started: ``time.monotonic()`` at the start of the command on this machine.
         placement: this process among the ranks.
         strict: an optimisation that is on and does nothing ends the run.
-        prepare: gives the loop that runs in place of the one that is ready to.
+        tools: what stands around the run.
 
     Raises:
         CriusError: whatever the user can mend, see ``crius.errors``.
     """
     config = with_boundaries(config, run_dir)
     start_logging(placement.rank, run_dir, is_own_file=placement.launcher == "local" and placement.rank > 0)
-    faults = read_faults(os.environ, config.training.steps, placement.world_size, placement.attempt)
     # before anything slow, so that a signal during the start is not lost
     stop = catch_stop_signals(has_launcher=placement.launcher == "local", scratch=placement.scratch)
     ledger = TimeLedger(started)
     recovery = Recovery(placement, ledger)
-    with explained(run_dir, placement.rank) as story, contextlib.ExitStack() as stack:
-        stack.enter_context(planted_in_process(faults, placement.rank, placement.attempt))
+    with explained(run_dir, placement.rank, tools.explain) as story, contextlib.ExitStack() as stack:
+        stack.enter_context(tools.around(config, placement))
         with ledger.phase("initialise"):
             device = set_up_torch(config, placement)
             dims = ParallelDims.build(config.parallelism, placement.world_size)
@@ -110,22 +107,22 @@ def run(
             mesh = build_mesh(one_layout(dims, ranks), device.type)
             _log_run(config, run_dir, facts, sizes, mesh, ranks, corpus)
             sinks: list[Sink] = []
-            loop = assemble(config, facts, sizes, corpus, mesh, ranks, run_dir, ledger, sinks, stack, strict, faults)
-            story.config = decided = loop.config
+            story.config = decided = decide(config, facts, ranks, tools.recomputation)
+            loop = assemble(decided, facts, sizes, corpus, mesh, ranks, run_dir, ledger, sinks, stack, strict)
             config = dataclasses.replace(decided, activation_checkpoint=config.activation_checkpoint)  # auto: anew
         step = 0
         if config.checkpoint.is_enabled:
             with ledger.phase("load"):
                 kept = Parts(loop.state, loop.guard, loop.loader, corpus.train.identity, ledger)
-                checkpoints = Checkpoints(config, run_dir, mesh, ranks, placement, kept, DiskFaults(faults, ranks.rank))
+                checkpoints = Checkpoints(config, run_dir, mesh, ranks, placement, kept)
                 loop, step = _resume(loop, checkpoints, recovery, mesh)
                 samples = stack.enter_context(contextlib.closing(_sample_log(run_dir, corpus, loop, mesh, ranks)))
                 loop = dataclasses.replace(loop, samples=samples)
         with ledger.phase("initialise"):
-            watch = watch_plan(decided, facts, machine, ledger, run_dir) if ranks.rank == 0 else None
+            watch = tools.watch(decided, facts, machine, ledger, run_dir) if tools.watch and ranks.rank == 0 else None
             sinks += [*_sinks(config, run_dir, ranks, stack, step), *([watch] if watch else [])]
         recovery.ready()
-        _run(prepare(dataclasses.replace(loop, stop=stop)), run_dir, placement, watch)
+        _run(tools.prepare(dataclasses.replace(loop, stop=stop)), run_dir, placement, watch)
 
 
 def _resume(loop: Loop, checkpoints: Checkpoints, recovery: Recovery, mesh: Mesh) -> tuple[Loop, int]:
@@ -142,7 +139,7 @@ def _world(config: RunConfig, placement: Placement, device: torch.device) -> con
     return world(placement.rank, placement.world_size, device, placement.rendezvous, seconds)
 
 
-def _run(loop: Loop, run_dir: Path, placement: Placement, watch: PlanWatch | None) -> None:
+def _run(loop: Loop, run_dir: Path, placement: Placement, watch: Watch | None) -> None:
     """Train and write the summary; leave with an exit code of its own where the run was asked to stop."""
     step, steps = loop.state.step, loop.config.training.steps
     was_complete = loop.world.gather_json(is_complete(run_dir, step, steps))[0]
@@ -158,7 +155,7 @@ def _run(loop: Loop, run_dir: Path, placement: Placement, watch: PlanWatch | Non
         fate = f"all of them saved in {where}" if where else "all of them lost: checkpoint.enable is off"
         fate += "; the last validation is not done" if end.step == steps else ""
         log.info("stopped by %s after %d of %d steps, %s", signal.Signals(end.signal).name, end.step, steps, fate)
-    if watch and not was_complete:
+    if loop.world.rank == 0 and not was_complete:
         write_summary(run_dir, loop.ledger, loop.state, validation, watch, stopped)
     if stopped:
         # a script may start again what exits with 75, but not what a person stopped
@@ -178,10 +175,8 @@ def assemble(
     sinks: list[Sink],
     stack: contextlib.ExitStack,
     strict: bool = False,
-    faults: Sequence[Fault] = (),
 ) -> Loop:
-    """Model, optimizer, data and reports, joined into the loop, whose config has what the machine decides decided."""
-    config = decide(config, facts, mesh.dims, ranks)
+    """Model, optimizer, data and reports, joined into the loop. What the machine decides of ``config`` is decided."""
     training = config.training
     if mesh.tp:
         stack.enter_context(loss_parallel())
@@ -191,7 +186,7 @@ def assemble(
     optimizer = build_optimizer(parameters, facts.plan, run_optimizer(config), seed=config.debug.seed)
     watch.built(built)
     shard = ContextShard(mesh.cp, config.parallelism.context_parallel_method)
-    runner = build_runner(config, facts, sizes, built, mesh, ranks, faults)
+    runner = build_runner(config, facts, sizes, built, mesh, ranks)
     loader = BatchLoader(
         corpus.train,
         global_batch_size=sizes.total,

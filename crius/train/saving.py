@@ -6,10 +6,10 @@ from pathlib import Path
 
 from crius.checkpoint.disk import open_disk
 from crius.checkpoint.folder import FEWEST, CheckpointFolder
+from crius.config.dtype import ITEMSIZE
 from crius.config.run import RunConfig
 from crius.errors import EnvironmentError
 from crius.models.description import ModelDescription
-from crius.planner.from_config import ITEMSIZE
 from crius.train.inputs import checkpoint_folder, describe_model
 
 log = logging.getLogger("crius.checkpoint")

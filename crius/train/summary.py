@@ -9,8 +9,8 @@ from crius.metrics.ledger import TimeLedger
 from crius.metrics.record import ValidationMetrics
 from crius.run_file import write_run_file
 from crius.train.agreement import Preempted
-from crius.train.plan import PlanWatch
 from crius.train.state import TrainState
+from crius.train.tools import Watch
 
 SUMMARY = "summary.json"
 
@@ -37,14 +37,13 @@ def write_summary(
     ledger: TimeLedger,
     state: TrainState,
     validation: ValidationMetrics | None,
-    watch: PlanWatch,
+    watch: Watch | None,
     stopped: Preempted | None,
 ) -> None:
     """Log where the time went and how the plan did, and write ``summary.json``; for rank 0."""
     log.info("time: %s", ledger.summary())
-    compared = watch.comparison()
-    if compared.plan.hardware:
-        log.info("plan: %s", compared.line())
+    if watch and (line := watch.line()):
+        log.info("plan: %s", line)
     summary = {
         "steps": state.step,
         "stopped_by": signal.Signals(stopped.signal).name if stopped else None,
@@ -56,7 +55,7 @@ def write_summary(
         "wall_seconds": ledger.wall(),
         "seconds": ledger.parts(),
         "goodput": ledger.goodput(),
-        "plan": compared.as_dict() if compared.plan.hardware else None,
+        "plan": watch.as_dict() if watch else None,
     }
     write_run_file(run_dir / SUMMARY, json.dumps(summary, indent=2) + "\n", log.warning)
     if validation:

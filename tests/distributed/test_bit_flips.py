@@ -26,7 +26,7 @@ from crius.cli import main
 from crius.data.sample_log import next_attempt
 from crius.errors import ConfigError
 from crius.metrics.sinks.jsonl import JsonlSink
-from crius.planner.compare import compare_run
+from crius.tools.plan.compare import compare_run
 from crius.train.inputs import describe_model
 
 STEPS, MORE = 4, 6

@@ -17,12 +17,12 @@ from crius.config.checkpoint import CheckpointConfig
 from crius.config.compile import CompileConfig
 from crius.config.run import RunConfig
 from crius.config.training import TrainingConfig
-from crius.data.audit import audit
 from crius.errors import ConfigError
-from crius.train.fault import read_faults
-from crius.verify import chaos as module
-from crius.verify.chaos import Killer, Pace, Start, chaos, drawn
-from crius.verify.survival import Family
+from crius.tools.data_audit.audit import audit
+from crius.tools.faults.fault import read_faults
+from crius.tools.verify import chaos as module
+from crius.tools.verify.chaos import Killer, Pace, Start, chaos, drawn
+from crius.tools.verify.survival import Family
 
 TINY = [
     *("--recipe", "verify", "--model.num_layers", "1", "--training.seq_len", "16", "--model.vocab_size", "257"),

@@ -9,11 +9,6 @@ import torch
 from harness import TIED, parse
 
 from crius.data.batch import Batch
-from crius.dry_run.extrapolate import along
-from crius.dry_run.measure import Job, measure_whole
-from crius.dry_run.memory import kinds_of
-from crius.dry_run.recorder import Recorder
-from crius.dry_run.run import dry_run
 from crius.errors import ConfigError, LayoutError
 from crius.launch.local import run_workers
 from crius.optim.build import build_optimizer
@@ -22,6 +17,11 @@ from crius.parallel.gradients import Gradients
 from crius.parallel.mesh import build_mesh
 from crius.parallel.runtime import fake_world, world
 from crius.shards import local_tensor, named_parameters
+from crius.tools.dry_run.extrapolate import along
+from crius.tools.dry_run.measure import Job, measure_whole
+from crius.tools.dry_run.memory import kinds_of
+from crius.tools.dry_run.recorder import Recorder
+from crius.tools.dry_run.run import dry_run
 from crius.train.build import build_parts, build_runner
 from crius.train.inputs import describe_model, run_batch_sizes, run_modules
 from crius.train.step import train_step

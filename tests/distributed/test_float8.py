@@ -8,9 +8,9 @@ import time
 import pytest
 from harness import TEXT, layout_flags, parse, steps_of, train
 
-from crius.dry_run.run import dry_run
 from crius.launch.local import run_workers
 from crius.parallel import tensor
+from crius.tools.dry_run.run import dry_run
 
 pytestmark = pytest.mark.usefixtures("imported_torchao")
 

@@ -11,9 +11,9 @@ from harness import TEXT, parse
 from crius.cli.app import facts_of
 from crius.config.layout import parse_layout
 from crius.parallel.init import BLOCK_NUMEL, draw_rows
-from crius.verify import matrix, worker
-from crius.verify.parameters import Shards
-from crius.verify.worker import Task
+from crius.tools.verify import matrix, worker
+from crius.tools.verify.parameters import Shards
+from crius.tools.verify.worker import Task
 
 FLAGS = ["--recipe", "verify", "--data.source", "text", "--data.path", str(TEXT)]
 

@@ -14,14 +14,14 @@ import time
 
 import pytest
 from checkpoint_runs import contents, flags
-from harness import ROOT, SMALL, crius, num_ranks, parse, read_metrics, steps_of
+from harness import ROOT, SMALL, crius, num_ranks, parse, read_metrics, run_job, steps_of
 
 from crius.checkpoint.disk import open_disk
 from crius.checkpoint.folder import CheckpointFolder
 from crius.config.checkpoint import CheckpointConfig
 from crius.errors import DataError
 from crius.launch.local import run_workers
-from crius.train import job, loop
+from crius.train import loop
 from crius.train.inputs import describe_model
 from crius.train.saving import checkpoint_bytes
 
@@ -39,7 +39,7 @@ def short(layout="1", *more, steps):
 def run(given, run_dir, checkpoint=DEFAULT):
     config = dataclasses.replace(parse(given), checkpoint=checkpoint)
     run_dir.mkdir(parents=True, exist_ok=True)
-    return run_workers(functools.partial(job.run, config, run_dir, time.monotonic()), num_ranks(config), run_dir)
+    return run_workers(functools.partial(run_job, config, run_dir, time.monotonic()), num_ranks(config), run_dir)
 
 
 def saved_steps(run_dir):

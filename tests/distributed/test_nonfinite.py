@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import ROOT, SMALL, layout_flags, num_ranks, parse, read_metrics, steps_of
+from harness import ROOT, SMALL, layout_flags, num_ranks, parse, read_metrics, run_job, steps_of
 
 from crius.errors import NonFiniteError
 from crius.launch.environment import single_placement
@@ -47,7 +47,7 @@ def run_with_nan(kind, config, run_dir, started, bad_rank, check_late, placement
 
     job.build_model, UpdateGuard.update = build_and_poison, update_and_remember
     try:
-        job.run(config, run_dir, started, placement)
+        run_job(config, run_dir, started, placement)
     except NonFiniteError:
         changed = [name for name, now in weights(seen["model"]).items() if not torch.equal(now, seen["weights"][name])]
         found = {"step": status.step, "changed": changed}

@@ -6,8 +6,8 @@ import json
 import pytest
 from harness import SMALL, layout_flags, num_ranks, parse
 
-from crius.verify.parameters import Shards
-from crius.verify.worker import RESULT, Task, train
+from crius.tools.verify.parameters import Shards
+from crius.tools.verify.worker import RESULT, Task, train
 
 STEPS = 4
 FLAGS = [

@@ -7,12 +7,12 @@ from harness import SMALL, parse, run
 
 from crius import cli
 from crius.config.export import flatten
-from crius.planner import remedies
-from crius.planner.hardware import KNOWN
-from crius.planner.legal import violations
-from crius.planner.machine import user_file, write_hardware
+from crius.metrics.device import machine_of
+from crius.tools.plan import remedies
+from crius.tools.plan.hardware import KNOWN
+from crius.tools.plan.legal import violations
+from crius.tools.plan.machine import user_file, write_hardware
 from crius.train.inputs import describe_model
-from crius.train.plan import machine_of
 
 SHORT = [*SMALL, "--training.steps", "14", "--model.num_layers", "1", "--validation.interval", "0"]
 

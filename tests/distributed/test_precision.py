@@ -11,9 +11,9 @@ from crius import cli
 from crius.cli.app import facts_of
 from crius.config.quantize import FORMATS
 from crius.models.layers.linear import LowPrecisionLinear
+from crius.tools.verify import precision as verb
+from crius.tools.verify.precision import Judge, precision
 from crius.train import precision as train_precision
-from crius.verify import precision as verb
-from crius.verify.precision import Judge, precision
 
 LINEARS = 7  # of a block; the output layer is kept
 TINY = [

@@ -6,14 +6,14 @@ import time
 
 import pytest
 import torch
-from harness import SMALL, num_ranks, parse
+from harness import SMALL, num_ranks, parse, run_job
 
 from crius.launch.local import run_workers
 from crius.parallel import reproducible
 from crius.parallel.runtime import World
 from crius.shards import named_parameters
+from crius.tools.verify.parameters import checksums
 from crius.train import job, loop
-from crius.verify.parameters import checksums
 
 # 8 virtual shards of 2 sequences; the rows of a vocabulary of 257 split unevenly
 BASE = [*SMALL, "--model.num_layers", "2", "--model.vocab_size", "257", "--validation.interval", "0"]
@@ -51,7 +51,7 @@ def write_bits(config, run_dir, change, placement):
         patch.setattr(job, "_run", run_and_write)
         if change:
             patch.setattr(*change)
-        job.run(config, run_dir, time.monotonic(), placement)
+        run_job(config, run_dir, time.monotonic(), placement)
 
 
 def bits(flags, run_dir, change=None):

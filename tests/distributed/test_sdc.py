@@ -5,12 +5,11 @@ import time
 
 import pytest
 import torch
-from harness import SMALL, num_ranks, parse, steps_of, train
+from harness import SMALL, num_ranks, parse, run_job, steps_of, train
 
 from crius.launch.local import run_workers
 from crius.models.layers.output import Loss
 from crius.shards import local_shard
-from crius.train import job
 from crius.train.sdc import SdcCheck, odd_ones
 
 RECOMPUTE, REPLICAS = "--sdc.recompute_interval", "--sdc.replica_interval"
@@ -62,7 +61,7 @@ def run_with_flip(config, run_dir, plant, rank, placement):
     with pytest.MonkeyPatch.context() as patch:
         if placement.rank == rank:
             patch.setattr(*plant(rank=rank))
-        job.run(config, run_dir, time.monotonic(), placement)
+        run_job(config, run_dir, time.monotonic(), placement)
 
 
 def error_of(flags, plant, rank, run_dir, capfd):

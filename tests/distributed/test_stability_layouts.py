@@ -7,10 +7,9 @@ import math
 import time
 
 import pytest
-from harness import SMALL, layout_flags, num_ranks, parse, read_metrics, steps_of
+from harness import SMALL, layout_flags, num_ranks, parse, read_metrics, run_job, steps_of
 
 from crius.launch.local import run_workers
-from crius.train import job
 from crius.train.guard import UpdateGuard
 from crius.train.snapshot import leaves
 
@@ -48,7 +47,7 @@ def watched(config, run_dir, started, placement):
             (run_dir / f"seen-{placement.rank}.json").write_text(json.dumps(seen))
 
     UpdateGuard.update = update_and_note
-    job.run(config, run_dir, started, placement)
+    run_job(config, run_dir, started, placement)
 
 
 def train_with_fault(fault, layout, run_dir, flags, monkeypatch):

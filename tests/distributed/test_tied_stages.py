@@ -6,11 +6,10 @@ import time
 import pytest
 import torch
 from checkpoint_runs import flags
-from harness import TIED, num_ranks, parse
+from harness import TIED, num_ranks, parse, run_job
 
 from crius.launch.local import run_workers
 from crius.shards import local_tensor, named_parameters
-from crius.train import job
 from crius.train.snapshot import leaves
 
 NAME = "tok_embeddings.weight"
@@ -35,7 +34,7 @@ def copies(loop):
 def keep_copies(config, folder, placement):
     """Train, and leave the copies of this rank in ``folder``."""
     held = []
-    job.run(config, folder, time.monotonic(), placement, prepare=lambda loop: held.append(loop) or loop)
+    run_job(config, folder, time.monotonic(), placement, prepare=lambda loop: held.append(loop) or loop)
     torch.save(copies(held[0]), folder / f"copies-{placement.rank}.pt")
 
 
@@ -48,7 +47,7 @@ def disturb(config, folder, placement):
                 leaves(named_parameters(loop.state.parts)[-1][1])["_local_tensor."][3, 5] += 1e-3
         return loop
 
-    job.run(config, folder, time.monotonic(), placement, prepare=prepare)
+    run_job(config, folder, time.monotonic(), placement, prepare=prepare)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import ROOT, SMALL, TIED, crius, layout_flags, num_ranks, parse, read_metrics, steps_of, train
+from harness import ROOT, SMALL, TIED, crius, layout_flags, num_ranks, parse, read_metrics, run_job, steps_of, train
 
 from crius.config.batch import batch_sizes
 from crius.data.loader import BatchLoader
@@ -23,6 +23,7 @@ from crius.parallel.mesh import build_mesh
 from crius.parallel.runtime import world
 from crius.shards import local_tensor
 from crius.train import evaluate, job, loop
+from crius.train.choices import decide
 from crius.train.inputs import describe_model, open_run_corpus
 from crius.train.logs import start_logging
 
@@ -35,7 +36,7 @@ LOSS, GRAD_NORM = 1e-7, 1e-5
 
 def patched_run(patch, config, run_dir, started, placement):
     patch()
-    job.run(config, run_dir, started, placement)
+    run_job(config, run_dir, started, placement)
 
 
 def train_with(patch, flags, run_dir):
@@ -80,6 +81,7 @@ def write_implementations(config, run_dir, placement):
             with contextlib.ExitStack() as stack:
                 sinks = [Kept()]
                 ledger = TimeLedger(time.monotonic())
+                run = decide(run, describe_model(run), ranks, None)
                 loop = job.assemble(run, describe_model(run), sizes, corpus, mesh, ranks, run_dir, ledger, sinks, stack)
                 loop.run()
             weights = [local_tensor(parameter).clone() for parameter in loop.state.parts[0].parameters()]

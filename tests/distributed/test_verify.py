@@ -11,14 +11,14 @@ from mutations import divide_by_local_tokens, draw_other_bits_on_one_rank, drop_
 from crius.cli.app import facts_of
 from crius.data.batch import Batch
 from crius.parallel import tensor
+from crius.tools.verify import parameters
+from crius.tools.verify.compile import compile as verify_compile
+from crius.tools.verify.init import init as verify_init
+from crius.tools.verify.parity import parity
+from crius.tools.verify.tolerance import tolerances
+from crius.tools.verify.uneven import uneven_documents, uneven_labels
 from crius.train import job
 from crius.train.loss import count_valid
-from crius.verify import parameters
-from crius.verify.compile import compile as verify_compile
-from crius.verify.init import init as verify_init
-from crius.verify.parity import parity
-from crius.verify.tolerance import tolerances
-from crius.verify.uneven import uneven_documents, uneven_labels
 
 TINY = [
     *("--recipe", "verify", "--model.num_layers", "2", "--training.seq_len", "16", "--training.global_batch_size", "8"),
@@ -84,7 +84,7 @@ def test_a_refused_layout_is_a_row_and_an_error_only_where_it_was_asked_for(tmp_
     assert (rows["tp3"]["status"], rows["fsdp2"]["status"]) == ("refused", "ok")
     assert "legal: 1, 2, 4, 8" in rows["tp3"]["note"]
     assert code == 2
-    monkeypatch.setattr("crius.verify.matrix.PARITY", ("tp3", "accum2", "fsdp8"))
+    monkeypatch.setattr("crius.tools.verify.matrix.PARITY", ("tp3", "accum2", "fsdp8"))
     code, rows = verify(parity, tmp_path, capsys, "", nproc=4)
     assert list(rows) == ["1", "tp3", "accum2"]
     assert code == 0

@@ -16,10 +16,10 @@ from crius.cli.app import facts_of
 from crius.config.layout import apply_layout, parse_layout
 from crius.config.pipeline import num_stages
 from crius.config.run import RunConfig
-from crius.verify import matrix, worker
-from crius.verify.compare import judge, task_of
-from crius.verify.parameters import Shards
-from crius.verify.run import Outcome
+from crius.tools.verify import matrix, worker
+from crius.tools.verify.compare import judge, task_of
+from crius.tools.verify.parameters import Shards
+from crius.tools.verify.run import Outcome
 
 # gradients are clipped in each step, so that a wrong factor shows
 FLAGS = [

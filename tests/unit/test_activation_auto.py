@@ -7,24 +7,23 @@ import time
 import tomllib
 
 import pytest
-from harness import SMALL, parse, read_metrics, steps_of
+from harness import SMALL, parse, read_metrics, run_job, steps_of
 from test_rules import facts_of
 
 from crius.config.layout import replace_fields
 from crius.config.rules_layout import activation_checkpoint_options
-from crius.dry_run.run import dry_run
 from crius.launch.local import run_workers
-from crius.parallel.dims import ParallelDims
-from crius.planner.estimate import Estimate
-from crius.planner.from_config import from_config
-from crius.planner.memory import memory
-from crius.train import choices, job
-from crius.train.choices import choose_mode
+from crius.tools.dry_run.run import dry_run
+from crius.tools.plan.estimate import Estimate
+from crius.tools.plan.from_config import from_config
+from crius.tools.plan.memory import memory
+from crius.tools.plan.recomputation import choose_mode, estimates
+from crius.tools.verify import worker
+from crius.tools.verify.parameters import Shards
+from crius.tools.verify.run import run as run_task
+from crius.tools.verify.worker import Task
+from crius.train import choices
 from crius.train.inputs import describe_model, with_dtype
-from crius.verify import worker
-from crius.verify.parameters import Shards
-from crius.verify.run import run as run_task
-from crius.verify.worker import Task
 
 MODE = "activation_checkpoint.mode"
 MODES = ("none", "selective", "full")
@@ -81,7 +80,7 @@ def run(flags, run_dir, gib):
 
     def target(placement):
         choices._memory = lambda ranks: gib * 2**30 / choices.USABLE
-        job.run(parse(flags), run_dir, time.monotonic(), placement)
+        run_job(parse(flags), run_dir, time.monotonic(), placement)
 
     run_dir.mkdir()
     assert run_workers(target, 1, run_dir) == 0
@@ -107,8 +106,7 @@ def test_a_run_takes_what_fits_and_computes_the_same_bits(tmp_path, capfd):
 def gpu_estimates(flags):
     """Of one rank on a GPU."""
     config = with_dtype(parse(flags), on_gpu=True)
-    dims = ParallelDims.build(config.parallelism, 1)
-    return choices.estimates(config, describe_model(config), dims, choices.torch.device("cuda"))
+    return estimates(config, describe_model(config), 1, on_gpu=True)
 
 
 def test_an_update_in_host_memory_does_not_hide_what_the_gpu_holds():
@@ -153,8 +151,7 @@ def test_a_schedule_that_splits_its_backward_keeps_all():
     more = {"parallelism.pipeline_parallel_degree": 2, "parallelism.pipeline_parallel_schedule": "zbv_zero_bubble"}
     more["model.num_layers"] = 4
     config = replace_fields(parse([*TINY, *AUTO]), more)
-    dims = ParallelDims.build(config.parallelism, 2)
-    found = choices.estimates(config, describe_model(config), dims, choices.torch.device("cpu"))
+    found = estimates(config, describe_model(config), 2, on_gpu=False)
     assert list(found) == ["none"]
 
 

@@ -10,13 +10,13 @@ import pytest
 from harness import crius
 
 from crius import cli
-from crius.data import audit as audits
 from crius.data import sample_log
-from crius.data.audit import audit
 from crius.data.loader import BatchLoader
 from crius.data.sample_log import Attempt, SampleLog, next_attempt, samples_path, to_ranges
 from crius.data.source import Rows
 from crius.errors import ConfigError
+from crius.tools.data_audit import audit as audits
+from crius.tools.data_audit.audit import audit
 
 BATCH, EPOCH = 12, 100
 

@@ -7,13 +7,13 @@ import torch
 from harness import crius, llama, parse
 
 from crius import cli
-from crius.bench import checkpoint, machine, optimizer, quantize, speedups
-from crius.bench.receipt import check_result_file
-from crius.bench.samples import Samples
 from crius.config.low_precision import linear_choices
 from crius.config.quantize import FORMATS
 from crius.errors import ConfigError
 from crius.models.layers.linear import LowPrecisionLinear
+from crius.tools.bench import checkpoint, machine, optimizer, quantize, speedups
+from crius.tools.bench.receipt import check_result_file
+from crius.tools.bench.samples import Samples
 from crius.train.inputs import describe_model
 
 CPU = torch.device("cpu")

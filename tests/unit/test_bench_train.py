@@ -13,15 +13,15 @@ import pytest
 from harness import ROOT, TEXT, crius, parse
 
 from crius import cli
-from crius.bench.bare_loop import check_bare
-from crius.bench.turns import Contestant, largest_difference, median_ratio, take_turns
 from crius.config.load import normalized_argv
 from crius.errors import ConfigError
+from crius.tools.bench.bare_loop import check_bare
+from crius.tools.bench.turns import Contestant, largest_difference, median_ratio, take_turns
 
 TOY = """
 import os, sys, time
 sys.path.insert(0, {root!r})
-from crius.bench.contestant import Channel, Turns
+from crius.tools.bench.contestant import Channel, Turns
 name, kind, log = sys.argv[1:]
 if kind == "child":
     import subprocess
@@ -105,7 +105,8 @@ def test_a_signal_to_the_driver_leaves_no_process(tmp_path, number):
         # a process that is started in the background is deaf to SIGINT until it says otherwise
         [
             *(sys.executable, "-c"),
-            f"import signal; signal.signal(2, signal.default_int_handler); from crius.bench.turns import *; {call}",
+            "import signal; signal.signal(2, signal.default_int_handler); from crius.tools.bench.turns import *; "
+            + call,
         ],
         cwd=ROOT,
         stderr=subprocess.PIPE,

@@ -14,7 +14,7 @@ from crius.host_cpu import ATTENTION_BLOCK
 from crius.kernels import blocked_attention as blocked
 from crius.kernels.attention import causal_attention
 from crius.kernels.choice import Choice, applied, resolve
-from crius.planner.activations import layer_bytes
+from crius.tools.plan.activations import layer_bytes
 from crius.train.kernels import run_kernels
 
 BLOCKED = Choice(attention=("blocked",))

@@ -12,13 +12,13 @@ import torch
 from harness import parse
 
 from crius import cli
-from crius.bench import calibrate
-from crius.bench.calibrate import Probe, solved
 from crius.host_cpu import cpu_with_cores
-from crius.planner.from_config import from_config
-from crius.planner.hardware import KNOWN, hardware
-from crius.planner.memory import memory
-from crius.planner.time import step_time
+from crius.tools.bench import calibrate
+from crius.tools.bench.calibrate import Probe, solved
+from crius.tools.plan.from_config import from_config
+from crius.tools.plan.hardware import KNOWN, hardware
+from crius.tools.plan.memory import memory
+from crius.tools.plan.time import step_time
 from crius.train.inputs import describe_model
 
 CPU = KNOWN["cpu"]
@@ -75,7 +75,7 @@ def quick(monkeypatch):
         monkeypatch.setattr(calibrate, "_probe", run)
         return runs
 
-    monkeypatch.setattr("crius.bench.calibrate_kernels.BUDGET_SECONDS", 0.02)
+    monkeypatch.setattr("crius.tools.bench.calibrate_kernels.BUDGET_SECONDS", 0.02)
     return of
 
 

@@ -14,11 +14,11 @@ from harness import ROOT, SMALL, crius, steps_of, train
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from crius.checkpoint.convert import convert
-from crius.checkpoint.dcp import read_dcp
 from crius.checkpoint.disk import open_disk
 from crius.checkpoint.verify import damages, read_manifest
 from crius.errors import CheckpointError, ConfigError
+from crius.interop.convert import convert
+from crius.interop.dcp import read_dcp
 from crius.kernels.rotary import rotary
 from crius.launch.local import run_workers
 from crius.models.layers.rope import rotary_cos_sin, rotary_frequencies
@@ -247,7 +247,7 @@ def test_an_import_does_not_import_torch_and_holds_one_tensor(tmp_path):
     save_dcp({"model": tensors}, tmp_path / "source")
     code = (
         "import resource, sys\n"
-        "from crius.checkpoint.convert import convert\n"
+        "from crius.interop.convert import convert\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "convert(sys.argv[1], sys.argv[2])\n"
         "assert 'torch' not in sys.modules\n"

@@ -10,7 +10,6 @@ from crius import host_cpu
 from crius.config import dtype as dtype_rule
 from crius.config.dtype import auto_dtype
 from crius.errors import ConfigError
-from crius.parallel.dims import ParallelDims
 from crius.train.choices import decide
 from crius.train.inputs import describe_model, resumed_dtype, with_dtype
 
@@ -74,8 +73,7 @@ def test_a_run_says_what_it_took_and_goes_on_with_it_on_another_machine(tmp_path
 def test_ranks_that_decide_on_different_dtypes_are_refused(monkeypatch):
     config = parse([*SMALL, PARAM, "bfloat16"])
     monkeypatch.setattr(Alone, "gather_json", lambda ranks, value: [value, "float32", value])
-    dims = ParallelDims.build(config.parallelism, 1)
     with pytest.raises(ConfigError) as caught:
-        decide(config, describe_model(config), dims, Alone(0, 1, torch.device("cpu")))
+        decide(config, describe_model(config), Alone(0, 1, torch.device("cpu")), None)
     assert "bfloat16 on 2, first rank 0, float32 on 1, first rank 1" in str(caught.value)
     assert f"{PARAM} bfloat16" in caught.value.fix

@@ -22,10 +22,10 @@ from crius.launch.environment import single_placement
 from crius.launch.local import run_workers
 from crius.launch.status import Status
 from crius.launch.status import status as status_of_process
-from crius.train import planted
-from crius.train.fault import GRAMMAR, DiskFault, DropoutFault, LossFault, ProcessFault, read_faults
+from crius.tools.faults import planted
+from crius.tools.faults.fault import GRAMMAR, DiskFault, DropoutFault, LossFault, ProcessFault, read_faults
+from crius.tools.faults.planted import DiskFaults, plant_in_loss, planted_in_process
 from crius.train.incident import layer_of, to_json
-from crius.train.planted import DiskFaults, plant_in_loss, planted_in_process
 
 CPU = torch.device("cpu")
 
@@ -254,10 +254,9 @@ def test_a_full_disk_fails_the_writes_of_its_save_alone():
     for rank in (0, 1):
         disk = DiskFaults(faults, rank)
         for save in (1, 2, 3, 4, 5):
-            disk.begin_save()
             for _ in range(2):
                 try:
-                    disk.before_write()
+                    disk.before_write(save)
                 except OSError as error:
                     found.setdefault(rank, []).append((save, error.errno))
     full = [(2, errno.ENOSPC)] * 2 + [(3, errno.ENOSPC)] * 2
@@ -268,9 +267,8 @@ def test_a_slow_disk_makes_each_write_wait(monkeypatch):
     waits = []
     monkeypatch.setattr(planted.time, "sleep", waits.append)
     disk = DiskFaults([DiskFault(first=1, last=1, error="slow", seconds=2.5)], 3)
-    disk.begin_save()
-    disk.before_write()
-    disk.before_write()
+    disk.before_write(1)
+    disk.before_write(1)
     assert waits == [2.5, 2.5]
 
 

@@ -11,12 +11,12 @@ import torch
 from harness import ROOT, parse
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from crius.bench.turns import Outcome
 from crius.cli.app import facts_of
 from crius.config import rules
 from crius.models import registry
 from crius.models.config import RopeScaling
 from crius.models.llama3.config import Llama3Config
+from crius.tools.bench.turns import Outcome
 from crius.train.inputs import describe_model, open_run_corpus
 
 sys.path.insert(0, str(ROOT / "benchmarks"))

@@ -14,7 +14,7 @@ import pytest
 from harness import ROOT
 from packaging.requirements import Requirement
 
-from crius.bench.turns import Contestant, take_turns
+from crius.tools.bench.turns import Contestant, take_turns
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import gpu_kernels

@@ -20,18 +20,18 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from crius.checkpoint.convert import convert
-from crius.checkpoint.dcp import METADATA, read_dcp
-from crius.checkpoint.safetensors_file import INDEX, read_safetensors
 from crius.config.data import DataConfig
 from crius.data import huggingface
 from crius.errors import CheckpointError, DataError
+from crius.interop.convert import convert
+from crius.interop.dcp import METADATA, read_dcp
+from crius.interop.safetensors_file import INDEX, read_safetensors
 
 PLACES = ("metadata", "before_metadata", "after_metadata", "tensor", "value", "bare")
 
 WATCHED = """
 import encodings.cp437, json, os, sys  # the first is how zipfile reads names
-from crius.checkpoint.convert import convert
+from crius.interop.convert import convert
 from crius.config.data import DataConfig
 from crius.data import huggingface
 from crius.errors import CheckpointError, DataError

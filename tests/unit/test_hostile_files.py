@@ -14,12 +14,12 @@ import pytest
 import torch
 from hostile_samples import ENTRY, GIB, archive, call, entry, name, put, replace_entry, safetensors, valid
 
-from crius.checkpoint.convert import convert
-from crius.checkpoint.dcp import METADATA, read_dcp
 from crius.checkpoint.digest import digest_of
 from crius.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry
-from crius.checkpoint.safetensors_file import MAX_HEADER, read_safetensors
 from crius.errors import CheckpointError
+from crius.interop.convert import convert
+from crius.interop.dcp import METADATA, read_dcp
+from crius.interop.safetensors_file import MAX_HEADER, read_safetensors
 
 BOMBS = {
     "memo_of_2**31": b"\x80\x02Nr\xff\xff\xff\x7f.",

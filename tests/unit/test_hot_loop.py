@@ -10,7 +10,7 @@ import types
 
 import pytest
 import torch
-from harness import SMALL, llama, parse, read_metrics, steps_of
+from harness import SMALL, llama, parse, read_metrics, run_job, steps_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from crius.data.loader import BatchLoader
@@ -75,7 +75,7 @@ def count_waits(config, run_dir, started, placement):
         clip(gradients, norm, max_norm)
 
     Loop._step, UpdateGuard.update, Gradients.clip = step, update_late, clip_and_look
-    job.run(config, run_dir, started, placement)
+    run_job(config, run_dir, started, placement)
     (run_dir / "waits.json").write_text(json.dumps(found))
 
 
@@ -102,13 +102,13 @@ def report_late(config, run_dir, started, placement):
         return save(checkpoints, *args, **kwargs)
 
     Late.read, Late.has_arrived, Checkpoints.save = late_read, lambda late: hasattr(late, "was_read"), late_save
-    job.run(config, run_dir, started, placement)
+    run_job(config, run_dir, started, placement)
     (run_dir / "seen.json").write_text(json.dumps(seen))
 
 
 def test_reports_whose_numbers_come_late_say_the_same_and_are_there_when_the_run_is_saved(tmp_path):
     flags = [*TINY, "--training.steps", "5", "--metrics.log_interval", "1", "--checkpoint.interval", "3"]
-    run(job.run, flags, tmp_path / "soon")
+    run(run_job, flags, tmp_path / "soon")
     begin = time.monotonic()
     run(report_late, flags, tmp_path / "late")
     wall = time.monotonic() - begin
@@ -163,7 +163,7 @@ def end_badly(config, run_dir, started, placement, end, looks):
         update(guard, result)
 
     UpdateGuard.update, loop.train_step, BatchLoader.__next__ = spike, step, batch
-    job.run(config, run_dir, started, placement)
+    run_job(config, run_dir, started, placement)
 
 
 def reports_of_a_bad_end(run_dir, end, looks):
@@ -206,7 +206,7 @@ def pass_time(config, run_dir, started, placement, is_gpu):
 
     loop.time = types.SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0])
     Loop._step, loop.evaluate = step, validate
-    job.run(config, run_dir, started, placement)
+    run_job(config, run_dir, started, placement)
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def keep_weights(config, run_dir, started, placement, wrapped):
         return wrapped or asked[-1]
 
     Loop._step, apply.needs_fsdp = step, needs_fsdp
-    job.run(config, run_dir, started, placement)
+    run_job(config, run_dir, started, placement)
     assert asked == [False]
 
 

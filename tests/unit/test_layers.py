@@ -10,23 +10,25 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 
+TOOLS = ("plan", "dry_run", "verify", "bench", "faults", "report", "data_audit")
 LAYER = {
-    **{"config": 0, "models": 1, "kernels": 1, "__main__": 5, "cli": 4, "help": 0, "buffers": 0},
+    **{"config": 0, "models": 1, "kernels": 1, "__main__": 6, "cli": 5, "help": 0, "buffers": 0},
     **dict.fromkeys(("host_cpu", "host_memory", "install", "plugins", "redact", "run_file", "shards", "signals"), -1),
-    **dict.fromkeys(("silence", "strict_json", "table"), -1),
+    **dict.fromkeys(("machine", "silence", "strict_json", "table"), -1),
     **dict.fromkeys(("parallel", "quantize", "data", "optim", "checkpoint", "metrics"), 2),
-    **dict.fromkeys(("train", "planner", "dry_run", "verify", "report", "launch", "bench"), 3),
+    "interop": 3,
+    **dict.fromkeys(("train", "launch"), 3),
+    **{f"tools/{name}": 4 for name in TOOLS},
 }
-# (importer, what it may import although the layers alone would not allow it)
+# (importer, what it may import although the layers alone would not allow it); the trainer never imports tools
 ARROWS = [
     *[("models", "kernels"), ("train", "launch.environment"), ("train", "launch.status")],
     ("train", "launch.stop"),
-    ("verify", "launch"),
-    ("bench", "launch"),
-    *[(upper, "train") for upper in ("dry_run", "verify", "report", "bench")],
-    ("train", "planner"),
-    ("bench", "planner"),
-    ("dry_run", "planner"),
+    ("tools/bench", "tools.plan"),  # calibrates it
+    ("tools/verify", "tools.faults"),
+    ("tools/verify", "tools.data_audit"),
+    ("train", "interop"),
+    ("tools/verify", "tools.plan.recomputation"),
 ]
 PRIVATE = ("config.load", "config.rules", "config.export")  # sections, run and batch are for all
 # (importers, what they may not import although it lies below them)
@@ -50,9 +52,10 @@ TORCH_FREE = (
     *("errors.py", "cli/*.py", "config/*.py", "models/*/config.py", "models/*/plan.py", "models/plan.py"),
     *(f"checkpoint/{name}.py" for name in ("digest", "disk", "folder", "local_disk", "manifest", "names")),
     *(f"checkpoint/{name}.py" for name in ("remote_disk", "shard_file", "small_file", "state", "verify")),
-    *(f"checkpoint/{name}.py" for name in ("convert", "dcp", "foreign", "foreign_names", "safetensors_file")),
-    *(f"checkpoint/{name}.py" for name in ("tiles", "torch_file", "unpickle")),
-    *(f"bench/{name}.py" for name in ("contestant", "receipt", "samples", "train", "turns")),
+    "checkpoint/tiles.py",
+    "interop/*.py",
+    "tools/data_audit/*.py",
+    *(f"tools/bench/{name}.py" for name in ("contestant", "receipt", "samples", "train", "turns")),
     "run_file.py",
     "plugins.py",
     "redact.py",
@@ -60,9 +63,16 @@ TORCH_FREE = (
     "table.py",
     *("models/registry.py", "models/spec.py", "models/*/__init__.py", "launch/*.py", "data/*.py", "train/inputs.py"),
     "train/saving.py",
-    "planner/*.py",
+    "machine.py",
+    "tools/plan/*.py",
 )
-NEEDS_TORCH = ("launch/doctor.py", "data/batch.py", "data/loader.py")
+NEEDS_TORCH = (
+    "launch/doctor.py",
+    "data/batch.py",
+    "data/loader.py",
+    "tools/plan/out_of_memory.py",
+    "tools/plan/watch.py",
+)
 
 
 def trees(root: Path) -> Iterator[tuple[str, ast.Module]]:
@@ -84,9 +94,15 @@ def is_below(name: str, part: str) -> bool:
     return name == part or name.startswith(f"{part}.")
 
 
+def room_of(path: str) -> str:
+    """The room of a path below ``crius``: a package, or one of those of tools."""
+    parts = path.removesuffix(".py").split("/")
+    return "/".join(parts[: 2 if parts[0] == "tools" else 1])
+
+
 def may_import(importer: str, target: str) -> bool:
-    """Whether a module of the package ``importer`` may import ``target``, a name below ``crius``."""
-    package = target.split(".")[0]
+    """Whether a module of the room ``importer`` may import ``target``, a name below ``crius``."""
+    package = room_of(target.replace(".", "/"))
     if package == importer or any(importer == a and is_below(target, b) for a, b in ARROWS):
         return True
     if any(importer == a and is_below(target, b) for a, b in CLOSED):
@@ -99,7 +115,7 @@ def may_import(importer: str, target: str) -> bool:
 def wrong_directions(root: Path) -> list[str]:
     found = []
     for path, tree in trees(root):
-        importer = path.split("/")[0].removesuffix(".py")
+        importer = room_of(path)
         for name in (name for node in ast.walk(tree) for name in imported(node)):
             if name.startswith("."):
                 found.append(f"{path}: relative import {name}")
@@ -197,12 +213,14 @@ def test_what_shows_before_torch_does_not_import_it():
         ("data/a.py", "from crius.config.load import RunSources"),
         ("parallel/a.py", "def f():\n    from crius.train import job"),
         ("train/a.py", "from crius.launch.local import run_workers"),
-        ("train/a.py", "import crius.dry_run"),
-        ("planner/a.py", "from crius.train import job"),
+        ("train/a.py", "import crius.tools.dry_run"),
+        ("train/a.py", "from crius.tools.plan import memory"),
+        ("launch/a.py", "from crius.tools.faults import fault"),
+        ("tools/plan/a.py", "from crius.tools.verify import run"),
         ("launch/a.py", "from crius.train import job"),
         ("launch/a.py", "from crius.data.corpus import Corpus"),
-        ("verify/a.py", "from crius.planner import search"),
-        ("report/a.py", "from crius import cli"),
+        ("tools/verify/a.py", "from crius.tools.plan import search"),
+        ("tools/report/a.py", "from crius import cli"),
         ("data/a.py", "from . import batch"),
         ("newcomer/a.py", "from crius.config.run import RunConfig"),
     ],
@@ -218,8 +236,8 @@ def test_an_import_up_or_sideways_is_found(path, text, tmp_path):
         ("data/a.py", "from crius.config.data import DataConfig\nfrom crius.config.run import RunConfig"),
         ("optim/a.py", "from crius.models.plan import ShardingPlan\nfrom crius.errors import DataError"),
         ("train/a.py", "from crius.launch.status import status\nfrom crius import __version__"),
-        ("dry_run/a.py", "from crius.train import job"),
-        ("train/a.py", "from crius.planner import memory"),
+        ("tools/dry_run/a.py", "from crius.train import job"),
+        ("tools/plan/a.py", "from crius.tools.plan import memory\nfrom crius.train.inputs import describe_model"),
     ],
 )
 def test_an_allowed_import_is_not_found(path, text, tmp_path):

@@ -7,9 +7,9 @@ from test_rules import facts_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from crius.config.rules_quantize import chunked_loss_has_its_layer
-from crius.dry_run.recorder import Recorder
 from crius.kernels.linear_cross_entropy import IGNORE_INDEX, Chunks, linear_cross_entropy, reference
 from crius.models import registry
+from crius.tools.dry_run.recorder import Recorder
 from crius.train.inputs import describe_model
 from crius.train.loss import choose_loss, set_up_loss
 

@@ -22,7 +22,7 @@ from crius.models.plan import match
 from crius.parallel.fsdp import plan_units
 from crius.parallel.init import init_parameters
 from crius.parallel.ties import allocate
-from crius.planner.shapes import NOT_TRAINABLE_YET
+from crius.tools.plan.shapes import NOT_TRAINABLE_YET
 
 SPEC = registry.SPECS["llama3"]
 DEBUG, SMALL = llama(), llama(num_layers=2)

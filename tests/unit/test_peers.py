@@ -7,7 +7,7 @@ import sys
 import pytest
 from harness import ROOT
 
-from crius.bench.turns import Outcome
+from crius.tools.bench.turns import Outcome
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import bench_cpu

@@ -11,11 +11,11 @@ from crius import cli
 from crius.config.export import to_toml
 from crius.errors import ConfigError, LayoutError
 from crius.parallel.dims import ParallelDims
-from crius.planner import auto
-from crius.planner.from_config import from_config
-from crius.planner.hardware import KNOWN
-from crius.planner.legal import violations
-from crius.planner.memory import memory
+from crius.tools.plan import auto
+from crius.tools.plan.from_config import from_config
+from crius.tools.plan.hardware import KNOWN
+from crius.tools.plan.legal import violations
+from crius.tools.plan.memory import memory
 from crius.train.agreement import one_layout
 from crius.train.inputs import describe_model
 

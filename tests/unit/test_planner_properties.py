@@ -9,12 +9,12 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from crius.models.registry import SPECS
-from crius.planner.hardware import KNOWN
-from crius.planner.memory import memory
-from crius.planner.shapes import NOT_TRAINABLE_YET, planned
-from crius.planner.stages import stage_layers
-from crius.planner.time import step_time
-from crius.planner.workload import Layout, Workload
+from crius.tools.plan.hardware import KNOWN
+from crius.tools.plan.memory import memory
+from crius.tools.plan.shapes import NOT_TRAINABLE_YET, planned
+from crius.tools.plan.stages import stage_layers
+from crius.tools.plan.time import step_time
+from crius.tools.plan.workload import Layout, Workload
 
 DENSE = {name: llama(name) for name in SPECS["llama3"].flavors}
 GPUS = [gpu for gpu in KNOWN.values() if gpu.generation != "cpu"]

@@ -14,21 +14,23 @@ from crius.config.export import flatten
 from crius.errors import ConfigError, LayoutError, OutOfMemoryError
 from crius.host_cpu import cpu_with_cores
 from crius.launch.status import status
+from crius.machine import Machine
 from crius.metrics.ledger import TimeLedger
 from crius.metrics.record import StepMetrics
-from crius.planner import auto
-from crius.planner.compare import LEAST_STEPS, WARM_STEPS, Comparison, Measured, Reports, compare_run, measured_of
-from crius.planner.from_config import from_config
-from crius.planner.hardware import KNOWN, hardware
-from crius.planner.legal import violations
-from crius.planner.machine import known_gpu, of_machine, shared, user_file, write_hardware
-from crius.planner.memory import memory
-from crius.planner.of_run import Machine, plan_run
-from crius.planner.remedies import remedies
-from crius.planner.validated_range import validated_range
+from crius.tools.plan import auto
+from crius.tools.plan.compare import LEAST_STEPS, WARM_STEPS, Comparison, Measured, Reports, compare_run, measured_of
+from crius.tools.plan.from_config import from_config
+from crius.tools.plan.hardware import KNOWN, hardware
+from crius.tools.plan.legal import violations
+from crius.tools.plan.machine import known_gpu, of_machine, shared, user_file, write_hardware
+from crius.tools.plan.memory import memory
+from crius.tools.plan.of_run import plan_run
+from crius.tools.plan.out_of_memory import explain
+from crius.tools.plan.remedies import remedies
+from crius.tools.plan.validated_range import validated_range
+from crius.tools.plan.watch import SLOW, WINDOW_STEPS, Load, PlanWatch, blame, hardware_of
 from crius.train.inputs import describe_model
 from crius.train.out_of_memory import explained, is_out_of_memory
-from crius.train.plan import SLOW, WINDOW_STEPS, Load, PlanWatch, blame, hardware_of
 
 GIB = 1 << 30
 PAGE = Path(__file__).parents[2] / "docs" / "planner_runs.md"
@@ -307,7 +309,7 @@ def test_the_cause_of_a_wrapped_error_is_explained_and_others_pass(tmp_path):
     config = parse(LONG)
 
     def fail(error):
-        with explained(tmp_path, 3) as story:
+        with explained(tmp_path, 3, explain) as story:
             story.begin(torch.device("cpu"), HERE, config, describe_model(config))
             try:
                 raise error
@@ -323,14 +325,14 @@ def test_the_cause_of_a_wrapped_error_is_explained_and_others_pass(tmp_path):
     assert sum(one["bytes"] for one in report["plan"]) == pytest.approx(report["planned_bytes"])
     with pytest.raises(RuntimeError, match="stage 1 failed"):
         fail(ValueError("something else"))
-    with pytest.raises(LayoutError), explained(tmp_path, 0):
+    with pytest.raises(LayoutError), explained(tmp_path, 0, explain):
         raise LayoutError("the layout")
 
 
 def test_a_run_that_is_small_is_not_told_to_save_next_to_nothing(tmp_path):
     """The debug model: 0.05 GiB beside what a process takes anyway."""
     config = parse(SMALL)
-    with pytest.raises(OutOfMemoryError) as caught, explained(tmp_path, 0) as story:
+    with pytest.raises(OutOfMemoryError) as caught, explained(tmp_path, 0, explain) as story:
         story.begin(torch.device("cpu"), HERE, config, describe_model(config))
         raise MemoryError
     assert "no setting saves 0.1 GiB of the 0." in caught.value.fix
@@ -344,7 +346,7 @@ def test_the_documented_error_of_8b_on_8_gpus_is_the_real_one(tmp_path, monkeypa
     monkeypatch.setattr(status, "phase", "backward")
     words = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.11 GiB"
     config = parse(BIG)
-    with pytest.raises(OutOfMemoryError) as caught, explained(tmp_path, 5) as story:
+    with pytest.raises(OutOfMemoryError) as caught, explained(tmp_path, 5, explain) as story:
         story.begin(torch.device("cpu"), GPUS, config, describe_model(config))
         raise torch.OutOfMemoryError(words)
     real = f"OutOfMemoryError: {caught.value}".replace(str(tmp_path), "runs/full")

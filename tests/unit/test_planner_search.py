@@ -8,17 +8,17 @@ from harness import ROOT, llama, parse
 from crius.config.layout import replace_fields
 from crius.config.rules import RULES, extras_installed
 from crius.errors import ConfigError, LayoutError
-from crius.planner.explain import explain
-from crius.planner.from_config import from_config
-from crius.planner.hardware import hardware
-from crius.planner.legal import Case, layouts, violations
-from crius.planner.memory import model_parameters
-from crius.planner.plan import make_plan, recommend
-from crius.planner.rank import TIE, best, score
-from crius.planner.render import flags
-from crius.planner.search import family_of, fewest_gpus, fewest_with, fits_on, search, usable_bytes
-from crius.planner.shapes import NOT_TRAINABLE_YET, shape_named
-from crius.planner.variants import overrides
+from crius.tools.plan.explain import explain
+from crius.tools.plan.from_config import from_config
+from crius.tools.plan.hardware import hardware
+from crius.tools.plan.legal import Case, layouts, violations
+from crius.tools.plan.memory import model_parameters
+from crius.tools.plan.plan import make_plan, recommend
+from crius.tools.plan.rank import TIE, best, score
+from crius.tools.plan.render import flags
+from crius.tools.plan.search import family_of, fewest_gpus, fewest_with, fits_on, search, usable_bytes
+from crius.tools.plan.shapes import NOT_TRAINABLE_YET, shape_named
+from crius.tools.plan.variants import overrides
 
 START_RULES = [rule for rule in RULES if rule is not extras_installed]  # torchao need not be here
 

@@ -9,16 +9,16 @@ from harness import llama
 
 from crius.errors import ConfigError
 from crius.models.registry import SPECS
-from crius.planner.collectives import all_to_all, exposed, group
-from crius.planner.communication import Communication
-from crius.planner.hardware import ALIASES, KNOWN, hardware
-from crius.planner.matmuls import linears
-from crius.planner.rates import rates
-from crius.planner.shapes import NOT_TRAINABLE_YET
-from crius.planner.time import step_time, tokens_per_second
-from crius.planner.time_constants import TIME
-from crius.planner.weights import model_parameters
-from crius.planner.workload import Layout, Workload
+from crius.tools.plan.collectives import all_to_all, exposed, group
+from crius.tools.plan.communication import Communication
+from crius.tools.plan.hardware import ALIASES, KNOWN, hardware
+from crius.tools.plan.matmuls import linears
+from crius.tools.plan.rates import rates
+from crius.tools.plan.shapes import NOT_TRAINABLE_YET
+from crius.tools.plan.time import step_time, tokens_per_second
+from crius.tools.plan.time_constants import TIME
+from crius.tools.plan.weights import model_parameters
+from crius.tools.plan.workload import Layout, Workload
 
 LLAMA3 = {flavor: llama(flavor) for flavor in SPECS["llama3"].flavors}
 H100, A100, CPU = KNOWN["h100-80g"], KNOWN["a100-80g"], KNOWN["cpu"]

@@ -12,13 +12,13 @@ from harness import llama
 
 from crius import cli
 from crius.errors import ConfigError
-from crius.planner.hardware import KNOWN
-from crius.planner.measurements import judge_rows, read_measurements
-from crius.planner.time import tokens_per_second
-from crius.planner.time_constants import TIME, TimeConstants
-from crius.planner.validate import Errors, validate, validate_file
-from crius.planner.validated_range import validated_range
-from crius.planner.workload import Layout, Workload
+from crius.tools.plan.hardware import KNOWN
+from crius.tools.plan.measurements import judge_rows, read_measurements
+from crius.tools.plan.time import tokens_per_second
+from crius.tools.plan.time_constants import TIME, TimeConstants
+from crius.tools.plan.validate import Errors, validate, validate_file
+from crius.tools.plan.validated_range import validated_range
+from crius.tools.plan.workload import Layout, Workload
 
 ROOT = Path(__file__).parent.parent.parent
 ROWS = ROOT / "benchmarks" / "planner" / "measurements.csv"

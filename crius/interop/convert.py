@@ -1,0 +1,269 @@
+"""Import of a checkpoint that torch's DCP or a safetensors library wrote. No torch, and nothing of it is executed."""
+
+import re
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from crius import __version__
+from crius.checkpoint.disk import Disk, open_disk
+from crius.checkpoint.manifest import Chunk, Manifest, TensorEntry
+from crius.checkpoint.names import MANIFEST, parse_step, step_name
+from crius.checkpoint.shard_file import Part, write_shard
+from crius.checkpoint.small_file import write_small
+from crius.checkpoint.state import encode_state
+from crius.checkpoint.verify import damages
+from crius.errors import CheckpointError, ConfigError
+from crius.interop.dcp import METADATA, read_dcp
+from crius.interop.foreign import Foreign, ForeignTensor, as_array
+from crius.interop.foreign_names import SKIPPED, Rename, Row, assign, folded, is_rotated, step_of
+from crius.interop.safetensors_file import SUFFIX, read_safetensors
+
+FILE_BYTES = 4 << 30
+"""Bytes of a file that an import writes, about: many files let the ranks of a run share the check of them."""
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What an import did.
+
+    Attributes:
+        kind: of the other checkpoint.
+        where: of the checkpoint that was written; empty where none was.
+        step: of it.
+        step_from: what said that it is this step.
+        num_bytes: of its tensors.
+        rows: what became of each key.
+        notes: what to know before training on it.
+    """
+
+    kind: str
+    where: str
+    step: int
+    step_from: str
+    num_bytes: int
+    rows: list[Row]
+    notes: list[str]
+
+    @property
+    def unknown(self) -> list[Row]:
+        """Keys that have no place in a Crius checkpoint, and of which nobody said that they may be left."""
+        return [row for row in self.rows if not row.is_known]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "kind": self.kind,
+            "checkpoint": self.where,
+            "step": self.step,
+            "bytes": self.num_bytes,
+            "converted": {row.source: row.target for row in self.rows if row.target},
+            "left": {row.source: row.reason for row in self.rows if not row.target and row.is_known},
+            "unknown": {row.source: row.reason for row in self.unknown},
+            "notes": self.notes,
+        }
+
+    def lines(self) -> list[str]:
+        """For people: one line for the same tensor of all layers."""
+        moved = folded(row.target for row in self.rows if row.target)
+        left = folded(f"{_family(row)}  ({row.reason})" for row in self.rows if not row.target and row.is_known)
+        unknown = folded(f"{row.source}  ({row.reason})" for row in self.unknown)
+        rows = [
+            *((f"{count:>6}  converted", name) for name, count in moved.items()),
+            *((f"{count:>6}  left", name) for name, count in left.items()),
+            *((f"{count:>6}  UNKNOWN", name) for name, count in unknown.items()),
+        ]
+        summary = f"{self.kind}: step {self.step} ({self.step_from})"
+        if self.where:
+            summary += f", {self.num_bytes / 2**20:,.1f} MiB of tensors -> {self.where}"
+        return [
+            f"{'keys':>6}  {'what':<9}  name",
+            *(f"{what:<17}  {name}" for what, name in rows),
+            *self.notes,
+            summary,
+        ]
+
+
+def convert(
+    source: str,
+    target: str,
+    *,
+    renames: Sequence[str] = (),
+    skips: Sequence[str] = (),
+    step: int = -1,
+    rotary_pairs: int = 0,
+) -> Imported:
+    """Write what ``source`` holds as a checkpoint into the folder of checkpoints ``target``.
+
+    One tensor at a time is in memory. Nothing is written where a key is unknown, and nothing stays where it fails.
+
+    Args:
+        source: folder of a DCP checkpoint, or safetensors, a file or a folder of them.
+        target: folder or fsspec URL of checkpoints; need not exist.
+        renames: ``OLD=NEW`` names of parameters, see ``Rename``.
+        skips: patterns of keys to leave.
+        step: of the checkpoint; -1 for what the source says.
+        rotary_pairs: dims of a head, where the rotary embedding of the source turns neighbouring dims, as those of
+            torchtitan and of Meta do; 0 where it turns the halves of a head, as those of Crius and of Hugging Face do.
+
+    Raises:
+        ConfigError: an argument does not fit the source.
+        CheckpointError: the source is damaged or hostile, or the target cannot be written.
+        OSError: the disk does not give it.
+    """
+    foreign = _read(source)
+    rows = assign(foreign, [Rename.parse(text) for text in renames], skips)
+    step, step_from = _step(foreign, step, source)
+    tensors = {row.target: foreign.tensors[row.source] for row in rows if row.target}
+    notes = _notes(foreign, tensors, rotary_pairs)
+    result = Imported(foreign.kind, "", step, step_from, sum(one.num_bytes for one in tensors.values()), rows, notes)
+    if result.unknown:
+        return result
+    if not tensors:
+        raise CheckpointError(f"{source} holds no tensor to convert.", fix="give fewer --skip patterns")
+    readers = {name: _reader(name, tensor, rotary_pairs) for name, tensor in sorted(tensors.items())}
+    where = _write(open_disk(target), tensors, readers, step, source, foreign.kind)
+    return Imported(foreign.kind, where, step, step_from, result.num_bytes, rows, notes)
+
+
+def _read(source: str) -> Foreign:
+    place = Path(source)
+    if place.is_dir() and (place / METADATA).exists():
+        return read_dcp(place)
+    if place.suffix == SUFFIX or (place.is_dir() and any(place.glob(f"*{SUFFIX}"))):
+        if not place.exists():
+            raise CheckpointError(f"there is no file {source}.")
+        if (place / MANIFEST).exists():
+            raise CheckpointError(
+                f"{source} is a Crius checkpoint.", fix=f"train on it: --checkpoint.load_path {place.parent}"
+            )
+        return read_safetensors(place)
+    raise CheckpointError(
+        f"{source} is no checkpoint that can be converted.",
+        why=f"it is no folder with {METADATA} or *{SUFFIX} in it, and no {SUFFIX} file",
+        fix="give the folder of one step, and copy what is behind a URL to this machine first",
+    )
+
+
+def _step(foreign: Foreign, step: int, source: str) -> tuple[int, str]:
+    if step >= 0:
+        step_name(step)
+        return step, "--step"
+    said, origin = step_of(foreign), "as it says"
+    if said is None:
+        match = re.fullmatch(r"(?:global_)?step[-_]?(\d{1,15})", Path(source).absolute().name)
+        said, origin = (
+            (int(match[1]), "by the name of its folder") if match else (0, "it says none; --step N gives one")
+        )
+    if parse_step(step_name(max(said, 0))) != said:
+        raise CheckpointError(f"{source} says that it is of step {said}.", fix="--step N says which it is")
+    return said, origin
+
+
+def _notes(foreign: Foreign, tensors: dict[str, ForeignTensor], rotary_pairs: int) -> list[str]:
+    rotated = [name for name, tensor in tensors.items() if is_rotated(tensor, name)]
+    notes = []
+    if rotary_pairs:
+        bad = [name for name in rotated if tensors[name].shape[0] % rotary_pairs]
+        if rotary_pairs % 2 or rotary_pairs < 0 or not rotated or bad:
+            rows = f"{bad[0]} has {tensors[bad[0]].shape[0]} rows" if bad else "it is the even number of dims of a head"
+            raise ConfigError(
+                f"--rotary_pairs {rotary_pairs} does not fit the checkpoint.",
+                where="command line",
+                why=rows if rotated else "it has no attention.wq or attention.wk",
+                fix="give the dims of a head, e.g. --rotary_pairs 128, or leave it out",
+            )
+        notes.append(f"rows of {len(rotated)} tensors of queries and keys went from pairs to halves")
+    elif rotated and foreign.kind.startswith("torch DCP"):
+        notes.append(
+            "note: attention.wq and attention.wk are taken as they are. torchtitan and Meta turn pairs of dims in the "
+            "rotary embedding, Crius turns halves: --rotary_pairs HEAD_DIM puts the rows of theirs in that order."
+        )
+    return notes
+
+
+def _reader(name: str, tensor: ForeignTensor, rotary_pairs: int) -> Callable[[], memoryview]:
+    if not (rotary_pairs and is_rotated(tensor, name)):
+        return tensor.read
+    rows, columns = tensor.shape
+
+    def read() -> memoryview:
+        numbers = as_array(tensor.read(), tensor.shape, tensor.dtype)
+        heads = numbers.reshape(rows // rotary_pairs, rotary_pairs // 2, 2, columns, -1)
+        return memoryview(np.ascontiguousarray(heads.swapaxes(1, 2)).reshape(-1))  # type: ignore[arg-type]
+
+    return read
+
+
+def _write(
+    disk: Disk,
+    tensors: dict[str, ForeignTensor],
+    readers: dict[str, Callable[[], memoryview]],
+    step: int,
+    source: str,
+    kind: str,
+) -> str:
+    """Write, verify and commit a checkpoint; returns where."""
+    if step in disk.committed() or step_name(step) in disk.folders():
+        raise CheckpointError(
+            f"{disk.where} has a checkpoint of step {step} already.",
+            fix="give another folder, or another step: --step N",
+        )
+    attempt = f"import-{uuid.uuid4().hex[:8]}"
+    folder = disk.stage(step, attempt)
+    try:
+        disk.prepare(folder)
+        state = encode_state({"imported": True, "source": f"{kind}: {source}", "train": {"step": step}}, step)
+        name = f"{disk.file_name('state', attempt)}.json"
+        files = {name: write_small(disk, folder, name, state, verify=False)}  # damages reads it again, below
+        entries: dict[str, TensorEntry] = {}
+        for number, names in enumerate(_shares(tensors)):
+            name = f"{disk.file_name(f'rank-{number:05d}', attempt)}{SUFFIX}"
+            parts = [Part(key, tensors[key].dtype, tensors[key].shape, readers[key]) for key in names]
+            files[name], places = write_shard(disk, f"{folder}/{name}", parts, lambda: None)
+            for part, (begin, end, digest) in zip(parts, places, strict=True):
+                chunk = Chunk(name, begin, end, (0,) * len(part.shape), part.shape, digest)
+                entries[part.key] = TensorEntry(part.dtype, part.shape, (chunk,))
+        manifest = Manifest(
+            step=step,
+            run_id=attempt,
+            versions={"crius": __version__, "source": kind},
+            config={},
+            layout="imported",
+            num_ranks=1,
+            dataset="",
+            files=files,
+            tensors=entries,
+        )
+        if found := [one for one in damages(disk, folder, manifest) if one.file != MANIFEST]:
+            raise CheckpointError(f"{disk.where}/{folder} was not read back as it was written: {found[0]}.")
+        write_small(disk, folder, MANIFEST, manifest.encode(), verify=True)
+        disk.commit(folder, step)
+    except BaseException:
+        if folder in disk.folders():
+            disk.sweep(folder)
+        raise
+    return f"{disk.where}/{step_name(step)}"
+
+
+def _family(row: Row) -> str:
+    """The first part of the key of a row, with a star for the rest; the whole key where somebody named it."""
+    first, dot, _ = row.source.removeprefix("app.").partition(".")
+    return row.source if row.reason == SKIPPED else f"{first}.*" if dot else first
+
+
+def _shares(tensors: dict[str, ForeignTensor]) -> list[list[str]]:
+    """Names for each file."""
+    shares: list[list[str]] = [[]]
+    size = 0
+    for name in sorted(tensors):
+        if size and size + tensors[name].num_bytes > FILE_BYTES:
+            shares.append([])
+            size = 0
+        shares[-1].append(name)
+        size += tensors[name].num_bytes
+    return shares

@@ -1,0 +1,191 @@
+"""Checkpoints that other programs wrote: what is in them, and their tensors as bytes. No torch, and nothing is run."""
+
+import math
+import os
+import stat
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from crius.checkpoint.manifest import ITEM_BYTES
+from crius.checkpoint.tiles import MAX_SPLIT_DIMS, cover, fits, split_dims
+from crius.errors import CheckpointError
+from crius.interop.unpickle import refusal
+
+ITEMSIZE = {
+    name: ITEM_BYTES[name]
+    for name in ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2")
+}
+"""Bytes a number, by the names of dtypes in safetensors files; those that a Crius checkpoint can hold."""
+
+MAX_DIMS = 16
+MAX_KEY = 1024
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a tensor.
+
+    Attributes:
+        offset: where it starts, for each dim.
+        shape: its own.
+        read: its bytes, little endian and in C order; checks all that can be checked of them.
+    """
+
+    offset: Shape
+    shape: Shape
+    read: Callable[[], memoryview]
+
+
+@dataclass(frozen=True)
+class ForeignTensor:
+    """A tensor of another program's checkpoint.
+
+    Attributes:
+        key: its name there.
+        dtype: as safetensors files name it, one of ``ITEMSIZE``.
+        shape: of the whole.
+        pieces: tile it exactly.
+    """
+
+    key: str
+    dtype: str
+    shape: Shape
+    pieces: tuple[Piece, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole."""
+        return math.prod(self.shape) * ITEMSIZE[self.dtype]
+
+    def read(self) -> memoryview:
+        """The bytes of the whole tensor, which is put together in memory.
+
+        Raises:
+            CheckpointError: a part is damaged.
+            OSError: the disk does not give it.
+        """
+        if len(self.pieces) == 1:
+            return self.pieces[0].read()
+        whole = np.empty((*self.shape, ITEMSIZE[self.dtype]), dtype=np.uint8)
+        for piece in self.pieces:
+            place = tuple(slice(start, start + size) for start, size in zip(piece.offset, piece.shape, strict=True))
+            whole[place] = as_array(piece.read(), piece.shape, self.dtype)
+        return memoryview(whole.reshape(-1))  # type: ignore[arg-type]  # numpy's stubs do not say that it is a buffer
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """Another program's checkpoint.
+
+    Attributes:
+        kind: the format, for people.
+        tensors: by key.
+        values: keys of what is no tensor; each is read only when it is asked for.
+        unreadable: keys of tensors that a Crius checkpoint cannot hold, with the reason.
+    """
+
+    kind: str
+    tensors: dict[str, ForeignTensor]
+    values: dict[str, Callable[[], Any]]
+    unreadable: dict[str, str]
+
+
+def as_array(data: memoryview, shape: Shape, dtype: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Bytes as ``(*shape, bytes a number)``, so that numpy moves numbers of any dtype. No copy."""
+    return np.frombuffer(data, dtype=np.uint8).reshape(*shape, ITEMSIZE[dtype])
+
+
+def open_inside(folder: Path, name: str) -> BinaryIO:
+    """Open a file of a folder for reading; never a link, a device or anything outside.
+
+    Args:
+        folder: one that the user named.
+        name: of an entry of it. One that an untrusted file gave goes through ``check_name`` first.
+
+    Raises:
+        CheckpointError: there is no regular file of that name.
+    """
+    where = f"{folder}/{name}"
+    assert "/" not in name and name not in ("", ".", "..")
+    try:
+        number = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        is_link = (folder / name).is_symlink()
+        raise refusal(
+            where, "it is a link; cp -rL copies what it leads to" if is_link else str(error.strerror)
+        ) from None
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        os.close(number)
+        raise refusal(where, "it is no regular file")
+    return open(number, "rb")
+
+
+def size_of(folder: Path, name: str) -> int:
+    """Bytes of a file of a folder.
+
+    Raises:
+        CheckpointError: see ``open_inside``.
+    """
+    with open_inside(folder, name) as file:
+        return os.fstat(file.fileno()).st_size
+
+
+def check_key(key: Any, where: str) -> str:
+    """The name of a tensor, which may be printed.
+
+    Raises:
+        CheckpointError: it is no text, empty, too long or not printable.
+    """
+    if not isinstance(key, str) or not 0 < len(key) <= MAX_KEY or not key.isprintable():
+        raise refusal(where, f"a key is no printable text of 1 to {MAX_KEY} characters")
+    return key
+
+
+def check_shape(shape: Any, where: str) -> Shape:
+    """Sizes or offsets of a tensor's dims.
+
+    Raises:
+        CheckpointError: they are not few whole numbers that are not negative.
+    """
+    is_shape = isinstance(shape, (list, tuple)) and len(shape) <= MAX_DIMS
+    if not is_shape or not all(type(size) is int and 0 <= size < 1 << 48 for size in shape):
+        raise refusal(where, f"{str(shape)[:60] if is_shape else 'what it gives'} is no shape")
+    return tuple(shape)
+
+
+def check_tiles(parts: Sequence[tuple[Shape, Shape]], shape: Shape, where: str) -> None:
+    """Check that parts, an offset and a shape each, cover a tensor exactly: nothing twice, nothing left out.
+
+    Raises:
+        CheckpointError: they do not.
+    """
+    if not all(fits(shape, part) for part in parts) or len(split_dims(shape, parts)) > MAX_SPLIT_DIMS:
+        raise refusal(where, f"its parts do not fit into {list(shape)}")
+    if not cover(shape, parts):
+        raise refusal(where, f"its parts do not cover {list(shape)} exactly")
+
+
+def overlapping(spans: Iterable[tuple[int, int]]) -> bool:
+    """Whether two spans, a begin and an end each, share a byte."""
+    ordered = sorted(span for span in spans if span[0] < span[1])
+    return any(before[1] > after[0] for before, after in zip(ordered, ordered[1:], strict=False))
+
+
+def one_per_key(tensors: Iterable[ForeignTensor], where: str) -> dict[str, ForeignTensor]:
+    """Tensors by key.
+
+    Raises:
+        CheckpointError: two have the same key.
+    """
+    found: dict[str, ForeignTensor] = {}
+    for tensor in tensors:
+        if tensor.key in found:
+            raise CheckpointError(f"{where} has the key {tensor.key} twice.", fix="convert one of the files alone")
+        found[tensor.key] = tensor
+    return found

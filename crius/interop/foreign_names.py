@@ -1,0 +1,218 @@
+"""Which tensor of another program's checkpoint is which of Crius's: torchtitan's names, plain ones, and renames."""
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from crius.config.patterns import fits, nearest
+from crius.errors import ConfigError
+from crius.interop.foreign import Foreign, ForeignTensor
+
+MODEL_ROOTS = ("app.model.", "model.")
+OPTIMIZER_ROOTS = ("app.optimizer.", "app.optim.", "optimizer.", "optim.")
+SKIPPED = "--skip"
+"""Why a key is left that the caller named."""
+
+STATES = ("exp_avg", "exp_avg_sq", "step", "momentum_buffer")
+"""What a Crius checkpoint holds of an optimizer, for each parameter."""
+
+# first parts of the names of what a run keeps beside weights and moments, and why an import leaves it
+_LEFT = {
+    "lr_scheduler": "the schedule is of the config, and follows the step",
+    "dataloader": "the place in the data: Crius reads its own corpus, from the start",
+    "train_state": "counters; the step is taken over",
+    "rng_state": "random streams are of the seed",
+    **dict.fromkeys(("step", "global_step", "epoch"), "a counter; the step is taken over"),
+}
+_STEP_KEYS = ("train_state.step", "app.train_state.step", "step", "global_step")
+
+
+@dataclass(frozen=True)
+class Row:
+    """What becomes of a key.
+
+    Attributes:
+        source: the key in the other checkpoint.
+        target: the key in a Crius checkpoint; empty where it has none.
+        reason: why it has none.
+        is_known: somebody said that it may be left; else it is an error.
+    """
+
+    source: str
+    target: str = ""
+    reason: str = ""
+    is_known: bool = True
+
+
+@dataclass(frozen=True)
+class Rename:
+    """A parameter by its name elsewhere; ``*`` is one part of a name, or some of one part.
+
+    Attributes:
+        old: pattern of a whole key, or of the parameter's name in one.
+        new: the parameter's name in Crius; each ``*`` is what that of ``old`` stands for.
+    """
+
+    old: str
+    new: str
+
+    @classmethod
+    def parse(cls, text: str) -> "Rename":
+        """A rename written ``OLD=NEW``.
+
+        Raises:
+            ConfigError: it is not.
+        """
+        old, equals, new = text.partition("=")
+        if not (old and equals and new) or "=" in new or old.count("*") != new.count("*"):
+            raise ConfigError(
+                f"--rename {text} is no OLD=NEW with as many * in NEW as in OLD.",
+                where="command line",
+                fix="e.g. --rename 'layers.*.mlp.up_proj.weight=layers.*.feed_forward.w3.weight'",
+            )
+        return cls(old, new)
+
+    def apply(self, name: str) -> str:
+        """The new name; empty where ``name`` is not meant."""
+        pattern = re.escape(self.old).replace(r"\*", r"([^.]*)")
+        match = re.fullmatch(pattern, name)
+        if not match:
+            return ""
+        filled = iter(match.groups())
+        return "".join(next(filled) if part == "*" else part for part in re.split(r"(\*)", self.new))
+
+
+def assign(foreign: Foreign, renames: Sequence[Rename], skips: Sequence[str]) -> list[Row]:
+    """What becomes of every key, in the order of the keys.
+
+    Args:
+        foreign: the other checkpoint.
+        renames: names of parameters.
+        skips: patterns of keys to leave, see ``crius.config.patterns.fits``.
+
+    Raises:
+        ConfigError: a rename or a pattern meets no key, or two keys become one.
+    """
+    keys = sorted([*foreign.tensors, *foreign.values, *foreign.unreadable])
+    has_root = any(key.startswith(MODEL_ROOTS) for key in keys)
+    unused = {f"--rename {rename.old}={rename.new}" for rename in renames}
+
+    def renamed(name: str) -> str:
+        for rename in renames:
+            if new := rename.apply(name):
+                unused.discard(f"--rename {rename.old}={rename.new}")
+                return new
+        return ""
+
+    rows = []
+    for key in keys:
+        if any(fits(skip, key) or fnmatchcase(key, skip) for skip in skips):
+            rows.append(Row(key, reason=SKIPPED))
+        elif key in foreign.unreadable:
+            rows.append(Row(key, reason=foreign.unreadable[key], is_known=False))
+        else:
+            rows.append(_row(key, key in foreign.tensors, has_root, renamed))
+    unused |= {f"--skip {skip}" for skip in skips if not any(fits(skip, key) or fnmatchcase(key, skip) for key in keys)}
+    if unused:
+        shown = sorted(unused)[0]
+        near = nearest(re.split(r"[ =]", shown)[1], keys)
+        raise ConfigError(
+            f"{shown} meets no key of the checkpoint.",
+            where="command line",
+            fix=f"one of its keys fits {near}" if near else f"its first key is {keys[0] if keys else '(none)'}",
+        )
+    return _without_orphans(_distinct(rows), foreign)
+
+
+def _row(key: str, is_tensor: bool, has_root: bool, renamed: Callable[[str], str]) -> Row:
+    if is_tensor and (name := renamed(key)):
+        return Row(key, f"model.{name}")
+    if root := next((root for root in OPTIMIZER_ROOTS if key.startswith(root)), ""):
+        return _optimizer_row(key, key.removeprefix(root), is_tensor, renamed)
+    first = key.removeprefix("app.").split(".")[0]
+    if first in _LEFT:
+        return Row(key, reason=_LEFT[first])
+    if not is_tensor:
+        return Row(key, reason="no tensor, and none that is known", is_known=False)
+    root = next((root for root in MODEL_ROOTS if key.startswith(root)), "")
+    if has_root and not root:
+        return Row(key, reason=f"not below {' or '.join(MODEL_ROOTS)}", is_known=False)
+    name = key.removeprefix(root)
+    return Row(key, f"model.{renamed(name) or name}")
+
+
+def _optimizer_row(key: str, rest: str, is_tensor: bool, renamed: Callable[[str], str]) -> Row:
+    if rest.startswith("param_groups."):
+        return Row(key, reason="settings of the optimizer are of the config")
+    name, _, state = rest.removeprefix("state.").rpartition(".")
+    if not rest.startswith("state.") or not name or state not in STATES:
+        return Row(key, reason="no state of an optimizer that Crius has", is_known=False)
+    if not is_tensor:
+        return Row(key, reason="a state that is no tensor", is_known=False)
+    return Row(key, f"optim.{renamed(name) or name}.{state}")
+
+
+def _distinct(rows: list[Row]) -> list[Row]:
+    sources: dict[str, str] = {}
+    for row in rows:
+        if row.target and sources.setdefault(row.target, row.source) != row.source:
+            raise ConfigError(
+                f"{sources[row.target]} and {row.source} both become {row.target}.",
+                where="command line",
+                fix=f"--skip {row.source}",
+            )
+    return rows
+
+
+def _without_orphans(rows: list[Row], foreign: Foreign) -> list[Row]:
+    """Rows, with the states of no parameter, and those of another shape, marked."""
+    shapes = {
+        row.target.removeprefix("model."): _shape(foreign, row) for row in rows if row.target.startswith("model.")
+    }
+    checked = []
+    for row in rows:
+        name, _, state = row.target.removeprefix("optim.").rpartition(".")
+        if not row.target.startswith("optim."):
+            checked.append(row)
+        elif name not in shapes:
+            checked.append(Row(row.source, reason=f"there is no parameter {name}", is_known=False))
+        elif _shape(foreign, row) != (() if state == "step" else shapes[name]):
+            checked.append(Row(row.source, reason=f"not of the shape of {name}", is_known=False))
+        else:
+            checked.append(row)
+    return checked
+
+
+def _shape(foreign: Foreign, row: Row) -> tuple[int, ...]:
+    return foreign.tensors[row.source].shape
+
+
+def step_of(foreign: Foreign) -> int | None:
+    """The step that a checkpoint says it is of; None where it says none.
+
+    Raises:
+        CheckpointError: it says something that is no step.
+    """
+    for key in _STEP_KEYS:
+        tensor = foreign.tensors.get(key)
+        if tensor is not None and tensor.shape in ((), (1,)) and tensor.dtype in ("I64", "I32"):
+            return int.from_bytes(tensor.read(), "little", signed=True)
+        value = foreign.values[key]() if key in foreign.values else None
+        if type(value) is int:
+            return value
+    return None
+
+
+def folded(keys: Iterable[str]) -> dict[str, int]:
+    """Keys with ``*`` for the numbers of layers, and how many each stands for."""
+    counts: dict[str, int] = {}
+    for key in keys:
+        pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", key)
+        counts[pattern] = counts.get(pattern, 0) + 1
+    return counts
+
+
+def is_rotated(tensor: ForeignTensor, target: str) -> bool:
+    """Whether the rows of a tensor are the dims that rotary embeddings turn: queries' and keys' weights and moments."""
+    return len(tensor.shape) == 2 and bool(re.search(r"\.attention\.w[qk]\.weight(\.|$)", target))

@@ -1,0 +1,181 @@
+"""Files and folders of safetensors (huggingface.co/docs/safetensors), whoever wrote them; also DCP's sharded ones."""
+
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from crius.checkpoint.names import check_name
+from crius.interop.foreign import (
+    ITEMSIZE,
+    Foreign,
+    ForeignTensor,
+    Piece,
+    Shape,
+    check_key,
+    check_shape,
+    check_tiles,
+    open_inside,
+)
+from crius.interop.unpickle import refusal
+from crius.strict_json import load_object
+
+MAX_HEADER = 1 << 25
+"""Bytes. The safetensors library takes up to 100 MB; a header of 100,000 tensors has 12."""
+
+INDEX = "model.safetensors.index.json"
+SUFFIX = ".safetensors"
+_SHARDING = "DCP_SHARDING_INFO"  # torch/distributed/checkpoint/_hf_utils.py
+_BLOCK = 1 << 24
+
+
+def json_object(data: bytes, where: str) -> dict[str, Any]:
+    """A JSON object.
+
+    Raises:
+        CheckpointError: it is something else, or has a key twice.
+    """
+    try:
+        return load_object(data)
+    except ValueError as error:
+        raise refusal(where, f"it is no JSON that is used here: {str(error)[:200]}") from None
+
+
+class SafetensorsFile:
+    """One file, its header checked against its size.
+
+    Args:
+        folder: that it is in.
+        name: of the file.
+
+    Attributes:
+        tensors: dtype, shape, first and last byte in the file, by key.
+        metadata: texts that the writer added.
+
+    Raises:
+        CheckpointError: it is damaged or hostile.
+    """
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder, self._name = folder, name
+        self.where = f"{folder}/{name}"
+        with open_inside(folder, name) as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if size < 10 or length > min(MAX_HEADER, size - 8):
+                raise refusal(
+                    self.where, f"its header has {length:,} bytes; the file has {size:,}, {MAX_HEADER:,} is most"
+                )
+            header = json_object(file.read(length), self.where)
+        self.metadata: Any = header.pop("__metadata__", {})
+        if not isinstance(self.metadata, dict):
+            raise refusal(self.where, "its __metadata__ is no object")
+        self.tensors = {
+            check_key(key, self.where): self._entry(key, entry, 8 + length) for key, entry in header.items()
+        }
+        spans = sorted((begin, end) for _, _, begin, end in self.tensors.values())
+        ends = [8 + length, *(end for _, end in spans)]
+        if [begin for begin, _ in spans] != ends[:-1] or ends[-1] != size:
+            raise refusal(self.where, "its tensors overlap, leave bytes out, or do not end where the file ends")
+
+    def _entry(self, key: str, entry: Any, start: int) -> tuple[str, Shape, int, int]:
+        if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+            raise refusal(self.where, f"{key} has not dtype, shape and data_offsets")
+        shape, offsets = check_shape(entry["shape"], self.where), check_shape(entry["data_offsets"], self.where)
+        dtype = entry["dtype"]
+        if not isinstance(dtype, str) or len(dtype) > 20 or not dtype.isprintable() or len(offsets) != 2:
+            raise refusal(self.where, f"{key} has no dtype, or not two offsets")
+        num_bytes = math.prod(shape) * ITEMSIZE.get(dtype, 0)
+        if offsets[1] < offsets[0] or (dtype in ITEMSIZE and offsets[1] - offsets[0] != num_bytes):
+            raise refusal(
+                self.where, f"{key} has {offsets[1] - offsets[0]:,} bytes, {dtype} {list(shape)} has {num_bytes:,}"
+            )
+        return dtype, shape, start + offsets[0], start + offsets[1]
+
+    def reader(self, key: str) -> Callable[[], memoryview]:
+        """What reads the bytes of a tensor."""
+        _, _, begin, end = self.tensors[key]
+
+        def read() -> memoryview:
+            data = memoryview(bytearray(end - begin))
+            at = 0
+            with open_inside(self._folder, self._name) as file:
+                file.seek(begin)
+                while at < len(data) and (count := file.readinto(data[at : at + _BLOCK])):  # type: ignore[attr-defined]
+                    at += count
+            if at != len(data):
+                raise refusal(self.where, f"it became shorter while {key} was read")
+            return data
+
+        return read
+
+    def offsets(self) -> dict[str, Shape]:
+        """Where each tensor starts in the whole, as DCP's sharded files say it; else 0 in each dim."""
+        if _SHARDING not in self.metadata:
+            return {key: (0,) * len(shape) for key, (_, shape, _, _) in self.tensors.items()}
+        text = self.metadata[_SHARDING]
+        info = json_object(text.encode() if isinstance(text, str) else b"", self.where)
+        offsets = {}
+        for key, (_, shape, _, _) in self.tensors.items():
+            entry = info.get(key)
+            offsets[key] = check_shape(entry.get("saved_offsets") if isinstance(entry, dict) else None, self.where)
+            if len(offsets[key]) != len(shape):
+                raise refusal(self.where, f"{key} has an offset of {len(offsets[key])} dims")
+        return offsets
+
+
+def read_safetensors(place: Path) -> Foreign:
+    """What a file, or all files of a folder, hold.
+
+    Where a folder has an index (``model.safetensors.index.json``), only what it names, and all of that.
+
+    Raises:
+        CheckpointError: a file is damaged or hostile, or parts of a tensor are missing.
+        OSError: the disk does not give it.
+    """
+    folder, names = (place, _names(place)) if place.is_dir() else (place.parent, [place.name])
+    files = [SafetensorsFile(folder, name) for name in names]
+    pieces: dict[str, list[tuple[str, Piece]]] = {}
+    unreadable: dict[str, str] = {}
+    for file in files:
+        offsets = file.offsets()
+        for key, (dtype, shape, _, _) in file.tensors.items():
+            if dtype in ITEMSIZE:
+                piece = Piece(offsets[key], shape, file.reader(key))
+                pieces.setdefault(key, []).append((dtype, piece))
+            else:
+                unreadable[key] = f"a Crius checkpoint holds no {dtype}"
+    tensors = {key: _whole(key, found, f"{key} in {place}") for key, found in pieces.items()}
+    if both := tensors.keys() & unreadable.keys():
+        raise refusal(str(place), f"{min(both)} has several dtypes")
+    return Foreign("safetensors", tensors, {}, unreadable)
+
+
+def _whole(key: str, found: list[tuple[str, Piece]], where: str) -> ForeignTensor:
+    dtypes, pieces = {dtype for dtype, _ in found}, tuple(piece for _, piece in found)
+    if len(dtypes) != 1 or len({len(piece.shape) for piece in pieces}) != 1:
+        raise refusal(where, "its parts have several dtypes or numbers of dims")
+    ends = [[start + size for start, size in zip(piece.offset, piece.shape, strict=True)] for piece in pieces]
+    shape = tuple(map(max, zip(*ends, strict=True)))
+    check_tiles([(piece.offset, piece.shape) for piece in pieces], shape, where)
+    return ForeignTensor(key, dtypes.pop(), shape, pieces)
+
+
+def _names(folder: Path) -> list[str]:
+    """The files of a folder that are read."""
+    there = sorted(entry.name for entry in os.scandir(folder) if entry.name.endswith(SUFFIX))
+    if not (folder / INDEX).exists():
+        return there
+    with open_inside(folder, INDEX) as file:
+        data = file.read(MAX_HEADER)
+    where = f"{folder}/{INDEX}"
+    index = json_object(data, where).get("weight_map")
+    if not isinstance(index, dict) or not all(isinstance(name, str) for name in index.values()):
+        raise refusal(where, "it has no weight_map from keys to files")
+    named = sorted({check_name(name, where) for name in index.values()})
+    held = {key: name for name in named for key in SafetensorsFile(folder, name).tensors}
+    wrong = sorted(key for key in index.keys() | held.keys() if index.get(key) != held.get(key))
+    if wrong:
+        raise refusal(where, f"{wrong[0][:100]!r} and {len(wrong) - 1} more keys are not in the files it says")
+    return named

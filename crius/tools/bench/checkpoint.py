@@ -1,0 +1,225 @@
+"""``crius bench checkpoint``: how fast checkpoints are written and read, and what hashing them costs."""
+
+import contextlib
+import dataclasses
+import io
+import json
+import math
+import shutil
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from crius.checkpoint import shard_file
+from crius.checkpoint.disk import open_disk
+from crius.checkpoint.folder import CheckpointFolder
+from crius.checkpoint.load import find, load_tensors
+from crius.checkpoint.manifest import Manifest
+from crius.checkpoint.save import Place, Saver
+from crius.config.checkpoint import CheckpointConfig
+from crius.errors import ConfigError
+from crius.table import aligned
+from crius.tools.bench.machine import GIB, Machine
+from crius.tools.bench.samples import Samples
+
+TENSOR_BYTES = 16 << 20
+"""A weight of 2048 x 2048 in float32."""
+
+
+class _NoHash:
+    """What ``Hasher`` would be if it cost nothing."""
+
+    def __init__(self, data: Any = b"") -> None:
+        """Take nothing in."""
+
+    def update(self, data: Any) -> None:
+        """Take nothing in."""
+
+    def hexdigest(self) -> str:
+        """The same for all."""
+        return "0" * 32
+
+
+@dataclasses.dataclass
+class Row:
+    """One way to save or load.
+
+    Attributes:
+        name: of it.
+        work: does it once; returns the seconds that a training would have waited, or None for all of them.
+        samples: of the whole work.
+        blocked: seconds that a training would have waited.
+    """
+
+    name: str
+    work: Callable[[], float | None]
+    samples: Samples = dataclasses.field(default_factory=Samples)
+    blocked: list[float] = dataclasses.field(default_factory=list)
+
+
+def checkpoint(folder: Path, *, gib: float = 0.5, repeat: int = 5, as_json: bool = False) -> int:
+    """Save and load tensors of ``gib`` GiB in turns, and print GB/s: in one process, on the disk of ``folder``.
+
+    torch's DCP saves and loads the same tensors on the same disk for comparison. Files are durable (fsync) in all rows.
+    What is loaded lies in the page cache, so that its rate is that of hashing and copying, not of the disk.
+
+    Args:
+        folder: is made; what is written to a folder of its own in it is removed again.
+        gib: size of the tensors.
+        repeat: rounds, each of which goes through all rows.
+        as_json: print JSON instead of a table.
+
+    Returns:
+        0.
+
+    Raises:
+        ConfigError: no size, no round, no folder, or the disk has no room for four times the size.
+    """
+    if not 0 < gib < math.inf or repeat < 1:
+        raise ConfigError("--gib and --repeat have to be positive.", where="command line", fix="--gib 0.5 --repeat 5")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        own = tempfile.TemporaryDirectory(prefix="bench-checkpoint-", dir=folder)
+    except OSError as error:
+        raise ConfigError(
+            f"no folder can be made in {folder}: {error.strerror}.",
+            where="--folder",
+            fix="name a folder that you may write to: --folder FOLDER",
+        ) from None
+    with own as name:
+        rows = _measured(Path(name), folder, gib, repeat)
+    _print(rows, gib, folder, as_json)
+    return 0
+
+
+def _measured(own: Path, folder: Path, gib: float, repeat: int) -> list[Row]:
+    free = shutil.disk_usage(folder).free
+    if free < 4 * gib * GIB:
+        raise ConfigError(
+            f"{folder} has {free / GIB:.1f} GiB free, {4 * gib:.1f} GiB are needed.",
+            where="--gib",
+            fix=f"--gib {free / GIB / 5:.2f}, or another --folder",
+        )
+    rows = _rows(own, _tensors(gib))
+    for _ in range(repeat):
+        for row in rows:
+            begin = time.perf_counter()
+            blocked = row.work()
+            row.samples.seconds.append(time.perf_counter() - begin)
+            row.blocked.append(row.samples.seconds[-1] if blocked is None else blocked)
+    return rows
+
+
+def _tensors(gib: float) -> dict[str, Tensor]:
+    count = max(1, round(gib * GIB / TENSOR_BYTES))
+    generator = torch.Generator().manual_seed(1)
+    return {f"model.{number}": torch.randn(2048, 2048, generator=generator) for number in range(count)}
+
+
+def _rows(own: Path, tensors: dict[str, Tensor]) -> list[Row]:
+    targets = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+    quick = {"verify_on_save": False}
+
+    def crius(name: str, **changes: Any) -> Callable[[], float | None]:
+        return _saves(own / name, tensors, CheckpointConfig(mode="sync", **changes))
+
+    def unhashed() -> float | None:
+        with mock.patch.object(shard_file, "Hasher", _NoHash):
+            return crius("unhashed", **quick)()
+
+    return [
+        Row("save, torch DCP", lambda: _dcp_save(own / "dcp", tensors)),
+        Row("save, no hash", unhashed),
+        Row("save, hashed", crius("hashed", **quick)),
+        Row("save, hashed and read again", crius("good")),
+        Row("save async, hashed and read again", _saves(own / "async", tensors, CheckpointConfig(mode="async"))),
+        Row("load, torch DCP", lambda: _dcp_load(own / "dcp", targets)),
+        Row("load, parts hashed", lambda: _load(own / "good", targets, verify=False)),
+        Row("load, every byte verified first", lambda: _load(own / "good", targets, verify=True)),
+    ]
+
+
+def _saves(folder: Path, tensors: dict[str, Tensor], config: CheckpointConfig) -> Callable[[], float | None]:
+    place = Place(0, 1, 1, dist.HashStore(), lambda value: [value], "bench")
+    saver = Saver(CheckpointFolder(open_disk(str(folder))), config, place, lambda: None)
+    steps = iter(range(1, 1 << 30))
+
+    def save() -> float | None:
+        step = next(steps)
+        shutil.rmtree(folder, ignore_errors=True)
+        head = Manifest(
+            step=step, run_id="bench", versions={}, config={}, layout="1", num_ranks=1, dataset="", files={}, tensors={}
+        )
+        before = saver.blocked_seconds
+        saver.save(step, tensors, {"train": {"step": step}}, head)
+        blocked = saver.blocked_seconds - before
+        saver.wait()
+        assert not saver.failures, saver.last_error
+        return blocked if config.mode == "async" else None
+
+    return save
+
+
+def _load(folder: Path, targets: dict[str, Tensor], *, verify: bool) -> None:
+    place = CheckpointFolder(open_disk(str(folder)))
+    found = find(place, -1, rank=0, size=1, gather=lambda value: [value], verify=verify)
+    assert found is not None
+    load_tensors(found, targets)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")  # that there is one process only
+        yield
+
+
+def _dcp_save(folder: Path, tensors: dict[str, Tensor]) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    with _quiet():
+        dcp.save(dict(tensors), checkpoint_id=folder, no_dist=True)
+
+
+def _dcp_load(folder: Path, targets: dict[str, Tensor]) -> None:
+    with _quiet():
+        dcp.load(dict(targets), checkpoint_id=folder, no_dist=True)
+
+
+def _print(rows: list[Row], gib: float, folder: Path, as_json: bool) -> None:
+    machine, size = Machine.of(torch.device("cpu")), gib * GIB / 1e9
+    results = [
+        {
+            "name": row.name,
+            "gb_per_second": size / row.samples.median,
+            "blocked_seconds": sorted(row.blocked)[len(row.blocked) // 2],
+            **row.samples.as_dict(),
+        }
+        for row in rows
+    ]
+    if as_json:
+        record = {"machine": machine.as_dict(), "gib": gib, "argv": sys.argv[1:], "rows": results}
+        sys.stdout.write(json.dumps(record, indent=2) + "\n")
+        return
+    lines = [
+        (
+            str(result["name"]),
+            f"{row.samples.median:.2f}",
+            f"{row.samples.spread:.0%}",
+            f"{result['gb_per_second']:.2f}",
+            f"{result['blocked_seconds']:.2f}",
+        )
+        for row, result in zip(rows, results, strict=True)
+    ]
+    header = ("", "seconds", "spread", "GB/s", "training waits")
+    sys.stdout.write(f"{gib:g} GiB on {folder}; {machine}; medians of {len(rows[0].samples.seconds)}\n")
+    sys.stdout.write("\n".join(aligned([header, *lines], left=(0,))) + "\n")

@@ -1,0 +1,221 @@
+"""``crius bench quantize``: forward and backward of each linear shape of a model, in bfloat16 and in each format."""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from crius.config.layout import replace_fields
+from crius.config.low_precision import LinearChoice, block, linear_choices, numberless
+from crius.config.quantize import FORMATS, DenseQuantizeConfig
+from crius.config.run import RunConfig
+from crius.errors import ConfigError
+from crius.models.description import ModelDescription
+from crius.parallel.compile import prepare_compile
+from crius.parallel.runtime import pick_device
+from crius.quantize.convert import convert
+from crius.quantize.device import missing_matmuls
+from crius.tools.bench.machine import Machine, seconds_of
+from crius.tools.bench.samples import Samples
+from crius.tools.bench.speedups import HIGH, MODES, Shape, report
+
+SAMPLE_SECONDS = 5e-3
+"""A sample repeats its work until it takes about this long, so that the clock and the wait for the device are small."""
+
+MOST_REPEATS = 50
+
+
+def quantize(
+    config: RunConfig,
+    facts: ModelDescription,
+    *,
+    gpu: str = "here",
+    tokens: int = 8192,
+    repeat: int = 7,
+    formats: str = "",
+    modes: str = "",
+    emulated: bool = False,
+    as_json: bool = False,
+) -> int:
+    """Time each distinct linear shape of the model in turns in bfloat16 and in each format, eager and compiled.
+
+    Shapes are what one rank multiplies under ``parallelism.tensor_parallel_degree``. Weights and inputs are bfloat16,
+    as FSDP hands them over; casts and scales are part of the time.
+
+    Args:
+        config: the model and its tensor-parallel degree.
+        facts: sizes of the model.
+        gpu: only ``here``.
+        tokens: rows that a layer multiplies.
+        repeat: rounds.
+        formats: names of ``FORMATS`` joined by commas; empty: those that the device has matmuls for.
+        modes: of ``eager`` and ``compiled``, joined by commas; empty: both.
+        emulated: time the emulation, where the device has no such matmuls.
+        as_json: print JSON instead of a table.
+
+    Returns:
+        0.
+
+    Raises:
+        ConfigError: another GPU than this machine's, a device without such matmuls, tokens that are no whole blocks,
+            or a name that is none.
+    """
+    device = pick_device(config.training.device, 0)
+    names = _formats(formats, device, gpu, emulated)
+    chosen = _named("--modes", modes, MODES)
+    if repeat < 1 or tokens < 1:
+        wrong = f"--repeat {repeat}" if repeat < 1 else f"--tokens {tokens}"
+        raise ConfigError(f"{wrong} is not positive.", where="command line", fix="--repeat 7 --tokens 8192")
+    _check_tokens(config, names, tokens)
+    if "compiled" in chosen:
+        prepare_compile(config.compile)
+    shapes = shapes_of(config, facts)
+    for shape in shapes:
+        works = _works(config, shape, names, chosen, tokens, device, emulated)
+        _time(shape, works, repeat, device)
+        del works
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    report(config, shapes, names, chosen, tokens, Machine.of(device), emulated=emulated, as_json=as_json)
+    return 0
+
+
+def _check_tokens(config: RunConfig, formats: Sequence[str], tokens: int) -> None:
+    """Raise ConfigError where the gradient of a weight, which sums over the tokens, has no whole blocks of them."""
+    units = {name: block(replace_fields(config, FORMATS[name]).quantize.dense) for name in formats}
+    wrong = [name for name, unit in units.items() if tokens % unit]
+    if wrong and not config.quantize.dense.pad_inner_dim:
+        unit = max(units[name] for name in wrong)
+        raise ConfigError(
+            f"--tokens {tokens} is no multiple of {unit}.",
+            where="command line",
+            why=f"the gradient of a {wrong[-1]} layer's weight is a matmul over them, in blocks",
+            fix=f"--tokens {-(-tokens // unit) * unit}",
+        )
+
+
+def _formats(formats: str, device: torch.device, gpu: str, emulated: bool) -> list[str]:
+    """The formats to time.
+
+    Raises:
+        ConfigError: one is unknown, or the device has no matmuls for it.
+    """
+    if gpu != "here":
+        raise ConfigError(
+            f"--gpu {gpu}: only the GPU of this machine can be timed.", where="command line", fix="--gpu here"
+        )
+    names = _named("--formats", formats, tuple(FORMATS))
+    if emulated:
+        return names
+    missing = {name: missing_matmuls("mxfp8" if name == "mxfp8" else "float8", device.type) for name in names}
+    runs = [name for name in names if not missing[name]]
+    if not runs or (formats and runs != names):
+        raise ConfigError(
+            f"there is nothing to time: {next(reason for reason in missing.values() if reason)}.",
+            where=f"--gpu {gpu}",
+            why="emulated matmuls round to the format and multiply in high precision: right numbers at no speed",
+            fix="run it on such a GPU; --emulated times the emulation, which says nothing of the format's speed",
+        )
+    return runs
+
+
+def _named(flag: str, given: str, known: Sequence[str]) -> list[str]:
+    names = given.split(",") if given else list(known)
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ConfigError(f"{flag} {given}: there is no {unknown[0]}.", where="command line", fix=", ".join(known))
+    return list(dict.fromkeys(names))
+
+
+def shapes_of(config: RunConfig, facts: ModelDescription) -> list[Shape]:
+    """The distinct shapes that a rank multiplies, each with its layers, in the order of the model."""
+    plan = facts.plan
+    # what the section keeps by size is what is measured here; what it keeps by name stays kept
+    wanted = replace_fields(config, FORMATS["float8_tensorwise"] | {"quantize.dense.auto_filter": "off"})
+    shapes: dict[tuple[int, int], Shape] = {}
+    for choice in linear_choices(wanted, facts, plan, accelerated=True):
+        shape = shapes.setdefault(choice.local, Shape(*choice.local))
+        name = numberless(choice.name).removeprefix(f"{plan.block}.")
+        shape.layers[name] = shape.layers.get(name, 0) + 1
+        if not choice.is_converted and " mod " not in choice.reason:
+            shape.kept[name] = choice.reason
+    return list(shapes.values())
+
+
+def _works(
+    config: RunConfig,
+    shape: Shape,
+    formats: Sequence[str],
+    modes: Sequence[str],
+    tokens: int,
+    device: torch.device,
+    emulated: bool,
+) -> dict[tuple[str, str], Callable[[], None]]:
+    """By format and mode, a forward and backward; a format whose blocks do not fit the shape is left out."""
+    generator = torch.Generator(device).manual_seed(0)
+    x = torch.empty(tokens, shape.in_features, dtype=torch.bfloat16, device=device).normal_(generator=generator)
+    gradient = torch.empty(tokens, shape.out_features, dtype=torch.bfloat16, device=device)
+    gradient.normal_(0, 1e-3, generator=generator)
+    works = {}
+    for name in (HIGH, *formats):
+        dense = replace_fields(config, FORMATS[name]).quantize.dense if name != HIGH else None
+        linear = make_linear(shape, dense, device, emulated)
+        if linear is None:
+            continue
+        for mode in modes:
+            forward = torch.compile(linear, fullgraph=True, dynamic=False) if mode == "compiled" else linear
+            works[name, mode] = _work(forward, x, gradient)
+    return works
+
+
+def make_linear(
+    shape: Shape, dense: DenseQuantizeConfig | None, device: torch.device, emulated: bool
+) -> nn.Module | None:
+    """A bfloat16 linear layer with random weights, converted as a run with the section ``dense`` would.
+
+    None where the blocks of the format do not fit the shape, and ``dense`` does not pad.
+    """
+    holder = nn.Module()
+    holder.linear = nn.Linear(shape.in_features, shape.out_features, bias=False, device="meta", dtype=torch.bfloat16)
+    if dense is not None:
+        whole, unit = (shape.out_features, shape.in_features), block(dense)
+        padded = (-(-whole[0] // unit) * unit, -(-whole[1] // unit) * unit)
+        if padded != whole and not dense.pad_inner_dim:
+            return None
+        choice = LinearChoice(name="linear", shape=whole, local=whole, padded=padded, is_converted=True, reason="")
+        convert(holder, [choice], dense, emulate=emulated)
+    holder.to_empty(device=device)
+    linear: nn.Module = holder.linear
+    for parameter in linear.parameters():
+        nn.init.normal_(parameter, 0.0, 0.02)
+    return linear
+
+
+def _work(
+    forward: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, gradient: torch.Tensor
+) -> Callable[[], None]:
+    def both_ways() -> None:
+        own = x.detach().requires_grad_()
+        forward(own).backward(gradient)
+
+    return both_ways
+
+
+def _time(shape: Shape, works: dict[tuple[str, str], Callable[[], None]], repeat: int, device: torch.device) -> None:
+    """Add the samples of all works to ``shape``: a warm-up of each, then rounds through all of them."""
+    repeats = {}
+    for key, work in works.items():
+        work()  # compiles
+        once = seconds_of(work, device)
+        repeats[key] = max(1, min(MOST_REPEATS, round(SAMPLE_SECONDS / once)))
+        shape.times[key] = Samples()
+    for _ in range(repeat):
+        for key, work in works.items():
+            seconds = seconds_of(functools.partial(_again, work, repeats[key]), device)
+            shape.times[key].seconds.append(seconds / repeats[key])
+
+
+def _again(work: Callable[[], None], count: int) -> None:
+    for _ in range(count):
+        work()

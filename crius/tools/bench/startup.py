@@ -1,0 +1,210 @@
+"""``crius bench startup``: how long a person waits for help, for an error, and for the first step of a training."""
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from crius.config.checkpoint import CheckpointConfig
+from crius.config.export import command_line_flags, to_toml
+from crius.config.run import RunConfig
+from crius.errors import ConfigError, EnvironmentError
+from crius.table import aligned
+from crius.tools.bench.machine import Machine
+from crius.tools.bench.samples import Samples
+
+Parts = dict[str, float]
+"""Seconds by name."""
+
+_CLOCK = "crius.cli.app"  # starts the clock of summary.json when all that it needs is imported
+_TRAINER = "crius.train.job"
+_IMPORT = re.compile(r"^import time:\s+(\d+) \|\s+\d+ \| +(\S+)$", re.MULTILINE)
+
+
+@dataclasses.dataclass
+class Row:
+    """One command, started anew each time.
+
+    Attributes:
+        name: of it.
+        command: after the name of the Python.
+        code: that it exits with.
+        prepare: called before each start, outside of the time.
+        parts: called after each; what the command says of where its time went.
+        wall: seconds from the start of the process to its end.
+        cpu: seconds of the process and of those that it waited for.
+        samples_of: samples of each part.
+    """
+
+    name: str
+    command: Sequence[str]
+    code: int = 0
+    prepare: Callable[[], None] = lambda: None
+    parts: Callable[[str], Parts] = lambda stderr: {}
+    wall: Samples = dataclasses.field(default_factory=Samples)
+    cpu: Samples = dataclasses.field(default_factory=Samples)
+    samples_of: dict[str, Samples] = dataclasses.field(default_factory=dict)
+
+    def start(self, *, counts: bool = True) -> None:
+        """Start it and wait for its end.
+
+        Raises:
+            EnvironmentError: it exits with another code.
+        """
+        self.prepare()
+        with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+            begin = time.perf_counter()
+            process = subprocess.Popen([sys.executable, *self.command], stdout=output, stderr=errors)
+            _, status, usage = os.wait4(process.pid, 0)
+            wall = time.perf_counter() - begin
+            process.returncode = os.waitstatus_to_exitcode(status)
+            errors.seek(0)
+            said = errors.read().decode(errors="replace")
+        if process.returncode != self.code:
+            raise EnvironmentError(
+                f"python {' '.join(self.command)} exits with {process.returncode}, not {self.code}.",
+                why=said.strip()[-2000:],
+                fix="mend what it says, then measure again",
+            )
+        if not counts:
+            return
+        self.wall.seconds.append(wall)
+        self.cpu.seconds.append(usage.ru_utime + usage.ru_stime)
+        for name, seconds in self.parts(said).items():
+            self.samples_of.setdefault(name, Samples()).seconds.append(seconds)
+
+    def as_dict(self) -> dict[str, object]:
+        """For the JSON."""
+        return {
+            "name": self.name,
+            "wall": self.wall.as_dict(),
+            "cpu": self.cpu.as_dict(),
+            "parts_ms": {name: [1e3 * value for value in part.seconds] for name, part in self.samples_of.items()},
+        }
+
+
+def startup(config: RunConfig, *, repeat: int = 5, as_json: bool = False) -> int:
+    """Start each command ``repeat`` times, in turns, each in a process of its own, and print medians.
+
+    Every command runs once before that, uncounted: afterwards files are in the page cache, bytecode is written and the
+    corpus is tokenised. A training runs one step, without validation; with ``compile.enable`` once with an empty cache
+    of compiled kernels and once with a full one.
+
+    Args:
+        config: the run to train; its rules have been checked.
+        repeat: rounds.
+        as_json: print JSON instead of tables.
+
+    Returns:
+        0.
+
+    Raises:
+        ConfigError: no round.
+        EnvironmentError: a command fails.
+    """
+    if repeat < 1:
+        raise ConfigError(f"--repeat {repeat} is not positive.", where="command line", fix="--repeat 5")
+    with tempfile.TemporaryDirectory(prefix="crius-startup-") as folder:
+        rows = [*_short_rows(), *_train_rows(config, Path(folder))]
+        for row in rows:
+            row.start(counts=False)
+        for _ in range(repeat):
+            for row in rows:
+                row.start()
+    _print(rows, as_json)
+    return 0
+
+
+def _short_rows() -> list[Row]:
+    crius = ("-m", "crius")
+    return [
+        Row("python that does nothing", ("-c", "pass")),
+        Row("crius --help", (*crius, "--help")),
+        Row("crius train --help", (*crius, "train", "--help")),
+        Row("crius config show", (*crius, "config", "show")),
+        Row("crius train, a wrong flag", (*crius, "train", "--training.stepz", "3"), code=2),
+        Row("crius train, a wrong value", (*crius, "train", "--training.steps", "0"), code=2),
+        Row("python that imports torch", ("-c", "import torch")),
+    ]
+
+
+def _train_rows(config: RunConfig, folder: Path) -> list[Row]:
+    """One step of ``config``, as ``crius train`` makes it, in folders that are removed before each start."""
+
+    def row(name: str, cache: Path | None, *, is_cold: bool = False) -> Row:
+        run_dir, file = folder / f"run-{name}", folder / f"{name}.toml"
+        changed = dataclasses.replace(
+            config,
+            training=dataclasses.replace(config.training, steps=1),
+            validation=dataclasses.replace(config.validation, interval=0),
+            checkpoint=CheckpointConfig(enable=False),
+            compile=dataclasses.replace(config.compile, cache_dir=str(cache)) if cache else config.compile,
+        )
+        file.write_text(to_toml(changed), encoding="utf-8")
+
+        def prepare() -> None:
+            shutil.rmtree(run_dir, ignore_errors=True)
+            if is_cold and cache:
+                shutil.rmtree(cache, ignore_errors=True)
+
+        given = (*command_line_flags(changed), "--job.run_dir", str(run_dir))
+        command = ("-X", "importtime", "-m", "crius", "train", "--config", str(file), *given)
+        return Row(f"crius train, {name}", command, prepare=prepare, parts=lambda said: _parts(said, run_dir))
+
+    if not config.compile.enable:
+        return [row("one step", None)]
+    return [
+        row("one step, cold compile cache", folder / "cold", is_cold=True),
+        row("one step, warm compile cache", folder / "warm"),
+    ]
+
+
+def _parts(stderr: str, run_dir: Path) -> Parts:
+    """What ``python -X importtime`` says of imports, and ``summary.json`` of all else, in the order of a run.
+
+    Imports are those up to the end of that of the trainer; a later one is part of what makes it.
+    """
+    names = _IMPORT.findall(stderr)  # each after those that it imports
+    where = {name: number for number, (_, name) in enumerate(names)}
+    seconds_of = [(name, int(microseconds) / 1e6) for microseconds, name in names]
+    early = sum(seconds for _, seconds in seconds_of[: where[_CLOCK] + 1])
+    later = seconds_of[where[_CLOCK] + 1 : where[_TRAINER] + 1]
+    of_torch = sum(seconds for name, seconds in later if name.split(".")[0] == "torch")
+    others = sum(seconds for _, seconds in later) - of_torch
+    summary = json.loads((run_dir / "summary.json").read_bytes())
+    seconds: Parts = dict(summary["seconds"])
+    known = ("initialise", "data", "compile", "compute")
+    return {
+        "imports: the command line": early,
+        "imports: torch": of_torch,
+        "imports: all others": others,
+        "config, corpus, ranks, weights": seconds["initialise"] - of_torch - others,
+        "first batch": seconds.get("data", 0.0),
+        "compile": seconds.get("compile", 0.0),
+        "first step": seconds.get("compute", 0.0),
+        "reports and other": sum(value for name, value in seconds.items() if name not in known),
+        "until the first step is done": early + sum(seconds.get(name, 0.0) for name in known),
+    }
+
+
+def _print(rows: list[Row], as_json: bool) -> None:
+    machine = Machine.of(torch.device("cpu"))
+    if as_json:
+        record = {"machine": machine.as_dict(), "argv": sys.argv[1:], "rows": [row.as_dict() for row in rows]}
+        sys.stdout.write(json.dumps(record, indent=2) + "\n")
+        return
+    table = [("", "wall s", "spread", "CPU s")]
+    for row in rows:
+        table.append((row.name, f"{row.wall.median:.3f}", f"{row.wall.spread:.0%}", f"{row.cpu.median:.3f}"))
+        table += [(f"  {name}", f"{part.median:.3f}", "", "") for name, part in row.samples_of.items()]
+    sys.stdout.write(f"{machine}; medians of {len(rows[0].wall.seconds)} processes each, in turns\n")
+    sys.stdout.write("\n".join(aligned(table, left=(0,))) + "\n")

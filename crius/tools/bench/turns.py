@@ -1,0 +1,266 @@
+"""The driver of a comparison by turns: contestants are processes that train some steps each, one after the other.
+
+A machine whose speed drifts, or that others use too, then hits all of them alike: they are compared round by round.
+"""
+
+import contextlib
+import json
+import math
+import os
+import selectors
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import IO, Any
+
+from crius.errors import CriusError
+from crius.tools.bench.samples import Samples
+
+END_SECONDS = 10.0
+"""How long a contestant may take to end after the last turn; then it is killed."""
+
+_TAIL_LINES = 30
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A program that takes part, see ``crius.tools.bench.contestant``.
+
+    Attributes:
+        name: of it.
+        argv: starts it.
+        environ: variables on top of those of this process.
+    """
+
+    name: str
+    argv: Sequence[str]
+    environ: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Outcome:
+    """What one contestant showed.
+
+    Attributes:
+        name: of it.
+        facts: what it said of itself when it was ready.
+        turns: its answers, one a round.
+        failure: why it did not finish; empty where it did.
+    """
+
+    name: str
+    facts: dict[str, Any] = field(default_factory=dict)
+    turns: list[dict[str, Any]] = field(default_factory=list)
+    failure: str = ""
+
+    def samples(self, key: str = "wall_seconds") -> Samples:
+        """Seconds of one step in each round."""
+        return Samples([turn[key] / turn["steps"] for turn in self.turns])
+
+    @property
+    def losses(self) -> dict[int, float]:
+        """Reported losses by step, the warm-up included."""
+        answers = [self.facts, *self.turns]
+        return {step: loss for answer in answers for step, loss in answer.get("losses", [])}
+
+    @property
+    def peak_rss_mib(self) -> float:
+        """Largest resident set so far, in MiB."""
+        last = self.turns[-1] if self.turns else self.facts
+        return float(last.get("peak_rss_mib", 0.0))
+
+
+class TurnError(CriusError):
+    """A contestant died, said something else than an answer, or took too long."""
+
+
+def take_turns(
+    contestants: Sequence[Contestant],
+    *,
+    rounds: int,
+    steps: int,
+    start_seconds: float = 900.0,
+    turn_seconds: float = 900.0,
+    total_seconds: float = math.inf,
+    say: Callable[[str], None] = lambda line: None,
+) -> list[Outcome]:
+    """Start all contestants, and let them train in turns: ``rounds`` times ``steps`` steps each.
+
+    Every other round goes through them in reverse order. One that fails leaves, and the others go on; the first is what
+    they are compared with: its failure ends all. No process that was started here outlives this call, however it ends.
+
+    Args:
+        contestants: at least one; all are in memory at the same time.
+        rounds: turns of each contestant.
+        steps: of a turn.
+        start_seconds: how long they may take until all are ready; they start at the same time.
+        turn_seconds: how long a turn may take.
+        total_seconds: how long starts and rounds may take; a round that would not end in time, were it as long as the
+            longest before, is not begun.
+        say: is told what goes on.
+
+    Returns:
+        What each of them showed, in their order.
+    """
+    outcomes = [Outcome(contestant.name) for contestant in contestants]
+    begin, longest = time.monotonic(), 0.0
+    end = begin + total_seconds
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_ended_by_sigterm())
+        players = [stack.enter_context(_Player(contestant)) for contestant in contestants]
+        pairs = list(zip(players, outcomes, strict=True))
+
+        def ask(player: _Player, outcome: Outcome, order: int, since: float, seconds: float) -> dict[str, Any]:
+            try:
+                return player.ask(order, since, min(since + seconds, end))
+            except TurnError as error:
+                outcome.failure = str(error)
+                say(outcome.failure)
+                player.kill()
+                return {}
+
+        for player, outcome in pairs:
+            outcome.facts = ask(player, outcome, 0, begin, start_seconds)
+            say(f"{outcome.name}: ready" if outcome.facts else f"{outcome.name}: not started")
+        for number in range(rounds):
+            start = time.monotonic()
+            if outcomes[0].failure or start + longest > end:
+                break
+            for player, outcome in pairs if number % 2 == 0 else reversed(pairs):
+                if not outcome.failure and (answer := ask(player, outcome, steps, time.monotonic(), turn_seconds)):
+                    outcome.turns.append(answer)
+            longest = max(longest, time.monotonic() - start)
+            say(f"round {number + 1} of {rounds}")
+        for player in players:  # before the first is waited for, so that they end at the same time
+            player.dismiss()
+    return outcomes
+
+
+def ratios(outcome: Outcome, base: Outcome, key: str) -> Samples:
+    """``outcome`` over ``base`` in each round that both finished."""
+    return Samples([a / b for a, b in zip(outcome.samples(key).seconds, base.samples(key).seconds, strict=False)])
+
+
+def median_ratio(outcome: Outcome, base: Outcome, key: str) -> float:
+    """Median over the rounds of ``outcome`` over ``base``."""
+    return statistics.median(ratios(outcome, base, key).seconds)
+
+
+def largest_difference(losses: Mapping[int, float], base: Mapping[int, float]) -> float | None:
+    """Largest relative difference of the losses at the steps that both have; None where there are none."""
+    both = losses.keys() & base.keys()
+    return max((abs(losses[step] - base[step]) / abs(base[step]) for step in both), default=None)
+
+
+class _Player:
+    """A contestant's process group, ended when the context is left."""
+
+    def __init__(self, contestant: Contestant) -> None:
+        self._contestant = contestant
+        self._said = b""
+        self._errors: IO[bytes] = tempfile.TemporaryFile()
+        self._process = subprocess.Popen(
+            list(contestant.argv),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            env={**os.environ, **contestant.environ},
+            start_new_session=True,
+        )
+
+    def __enter__(self) -> "_Player":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
+        assert self._process.stdout
+        self.dismiss()
+        if kind is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(END_SECONDS)
+        self.kill()
+        self._process.stdout.close()
+        self._errors.close()
+
+    def dismiss(self) -> None:
+        """Ask the process to end."""
+        assert self._process.stdin
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+
+    def kill(self) -> None:
+        """End the process and all that it started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def ask(self, steps: int, since: float, deadline: float) -> dict[str, Any]:
+        """Order ``steps`` steps, or with 0 wait until it is ready; its answer.
+
+        Args:
+            steps: of the turn.
+            since: monotonic time from which it has had time to answer.
+            deadline: monotonic time.
+
+        Raises:
+            TurnError: there is none.
+        """
+        assert self._process.stdin
+        if steps:
+            with contextlib.suppress(BrokenPipeError):  # the missing answer tells
+                self._process.stdin.write(f"{steps}\n".encode())
+                self._process.stdin.flush()
+        line = self._line(since, deadline)
+        try:
+            answer = json.loads(line)
+        except ValueError:
+            answer = None
+        if not isinstance(answer, dict):
+            raise self._error(f"said {line[:200].decode(errors='replace')!r}, which is no answer")
+        return answer
+
+    def _line(self, since: float, deadline: float) -> bytes:
+        assert self._process.stdout
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            while b"\n" not in self._said:
+                if not selector.select(max(0.0, deadline - time.monotonic())):
+                    raise self._error(f"did not answer within {deadline - since:g} s")
+                data = os.read(self._process.stdout.fileno(), 1 << 16)
+                if not data:
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        self._process.wait(1.0)
+                    raise self._error(f"ended with exit code {self._process.poll()}")
+                self._said += data
+        line, _, self._said = self._said.partition(b"\n")
+        return line
+
+    def _error(self, what: str) -> TurnError:
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").splitlines()[-_TAIL_LINES:]
+        return TurnError(
+            f"{self._contestant.name} {what}.",
+            where=" ".join(self._contestant.argv),
+            why="\n".join(["the end of its stderr:", *(f"    {line}" for line in lines)])
+            if lines
+            else "it said nothing",
+        )
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Leave by an exception on SIGTERM, so that what was started is ended."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

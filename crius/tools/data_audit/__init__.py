@@ -1,0 +1,1 @@
+"""Whether each sample was trained on exactly once."""

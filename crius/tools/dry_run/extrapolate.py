@@ -1,0 +1,86 @@
+"""A model of many equal blocks from two of a few: all that a step does is linear in the number of blocks.
+
+So is it in the number of microbatches that are accumulated. Peaks are taken apart by block and microbatch, counted from
+either end (``recorder.places``), because only their places are linear, not the largest of them.
+"""
+
+from collections.abc import Callable, Sequence
+
+from crius.config.pipeline import is_layer
+from crius.config.run import RunConfig
+from crius.tools.dry_run.memory import Values
+
+FEW = (3, 4)
+"""Numbers that are measured: in 3 blocks the first two and the last two have all neighbours that they have in more."""
+
+Measure = Callable[[Sequence[str], int], Values]
+"""Of the modules to keep and the microbatches to accumulate."""
+
+
+def along(few: Values, more: Values, count: int) -> Values:
+    """What ``few`` and ``more``, of ``FEW`` blocks or microbatches, say of ``count``."""
+    steps = count - FEW[0]
+    return {
+        key: few.get(key, 0) + steps * (more.get(key, 0) - few.get(key, 0))
+        for key in {**few, **more}
+        if "between" not in key
+    }
+
+
+def first_blocks(names: Sequence[str], count: int) -> list[str]:
+    """``names`` with only the first ``count`` of the repeated blocks."""
+    layers = [name for name in names if is_layer(name)]
+    return [name for name in names if name not in layers[count:]]
+
+
+def blocks_are_alike(config: RunConfig) -> bool:
+    """Whether every block does the same; not where activation checkpointing takes every n-th."""
+    checkpoint = config.activation_checkpoint
+    return not (checkpoint.mode == "selective" and isinstance(checkpoint.selective_option, int))
+
+
+class Extrapolation:
+    """Measures what is small and extrapolates what is not; says which.
+
+    Args:
+        measure: the measurement; what it gave is kept.
+        config: the run.
+        full: measure everything.
+
+    Attributes:
+        blocks: numbers of blocks that were extrapolated to.
+        microbatches: numbers of microbatches that were.
+    """
+
+    def __init__(self, measure: Measure, config: RunConfig, *, full: bool = False) -> None:
+        self._measure, self._full, self._alike = measure, full, blocks_are_alike(config)
+        self._known: dict[tuple[tuple[str, ...], int, int], Values] = {}
+        self.blocks: set[int] = set()
+        self.microbatches: set[int] = set()
+
+    def of(self, names: Sequence[str], num_microbatches: int) -> Values:
+        """The measurement of ``names`` and ``num_microbatches``."""
+        if self._full or num_microbatches <= FEW[-1]:
+            return self._of_blocks(names, num_microbatches)
+        self.microbatches.add(num_microbatches)
+        return along(self._of_blocks(names, FEW[0]), self._of_blocks(names, FEW[1]), num_microbatches)
+
+    def _of_blocks(self, names: Sequence[str], num_microbatches: int) -> Values:
+        count = sum(map(is_layer, names))
+        if self._full or not self._alike or count <= FEW[-1]:
+            return self._of_exactly(names, num_microbatches)
+        self.blocks.add(count)
+        few, more = (self._of_exactly(first_blocks(names, size), num_microbatches) for size in FEW)
+        return along(few, more, count)
+
+    def _of_exactly(self, names: Sequence[str], num_microbatches: int) -> Values:
+        layers = [name for name in names if is_layer(name)]
+        others = tuple(name for name in names if name not in layers)
+        key = (others if self._alike else tuple(names), len(layers), num_microbatches)
+        if key not in self._known:
+            if not any(known[0] == key[0] for known in self._known):
+                self._measure(
+                    first_blocks(names, 1), 1
+                )  # DTensor tries operators that it does not know on whole tensors
+            self._known[key] = self._measure(names, num_microbatches)
+        return self._known[key]

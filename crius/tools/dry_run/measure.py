@@ -1,0 +1,271 @@
+"""One step of the real code on fake tensors, seen by a ``Recorder``: of the whole model, or of one pipeline stage."""
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor.parallel import loss_parallel
+
+from crius.config.batch import BatchSizes
+from crius.config.run import RunConfig
+from crius.data.batch import Batch
+from crius.models.description import ModelDescription
+from crius.models.plan import match
+from crius.optim.build import build_optimizer
+from crius.parallel.fsdp import GradientSync
+from crius.parallel.gradients import Gradients
+from crius.parallel.mesh import Mesh
+from crius.parallel.runtime import World
+from crius.parallel.ties import allocate
+from crius.shards import local_tensor, named_parameters
+from crius.tools.dry_run.memory import Values
+from crius.tools.dry_run.recorder import Recorder
+from crius.train.build import build_gradients, build_part, copied_names, run_optimizer
+from crius.train.precision import LowPrecision, keep_scales
+from crius.train.step import Accumulation, Runner, train_step
+
+STAGE_MICROBATCHES = 3
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every measurement of a dry run shares."""
+
+    config: RunConfig
+    facts: ModelDescription
+    sizes: BatchSizes
+    mesh: Mesh
+    world: World
+    precision: LowPrecision | None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of a sequence on one rank of its context-parallel group."""
+        return self.config.training.seq_len // self.mesh.dims.cp
+
+
+def blocks_of(job: Job, model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks of a model or of a stage."""
+    pattern = job.facts.plan.block
+    return [module for name, module in model.named_modules() if match(pattern, name)]
+
+
+@dataclass
+class _Bench:
+    """A model with its optimizer, its shards allocated and their state in place, under the recorder."""
+
+    job: Job
+    model: nn.Module
+    recorder: Recorder
+    parameters: list[tuple[str, nn.Parameter]]
+    gradients: Gradients
+    optimizer: torch.optim.Optimizer
+
+    def update(self) -> None:
+        """The optimizer's step, as the guard of the real run makes it."""
+        self.recorder.phase("optimizer")
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        keep_scales(self.job.config, [self.model], self.job.mesh)
+        self.recorder.phase("end")
+
+    def values(self) -> Values:
+        """All that was recorded."""
+        found: Values = Counter()
+        found["parameters",] = sum(local_tensor(p).numel() for _, p in self.parameters)
+        copied = copied_names(self.job.facts, self.job.mesh.dims)
+        found["copied",] = sum(
+            local_tensor(p).numel() * p.element_size() for name, p in self.parameters if name in copied
+        )
+        starts, peaks = self.recorder.peaks()
+        for name, group in (("start", starts), ("peak", peaks)):
+            found.update({(name, *key, kind): size for key, sizes in group.items() for kind, size in sizes.items()})
+        found.update({("flops", *key): count for key, count in self.recorder.flops.items()})
+        for phase, counts in self.recorder.collectives.items():
+            found.update({("collective", *phase, *key): count for key, count in counts.items()})
+        return found
+
+
+@contextlib.contextmanager
+def _bench(job: Job, names: Sequence[str], groups: dict[str, str], *, fake: bool = True) -> Iterator[_Bench]:
+    """Build, then enter the fake mode: the mesh and ``fully_shard`` do not work inside it."""
+    model, *_ = build_part(job.config, job.facts, job.mesh, names, job.precision)
+    recorder = Recorder(groups)
+    recorder.watch(blocks_of(job, model))
+    with contextlib.ExitStack() as stack:
+        if fake:
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(recorder.running())
+        if job.mesh.tp:
+            stack.enter_context(loss_parallel())
+        allocate(model, "cpu")
+        parameters = named_parameters([model])
+        recorder.timeline.mark((local_tensor(held) for held in (*model.parameters(), *model.buffers())), "parameters")
+        plan = job.facts.plan
+        optimizer = build_optimizer(parameters, plan, run_optimizer(job.config), seed=job.config.debug.seed)
+        _fill_state(optimizer, parameters)
+        keep_scales(job.config, [model], job.mesh)  # as the step before left them, whose collective it is
+        recorder.collectives.clear()
+        state = (item for held in optimizer.state.values() for item in held.values() if isinstance(item, Tensor))
+        recorder.timeline.mark(map(local_tensor, state), "optimizer")
+        gradients = build_gradients(job.config, job.facts, parameters, job.mesh, job.world)
+        yield _Bench(job, model, recorder, parameters, gradients, optimizer)
+
+
+def _fill_state(optimizer: torch.optim.Optimizer, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Have the optimizer make its state, which it does in its first step: the second is like all others."""
+    for _, parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _batch(job: Job, rows: int, recorder: Recorder) -> Batch:
+    tokens, labels, positions = (torch.zeros((rows, job.num_tokens), dtype=torch.int64) for _ in range(3))
+    recorder.timeline.mark((tokens, labels, positions), "buffers")
+    return Batch(tokens, labels, positions, tuple(range(rows)))
+
+
+class _WatchedSync(GradientSync):
+    """The real gradient sync, which tells the recorder of each microbatch."""
+
+    def __init__(self, bench: _Bench, num_microbatches: int) -> None:
+        super().__init__(bench.model, bench.job.config.parallelism, bench.job.config.training, bench.job.mesh)
+        self._recorder, self._count, self._started = bench.recorder, num_microbatches, 0
+
+    def start_microbatch(self, is_last: bool) -> None:
+        self._recorder.phase("forward", self._started, self._count)
+        self._started += 1
+        super().start_microbatch(is_last)
+
+    def watch(self, loss: Tensor) -> None:
+        """Tell the recorder when the backward of ``loss`` begins."""
+        microbatch = self._started - 1
+        loss.register_hook(lambda grad: self._recorder.phase("backward", microbatch, self._count))
+
+
+class _WatchedAccumulation(Accumulation):
+    """The real accumulation, which tells the recorder when a backward begins and when the gradients are complete."""
+
+    recorder: Recorder
+    sync: _WatchedSync
+
+    def score(self, batch: Batch) -> Tensor:
+        loss = super().score(batch)
+        self.sync.watch(loss)
+        return loss
+
+    def forward_backward(self, batch: Batch, valid_tokens: Tensor) -> Tensor:
+        losses = super().forward_backward(batch, valid_tokens)
+        self.recorder.timeline.mark([losses], "temporaries")
+        self.recorder.phase("clip")
+        return losses
+
+
+def measure_whole(
+    job: Job, names: Sequence[str], num_microbatches: int, groups: dict[str, str], *, fake: bool = True
+) -> Values:
+    """One ``train_step`` and update of the modules ``names``, the whole model or some of its blocks left out.
+
+    Args:
+        job: the run.
+        names: modules to keep.
+        num_microbatches: to accumulate over.
+        groups: name of each process group to its axis.
+        fake: on fake tensors; False takes real ones, with real collectives.
+    """
+    with _bench(job, names, groups, fake=fake) as bench:
+        batch = _batch(job, num_microbatches * job.sizes.local, bench.recorder)
+        sync = _WatchedSync(bench, num_microbatches)
+        runner = _WatchedAccumulation(bench.model, sync, job.sizes.local)
+        runner.recorder, runner.sync = bench.recorder, sync
+        bench.recorder.phase("begin")
+        dims, max_norm = job.mesh.dims, job.config.training.max_norm
+        train_step(1, batch, runner, bench.gradients, job.world, dims, max_norm)
+        bench.update()
+        return bench.values()
+
+
+class _StageRunner:
+    """One stage of a pipeline over its microbatches: each forward with its backward, then the gradient sync."""
+
+    def __init__(self, stage: PipelineStage, job: Job, recorder: Recorder, *, splits: bool) -> None:
+        self._stage, self._job, self._recorder, self._splits = stage, job, recorder, splits
+
+    def forward_backward(self, batch: Batch, valid_tokens: Tensor) -> Tensor:
+        """See ``crius.train.step.Runner``."""
+        parts = list(batch.microbatches(self._job.sizes.local))
+        self._stage.has_backward = True  # as a schedule says; torch 2.15 asks for it, and for the next
+        finalize: Any = getattr(self._stage.submod, "set_manual_backward_finalization", None)
+        if finalize:
+            finalize(True)
+        for number, part in enumerate(parts):
+            self._microbatch(part, valid_tokens, number, len(parts))
+        self._recorder.phase("sync")
+        self._stage.perform_reduce_grad(1)
+        self._recorder.phase("clip")
+        return torch.zeros(len(parts), dtype=torch.float64)
+
+    def _microbatch(self, part: Batch, valid_tokens: Tensor, number: int, count: int) -> None:
+        stage, timeline = self._stage, self._recorder.timeline
+        source = part.tokens_BT
+        if not stage.is_first:
+            dtype = getattr(torch, self._job.config.training.mixed_precision_param)
+            source = torch.empty(hidden_shape(self._job), dtype=dtype, requires_grad=True)
+            timeline.mark([source], "buffers")
+        self._recorder.phase("forward", number, count)
+        batch = {"positions_BT": part.positions_BT, "labels_BT": part.labels_BT}
+        output = stage.forward_maybe_with_nosync(source, **batch)  # kept, as the schedules do
+        final = output / valid_tokens if stage.is_last else (output,)
+        received = None if stage.is_last else (torch.empty_like(output),)
+        timeline.mark(received or (), "buffers")
+        arguments: dict[str, Any] = {"stage_output": final, "output_grads": received, "input_values": [source]}
+        if not self._splits:
+            self._recorder.phase("backward", number, count)
+            stage.backward_maybe_with_nosync("full", arguments)
+            return
+        self._recorder.phase("input", number, count)
+        if not stage.is_first:
+            arguments["stage_output"] = (final,) if stage.is_last else final
+            arguments["param_groups"] = stage.backward_maybe_with_nosync("input", arguments)[1]
+        self._recorder.phase("weight", number, count)
+        stage.backward_maybe_with_nosync("full" if stage.is_first else "weight", arguments)
+
+
+def measure_stage(
+    job: Job, names: Sequence[str], index: int, num_stages: int, groups: dict[str, str], *, splits: bool
+) -> Values:
+    """A ``train_step`` of three microbatches and update of one stage of a pipeline, as PyTorch's schedules make them.
+
+    The first microbatch gathers the weights, which then stay, and makes gradients; in the second FSDP may begin to sum
+    them in another dtype; the third stands for all others.
+
+    Args:
+        job: the run.
+        names: modules of the stage.
+        index: the stage.
+        num_stages: of the pipeline.
+        groups: name of each process group to its axis.
+        splits: the backward is split: phases ``input`` and ``weight`` instead of ``backward``.
+    """
+    assert job.mesh.pp is not None
+    with _bench(job, names, groups) as bench:
+        stage = PipelineStage(bench.model, index, num_stages, job.world.device, group=job.mesh.pp.get_group())
+        batch = _batch(job, STAGE_MICROBATCHES * job.sizes.local, bench.recorder)
+        runner = _StageRunner(stage, job, bench.recorder, splits=splits)
+        bench.recorder.phase("begin")
+        dims, max_norm = job.mesh.dims, job.config.training.max_norm
+        train_step(1, batch, cast(Runner, runner), bench.gradients, job.world, dims, max_norm)
+        bench.update()
+        return bench.values()
+
+
+def hidden_shape(job: Job) -> tuple[int, int, int]:
+    """What a stage receives: ``(B, T / (cp * tp), D)``."""
+    return job.sizes.local, job.num_tokens // job.mesh.dims.tp, job.facts.dim

@@ -1,0 +1,155 @@
+"""One dispatch mode that sees every operator of a step, and the phases and blocks of the model that it belongs to."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from crius.tools.dry_run.counters import collective, flops
+from crius.tools.dry_run.memory import Bytes, Timeline
+
+_SHAPE_QUESTION = "_propagate_tensor_meta_non_cached"  # the part of it that a cache does not answer
+_PLAIN = (Tensor, nn.Parameter, FakeTensor)
+
+ENDS = 2
+"""Blocks, and microbatches, at either end that have a name of their own: FSDP works one block ahead, and what the first
+ones find differs from what the others do."""
+
+Key = tuple[str, ...]
+"""A phase, and in it a place among the microbatches and one among the blocks."""
+
+
+def places(index: int, count: int) -> list[str]:
+    """Names that ``index`` of ``count`` also has among more or fewer: its distance from either end if that is small.
+
+    The memory between is linear in the index, so that its largest value is next to one of the ends.
+    """
+    front = [f"{index}"] if index < ENDS else []
+    back = [f"{index - count}"] if count - index <= ENDS else []
+    return front + back or ["between"]
+
+
+class Recorder(TorchDispatchMode):
+    """Memory, FLOPs and collectives of what runs inside, by phase.
+
+    Args:
+        groups: name of each process group to the mesh axis that it is.
+    """
+
+    def __init__(self, groups: Mapping[str, str]) -> None:
+        super().__init__()
+        self.timeline = Timeline()
+        self.flops: Counter[tuple[str, str]] = Counter()
+        self.collectives: dict[tuple[str, str], Counter[tuple[str, str, str]]] = defaultdict(Counter)
+        self._groups = groups
+        self._is_shape_question = False
+        self._phase = "setup"
+        self._microbatch = (0, 1)
+        self._began = self._before = 0  # when this phase began, and the one before
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(kind not in _PLAIN for kind in types):
+            return NotImplemented  # a DTensor or a result under way: they come again as the local tensors they are of
+        kwargs = kwargs or {}
+        if self._is_shape_question:
+            return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        now = self._phase, str(self._microbatch[0])
+        self.flops[now] += flops(func, args, kwargs, result)
+        found = collective(func, args, kwargs, result)
+        if found is not None:
+            kind, group, nbytes = found
+            axis = self._groups.get(group, "other ranks")
+            self.collectives[now].update({(kind, axis, "count"): 1, (kind, axis, "bytes"): nbytes})
+        for item in tree_iter(result):
+            if type(item) in _PLAIN:  # the storage of a wrapper is a fiction
+                self.timeline.see(item)
+        return result
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Record what runs inside."""
+        with self, self.timeline.watching_resizes(), self._past_shape_questions():
+            yield
+
+    @contextmanager
+    def _past_shape_questions(self) -> Iterator[None]:
+        """DTensor learns the shape of a result by running the operator on whole tensors, which are no rank's."""
+        original = getattr(ShardingPropagator, _SHAPE_QUESTION)
+
+        def asked(propagator: ShardingPropagator, *args: Any, **kwargs: Any) -> Any:
+            self._is_shape_question = True
+            try:
+                return original(propagator, *args, **kwargs)
+            finally:
+                self._is_shape_question = False
+
+        setattr(ShardingPropagator, _SHAPE_QUESTION, asked)
+        try:
+            yield
+        finally:
+            setattr(ShardingPropagator, _SHAPE_QUESTION, original)
+
+    def phase(self, name: str, microbatch: int = 0, count: int = 1) -> None:
+        """Begin a phase: of the step, or of one of ``count`` microbatches."""
+        if self._phase in ("forward", "input"):
+            self.timeline.mark_living("activations", self._began)
+        elif self._phase in ("backward", "sync"):
+            self.timeline.mark_living("gradients", self._began)
+        elif self._phase == "weight":  # what outlives both halves: FSDP's sum of gradients is made in the first
+            self.timeline.mark_living("gradients", self._before, over="activations")
+        self._before = self._began
+        self._phase, self._microbatch, self._began = name, (microbatch, count), self.timeline.now
+        self.block("head")
+
+    def block(self, name: str) -> None:
+        """Begin a block of the model in the phase: its number among how many, or ``head`` or ``tail``."""
+        self.timeline.segment(self._phase, *map(str, self._microbatch), name)
+
+    def watch(self, blocks: Sequence[nn.Module]) -> None:
+        """Have the repeated blocks of a model begin themselves, in its forward and in its backward."""
+        names = ["head", *(f"{index}/{len(blocks)}" for index in range(len(blocks))), "tail"]
+        for index, module in enumerate(blocks):
+
+            def enter(module: nn.Module, inputs: tuple[Any, ...], index: int = index) -> None:
+                if self._phase == "forward":
+                    self._name_backward(inputs[0], names[index])
+                    self.block(names[index + 1])
+
+            module.register_forward_pre_hook(enter)
+        if blocks:
+
+            def leave(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
+                if self._phase == "forward":
+                    self._name_backward(output, names[-2])
+                    self.block("tail")
+
+            blocks[-1].register_forward_hook(leave)
+
+    def _name_backward(self, tensor: Tensor, name: str) -> None:
+        """Begin the block ``name`` of the backward when the gradient of ``tensor``, its output, is there."""
+        if tensor.requires_grad:
+            tensor.register_hook(lambda grad: self.block(name))
+
+    def peaks(self) -> tuple[dict[Key, Bytes], dict[Key, Bytes]]:
+        """What lives when each phase of a microbatch begins, and at the peak of each place of it."""
+        starts: dict[Key, Bytes] = {}
+        peaks: dict[Key, Bytes] = {}
+        for (phase, microbatch, count, block), start, peak in self.timeline.peaks():
+            number, _, total = block.partition("/")
+            blocks = places(int(number), int(total)) if total else [block]
+            for place in places(int(microbatch), int(count)):
+                starts.setdefault((phase, place), start)
+                for name in blocks:
+                    key = (phase, place, name)
+                    if key not in peaks or peak.total() > peaks[key].total():
+                        peaks[key] = peak
+        return starts, peaks

@@ -1,0 +1,194 @@
+"""``crius train --dry_run``: the real build, layout and step of one rank of many, on fake tensors in this process."""
+
+import contextlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from crius.config.compile import CompileConfig
+from crius.config.low_precision import is_enabled, kind, summary
+from crius.config.pipeline import describe_stages
+from crius.config.run import RunConfig
+from crius.errors import ConfigError, LayoutError
+from crius.kernels.choice import applied
+from crius.models.description import ModelDescription
+from crius.parallel.dims import ParallelDims
+from crius.parallel.mesh import Mesh, build_mesh
+from crius.parallel.runtime import fake_world
+from crius.tools.dry_run.extrapolate import FEW, Extrapolation
+from crius.tools.dry_run.measure import Job, measure_whole
+from crius.tools.dry_run.memory import Values, kinds_of
+from crius.tools.dry_run.stages import pipeline, stage_report
+from crius.tools.dry_run.table import DryRunReport, RankReport, StageReport
+from crius.train.inputs import describe_model, run_batch_sizes, run_modules, with_dtype
+from crius.train.kernels import run_kernels
+from crius.train.precision import LowPrecision, planned
+
+
+def dry_run(config: RunConfig, num_ranks: int, rank: int, started: float, *, extrapolate: bool = True) -> DryRunReport:
+    """What one step of ``config`` costs ``rank`` of ``num_ranks``, and under pipeline parallelism each stage beside it.
+
+    Nothing is allocated, no other process is started and no data is opened.
+
+    Args:
+        config: the run; its rules have been checked.
+        num_ranks: ranks of the layout.
+        rank: the one to stand in for, from 0.
+        started: ``time.monotonic()`` at the start of the command.
+        extrapolate: from a few blocks and microbatches to many, which gives the same numbers sooner.
+
+    Raises:
+        LayoutError: there is no such rank.
+        ConfigError: what is asked for cannot run on fake tensors.
+    """
+    if not 0 <= rank < num_ranks:
+        raise LayoutError(
+            f"there is no rank {rank} among {num_ranks}.", where="--dry_run_rank", fix=f"use 0 to {num_ranks - 1}"
+        )
+    config, left_out = _eager(with_dtype(config, on_gpu=config.training.device != "cpu"))
+    dims = ParallelDims.build(config.parallelism, num_ranks)
+    device = torch.device("cpu" if config.training.device == "cpu" else "cuda")
+    with fake_world(rank, num_ranks) as world, _quiet(), applied(run_kernels(config, device)):
+        mesh = build_mesh(dims, world.device.type)
+        facts = describe_model(config)
+        precision, lines = _precision(config, facts)
+        job = Job(config, facts, run_batch_sizes(config, dims.batch), mesh, world, precision)
+        groups = _axes(mesh)
+        if dims.pp > 1:
+            stages, ranks, extrapolation = pipeline(job, groups, extrapolate=extrapolate)
+        else:
+            stages, ranks, extrapolation = _whole(job, groups, extrapolate=extrapolate)
+    tokens = job.sizes.total * config.training.seq_len
+    return DryRunReport(
+        model=f"{config.model.name}/{config.model.flavor}",
+        layout=str(dims),
+        num_ranks=num_ranks,
+        rank=rank,
+        num_microbatches=job.sizes.accumulation,
+        microbatch=f"{job.sizes.local} x {config.training.seq_len}",
+        stages=stages,
+        ranks=ranks,
+        model_flops=job.facts.flops_per_token((config.training.seq_len + 1) / 2) * tokens / num_ranks,
+        notes=[*_measured(extrapolation, job), *lines, *left_out],
+        seconds=time.monotonic() - started,
+    )
+
+
+def _eager(config: RunConfig) -> tuple[RunConfig, list[str]]:
+    """``config`` without what fake tensors cannot show, and a line about each."""
+    if config.activation_checkpoint.mode == "memory_budget":
+        raise ConfigError(
+            "a dry run cannot show activation_checkpoint.mode memory_budget.",
+            where="--activation_checkpoint.mode",
+            why="torch.compile chooses what to recompute, and fake tensors are not compiled",
+            fix="--activation_checkpoint.mode selective, or leave out --dry_run",
+        )
+    if config.activation_checkpoint.mode == "auto":
+        raise ConfigError(
+            "a dry run cannot show activation_checkpoint.mode auto.",
+            where="--activation_checkpoint.mode",
+            why="it depends on the memory of a device, and there is none",
+            fix="--activation_checkpoint.mode none, selective or full, whose memory the dry run measures",
+        )
+    lines = []
+    if config.parallelism.pipeline_parallel_degree > 1 and (about_stages := describe_stages(config.parallelism)):
+        lines.append(about_stages)
+    if config.compile.enable:
+        lines.append("compile is left out: memory and operators are those of eager mode")
+    if config.parallelism.enable_async_tensor_parallel:
+        lines.append("async tensor parallelism is left out: the collectives are those it would fuse")
+    if config.training.enable_cpu_offload:
+        lines.append("cpu offload: memory of the host and of the device are counted together")
+    if config.kernels.attention == "flex":
+        lines.append("flex is left out: memory is that of a mask of all pairs of tokens")
+        config = replace(config, kernels=replace(config.kernels, attention="auto"))
+    parallelism = replace(config.parallelism, enable_async_tensor_parallel=False)
+    return replace(config, compile=CompileConfig(), parallelism=parallelism), lines
+
+
+def _precision(config: RunConfig, facts: ModelDescription) -> tuple[LowPrecision | None, list[str]]:
+    """What a device that has the matmuls would convert, and a line about it."""
+    dense = config.quantize.dense
+    if not is_enabled(dense):
+        return None, []
+    name = kind(dense)
+    if name == "mxfp8":  # torchao's casts are CUDA kernels, which no fake tensor of the host goes through
+        found = planned(config, facts, accelerated=True, emulated="fake tensors")
+        return found, [f"mxfp8: {summary(found.choices)}; emulated, which keeps more temporaries than the real matmuls"]
+    asked = dense.float8.emulate
+    found = planned(config, facts, accelerated=True, emulated="as asked" if asked else "")
+    where = "emulated, as asked" if asked else "as on a device that has float8 matmuls"
+    return found, ["; ".join(filter(None, (f"float8: {summary(found.choices)}", where, found.advice)))]
+
+
+def _axes(mesh: Mesh) -> dict[str, str]:
+    """Name of each process group that this rank is in to its axis; ``fsdp=cp`` where one group serves as both."""
+    axes: dict[str, dist.ProcessGroup] = {}
+    if mesh.fsdp.ndim == 2:
+        axes |= {"dp_replicate": mesh.fsdp.get_group(0), "fsdp": mesh.fsdp.get_group(1)}
+    else:
+        axes["fsdp"] = mesh.fsdp.get_group()
+    axes |= {name: view.get_group() for name in ("tp", "cp", "pp") if (view := getattr(mesh, name)) is not None}
+    found: dict[str, str] = {}
+    for axis, group in axes.items():
+        name = str(group.group_name)
+        found[name] = f"{found[name]}={axis}" if name in found else axis
+    world = dist.group.WORLD
+    assert world is not None
+    return {str(world.group_name): "world"} | found
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the log lines of the build, which is done several times and partly with other sizes."""
+    logger = logging.getLogger("crius")
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _measured(extrapolation: Extrapolation, job: Job) -> list[str]:
+    lines = []
+    if extrapolation.blocks:
+        sizes = ", ".join(map(str, sorted(extrapolation.blocks)))
+        lines.append(f"measured on {FEW[0]} and {FEW[1]} blocks, extrapolated to {sizes}")
+    count = job.sizes.accumulation
+    if job.mesh.dims.pp > 1:
+        lines.append(
+            f"three microbatches were run on each distinct stage; the third stands for all later ones of {count}"
+        )
+    elif extrapolation.microbatches:
+        lines.append(f"measured on {FEW[0]} and {FEW[1]} microbatches, extrapolated to {count}")
+    return lines
+
+
+def _whole(
+    job: Job, groups: dict[str, str], *, extrapolate: bool
+) -> tuple[list[StageReport], list[RankReport], Extrapolation]:
+    """The model as every rank holds it without a pipeline."""
+    names = [module.name for module in run_modules(job.config, job.facts)]
+
+    def measure(names: Sequence[str], num_microbatches: int) -> Values:
+        return measure_whole(job, names, num_microbatches, groups)
+
+    extrapolation = Extrapolation(measure, job.config, full=not extrapolate)
+    values = extrapolation.of(names, job.sizes.accumulation)
+    places = dict.fromkeys(key[:-1] for key in values if key[0] == "peak")
+    place = max(places, key=lambda key: kinds_of(values, *key).total())
+    peak = RankReport(0, [0], kinds_of(values, *place), _moment(*place[1:]))
+    return [stage_report(0, 0, names, values, Counter())], [peak], extrapolation
+
+
+def _moment(phase: str, microbatch: str, block: str) -> str:
+    """A place of a measurement in words."""
+    known = {"head": "before the first block", "tail": "after the last block", "0": "first block", "-1": "last block"}
+    where = known.get(block, f"block {block}")
+    return f"{phase}, {where}" if phase in ("forward", "backward") else phase

@@ -1,0 +1,195 @@
+"""What a dry run found, as tables to read and as data."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from crius.config.pipeline import join_names
+from crius.table import aligned
+from crius.tools.dry_run.memory import KINDS, Bytes
+
+Traffic = Counter[tuple[str, str, str]]
+"""Kind of collective and mesh axis, with ``count`` or ``bytes``, to how many in a step."""
+
+COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "broadcast", "send", "recv")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageReport:
+    """One pipeline stage, or the whole model, as one rank holds it.
+
+    Attributes:
+        stage: its place in the pipeline.
+        pp_rank: the pipeline rank that holds it.
+        modules: their names.
+        parameters: local ones, after every sharding.
+        parameter_bytes: of them.
+        gradient_bytes: of the sharded gradients, as the optimizer sees them.
+        optimizer_bytes: of the optimizer's state.
+        activation_bytes: what lives at the end of a microbatch's forward for its backward.
+        in_flight: the most microbatches of which it holds activations at once.
+        flops: of this rank in a step, recomputed ones too.
+        traffic: its collectives in a step.
+    """
+
+    stage: int
+    pp_rank: int
+    modules: list[str]
+    parameters: int
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    activation_bytes: int
+    in_flight: int
+    flops: int
+    traffic: Traffic
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """The moment at which one pipeline rank holds most.
+
+    Attributes:
+        pp_rank: the rank in its pipeline.
+        stages: the stages it holds.
+        peak: bytes by kind at that moment.
+        moment: what it was doing.
+    """
+
+    pp_rank: int
+    stages: list[int]
+    peak: Bytes
+    moment: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class DryRunReport:
+    """What a step costs, by stage and by rank.
+
+    Attributes:
+        model: name and flavor.
+        layout: the degrees.
+        num_ranks: of the layout.
+        rank: the one that was stood in for.
+        num_microbatches: of a step.
+        microbatch: its sequences and tokens.
+        stages: one for each pipeline stage.
+        ranks: one for each pipeline rank.
+        model_flops: of one rank in a step on average, without recomputation.
+        notes: what was extrapolated and what left out.
+        seconds: from the start of the command.
+    """
+
+    model: str
+    layout: str
+    num_ranks: int
+    rank: int
+    num_microbatches: int
+    microbatch: str
+    stages: list[StageReport]
+    ranks: list[RankReport]
+    model_flops: float
+    notes: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def lines(self) -> list[str]:
+        """Tables for people."""
+        many = "" if self.num_microbatches == 1 else "es"
+        largest = max(rank.peak.total() for rank in self.ranks)
+        unit, size = ("GiB", 2**30) if largest >= 2**30 else ("MiB", 2**20)
+        return [
+            f"dry run of {self.model} as rank {self.rank} of {self.num_ranks}: {self.layout}",
+            f"a step is {self.num_microbatches} microbatch{many} of {self.microbatch} tokens a data-parallel rank",
+            *self.notes,
+            "",
+            *aligned(self._stage_rows(unit, size), left=(2,)),
+            "",
+            f"memory at the peak, {unit}, by kind (temporaries: all that is none of the others)",
+            *aligned(self._peak_rows(size), left=(9,)),
+            "",
+            f"collectives of a step: how often, and {unit} of whole messages on this rank",
+            *aligned(self._traffic_rows(size), left=()),
+            "",
+            f"model FLOPs of a rank and step: {_tera(self.model_flops)} TFLOP on average, recomputation not counted",
+            f"took {self.seconds:.1f} s",
+        ]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same as data; bytes and FLOPs as whole numbers."""
+        return {
+            "model": self.model,
+            "layout": self.layout,
+            "num_ranks": self.num_ranks,
+            "rank": self.rank,
+            "num_microbatches": self.num_microbatches,
+            "microbatch": self.microbatch,
+            "stages": [
+                {**{name: value for name, value in vars(stage).items() if name != "traffic"}, "collectives": rows}
+                for stage in self.stages
+                for rows in [_as_rows(stage.traffic)]
+            ],
+            "ranks": [
+                {
+                    "pp_rank": rank.pp_rank,
+                    "stages": rank.stages,
+                    "moment": rank.moment,
+                    "peak_bytes": rank.peak.total(),
+                    "peak_bytes_by_kind": {kind: rank.peak[kind] for kind in KINDS},
+                }
+                for rank in self.ranks
+            ],
+            "model_flops": self.model_flops,
+            "notes": self.notes,
+            "seconds": self.seconds,
+        }
+
+    def _stage_rows(self, unit: str, size: int) -> list[tuple[str, ...]]:
+        names = ("stage", "rank", "modules", "parameters", f"params {unit}", "grads", "optimizer")
+        rows: list[tuple[str, ...]] = [(*names, "activations", "in flight", "TFLOP")]
+        for stage in self.stages:
+            held = (stage.parameter_bytes, stage.gradient_bytes, stage.optimizer_bytes, stage.activation_bytes)
+            rows.append(
+                (
+                    f"{stage.stage}",
+                    f"{stage.pp_rank}",
+                    join_names(stage.modules),
+                    f"{stage.parameters:,}",
+                    *(_shown(nbytes, size) for nbytes in held),
+                    f"{stage.in_flight}",
+                    _tera(stage.flops),
+                )
+            )
+        return rows
+
+    def _peak_rows(self, size: int) -> list[tuple[str, ...]]:
+        rows: list[tuple[str, ...]] = [("rank", "peak", *KINDS, "during")]
+        for rank in self.ranks:
+            kinds = (rank.peak.total(), *(rank.peak[kind] for kind in KINDS))
+            rows.append((f"{rank.pp_rank}", *(_shown(nbytes, size) for nbytes in kinds), rank.moment))
+        return rows
+
+    def _traffic_rows(self, size: int) -> list[tuple[str, ...]]:
+        found = {key[:2] for stage in self.stages for key in stage.traffic}
+        names = sorted(found, key=lambda name: (COLLECTIVES.index(name[0]), name[1]))
+        rows: list[tuple[str, ...]] = [("stage", *(f"{kind} {axis}" for kind, axis in names))]
+        for stage in self.stages:
+            cells = [(stage.traffic[kind, axis, "count"], stage.traffic[kind, axis, "bytes"]) for kind, axis in names]
+            shown = (f"{count:,} x, {_shown(nbytes, size)}" if count else "-" for count, nbytes in cells)
+            rows.append((f"{stage.stage}", *shown))
+        return rows
+
+
+def _as_rows(traffic: Traffic) -> list[dict[str, Any]]:
+    names = sorted({key[:2] for key in traffic})
+    return [
+        {"kind": kind, "axis": axis, "count": traffic[kind, axis, "count"], "bytes": traffic[kind, axis, "bytes"]}
+        for kind, axis in names
+    ]
+
+
+def _shown(nbytes: int, size: int) -> str:
+    return f"{nbytes / size:,.2f}"
+
+
+def _tera(flops: float) -> str:
+    return f"{flops / 1e12:,.1f}" if flops >= 1e12 else f"{flops / 1e12:.6f}"

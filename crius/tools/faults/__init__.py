@@ -1,0 +1,1 @@
+"""Faults that a user plants, and what they do."""

@@ -1,0 +1,138 @@
+"""``parallelism.auto``: the layout of a run, found before anything starts. Torch-free."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from crius.config.batch import AUTO_GLOBAL_BATCH_SIZE
+from crius.config.export import flatten
+from crius.config.layout import replace_fields
+from crius.config.run import RunConfig
+from crius.errors import ConfigError
+from crius.host_cpu import cpu_with_cores
+from crius.host_memory import free_host_bytes
+from crius.models.description import ModelDescription
+from crius.tools.plan.hardware import KNOWN, Hardware
+from crius.tools.plan.legal import DEGREES
+from crius.tools.plan.machine import of_machine, shared
+from crius.tools.plan.plan import Recommendation, recommend
+
+FLAG = "parallelism.auto"
+
+FILLED = (
+    *(name for name in DEGREES.values() if "expert" not in name),
+    *("activation_checkpoint.mode", "training.local_batch_size", "training.gradient_sync"),
+    "parallelism.reshard_after_forward_mode",
+    "parallelism.pipeline_parallel_schedule",
+    "parallelism.pipeline_parallel_stages_per_rank",
+)
+"""Fields that it fills where nobody gave them; a degree that somebody gave is refused. None changes the loss curve."""
+
+_GPUS = Path("/proc/driver/nvidia/gpus")
+_DRY_RUN_GPU = "h100-80g"
+
+
+@dataclass(frozen=True)
+class Filled:
+    """A run with its layout.
+
+    Attributes:
+        config: the run; ``parallelism.auto`` is off, so that its TOML is this layout wherever it is read.
+        overrides: the fields that were filled.
+        lines: what was chosen and why.
+    """
+
+    config: RunConfig
+    overrides: dict[str, Any]
+    lines: list[str]
+
+
+def fill(
+    config: RunConfig,
+    facts: ModelDescription,
+    hardware: Hardware,
+    num_ranks: int,
+    origin: Callable[[str], str],
+) -> Filled:
+    """The fastest layout of ``config`` that fits on ``num_ranks`` ranks of ``hardware``.
+
+    Args:
+        config: the run, with its dtypes decided.
+        facts: of its model.
+        hardware: of each rank.
+        num_ranks: that there are.
+        origin: where the value of a dotted field came from.
+
+    Raises:
+        ConfigError: degrees were given as well.
+        LayoutError: nothing fits.
+    """
+    given = [name for name in DEGREES.values() if origin(name) != "default"]
+    if given:
+        named = ", ".join(f"--{name} ({origin(name)})" for name in given)
+        raise ConfigError(
+            f"{FLAG} chooses all degrees, and some were given as well: {named}.",
+            where=f"--{FLAG} ({origin(FLAG)})",
+            fix=f"leave out {', '.join(f'--{name}' for name in given)}, or leave out --{FLAG}",
+        )
+    if config.training.global_batch_size == -1:  # as on so many ranks without a flag: it decides the curve
+        unit = num_ranks * max(1, config.training.local_batch_size)
+        total = -(-AUTO_GLOBAL_BATCH_SIZE // unit) * unit
+        config = replace_fields(config, {"training.global_batch_size": total})
+    filled = {name for name in FILLED if origin(name) == "default"}
+    pinned = set(flatten(config)) - filled
+    found = recommend(config, facts, hardware, num_ranks, pinned)
+    overrides = {name: value for name, value in found.overrides.items() if name in filled}
+    overrides["training.global_batch_size"] = config.training.global_batch_size
+    return Filled(replace_fields(config, {**overrides, FLAG: False}), overrides, _lines(found, hardware, num_ranks))
+
+
+def _lines(found: Recommendation, hardware: Hardware, num_ranks: int) -> list[str]:
+    one = found.candidate
+    work, gib = one.workload, one.memory.total / 2**30
+    head = (
+        f"auto: {work.layout.layout} on {num_ranks} x {hardware.name}, {work.num_microbatches} microbatches of "
+        f"{work.microbatch}, activation checkpoint {work.activation_checkpoint}: {gib:.2f} GiB and "
+        f"{one.tokens_per_second:,.0f} tokens/s a rank planned"
+    )
+    return [head, *(f"auto: {reason}" for reason in found.reasons)]
+
+
+def hardware_here(*, on_gpu: bool, num_ranks: int, local_ranks: int, is_dry: bool) -> Hardware:
+    """What each rank of a run on this machine has.
+
+    Args:
+        on_gpu: it is on GPUs, or stands for one that is.
+        num_ranks: of the run.
+        local_ranks: of them here.
+        is_dry: nothing is started: GPUs that are not here are taken for H100s.
+
+    Raises:
+        ConfigError: the GPU is not known.
+    """
+    if not on_gpu:
+        cpu = of_machine(cpu_with_cores()) or replace(KNOWN["cpu"], memory_bytes=float(free_host_bytes()))
+        return shared(cpu, local_ranks)
+    name = gpu_name()
+    found = of_machine(name) if name else None
+    if found is None and is_dry:
+        return KNOWN[_DRY_RUN_GPU]
+    if found is None:
+        raise ConfigError(
+            f"{FLAG} does not know the GPU {name or 'of this machine'}.",
+            where=f"--{FLAG}",
+            why="a layout is chosen by the memory and the speed of the GPUs",
+            fix="crius plan --calibrate measures it once; or give the degrees: crius plan --help",
+        )
+    return replace(found, gpus_per_node=local_ranks) if local_ranks < num_ranks else found
+
+
+def gpu_name(root: Path = _GPUS) -> str:
+    """The first GPU of this machine by its driver's name, without torch; empty where the driver does not say."""
+    for file in sorted(root.glob("*/information")):
+        model = re.search(r"^Model:\s*(.+)$", file.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
+        if model:
+            return model[1].strip()
+    return ""

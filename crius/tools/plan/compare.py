@@ -1,0 +1,185 @@
+"""A run's measured speed and memory beside its plan. Torch-free."""
+
+import contextlib
+import json
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from crius.config.run import RunConfig
+from crius.errors import ConfigError
+from crius.machine import Machine
+from crius.models.description import ModelDescription
+from crius.tools.plan.hardware import Hardware
+from crius.tools.plan.of_run import GIB, RunPlan, hardware_of_machine, plan_run, summed
+
+PLAN = "plan.json"
+"""In the folder of a run: what its settings do not say of it."""
+
+WARM_STEPS = 5
+"""At the start of a run and after it goes on: compilation and first allocations are in them."""
+
+LEAST_STEPS = 5
+"""Measured steps below which no speed is compared."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What a run reported.
+
+    Attributes:
+        steps: that count: all but the first ones.
+        tokens_per_second: of one rank, the median of the reports; None where there are too few.
+        memory_bytes: peak of rank 0; None where nothing was reported.
+    """
+
+    steps: int
+    tokens_per_second: float | None
+    memory_bytes: float | None
+
+
+class Reports:
+    """Gathers what the records of a run say of speed and memory."""
+
+    def __init__(self) -> None:
+        self._last: int | None = None
+        self._ready = 0
+        self._rates: list[float] = []  # one of each step
+        self._memory: float | None = None
+
+    def add(self, record: Mapping[str, Any]) -> int:
+        """Count one record of steps; returns how many of its steps are past the first ones, all of them or none."""
+        step = int(record["step"])
+        if self._last is None or step <= self._last:  # it begins, or goes on from a checkpoint
+            self._ready, self._last = step - 1 + WARM_STEPS, step - 1
+        steps, first = step - self._last, self._last
+        self._last = step
+        self._memory = max(self._memory or 0.0, float(record["memory_gib"]) * GIB)
+        if first < self._ready:
+            return 0
+        self._rates += [float(record["tokens_per_second_per_rank"])] * steps
+        return steps
+
+    def measured(self) -> Measured:
+        """So far."""
+        rate = statistics.median(self._rates) if len(self._rates) >= LEAST_STEPS else None
+        return Measured(steps=len(self._rates), tokens_per_second=rate, memory_bytes=self._memory)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """A plan and what came of it."""
+
+    plan: RunPlan
+    measured: Measured
+
+    @property
+    def speed_error(self) -> float | None:
+        """Planned tokens/s as a share of the measured ones, less 1; None where one of them is not known."""
+        return _error(self.plan.tokens_per_second, self.measured.tokens_per_second)
+
+    @property
+    def memory_error(self) -> float | None:
+        """Likewise of memory; None too where the machine is not known, whose processes hold more than tensors."""
+        return _error(self.plan.memory.total if self.plan.hardware else None, self.measured.memory_bytes)
+
+    def lines(self) -> list[str]:
+        """Both, and what the plan consists of."""
+        plan = self.plan
+        found = [self.line(), f"planned memory: {summed(plan.memory.parts, GIB)} GiB ({plan.memory.note})"]
+        if plan.time:
+            found.append(f"planned step: {1e3 * plan.time.total:,.1f} ms = {summed(plan.time.parts, 1e-3, 1)}")
+        return found
+
+    def line(self) -> str:
+        """Both on one line, for a log."""
+        plan, measured, hardware = self.plan, self.measured, self.plan.hardware
+        if hardware is None:
+            return f"unknown machine {plan.machine.name}: crius plan --calibrate measures it"
+        parts = []
+        if plan.tokens_per_second is not None and measured.tokens_per_second is not None:
+            rate = f"{measured.tokens_per_second:,.0f} tokens/s/rank measured"
+            parts.append(f"{rate}, {plan.tokens_per_second:,.0f} planned ({self.speed_error:+.0%})")
+        elif measured.memory_bytes is None:
+            parts.append("no steps reported yet")
+        elif plan.tokens_per_second is None:
+            parts.append(f"the speed of {plan.workload.precision} on a CPU is not planned")
+        elif measured.tokens_per_second is None:
+            parts.append(f"{measured.steps} steps after the first {WARM_STEPS}, at least {LEAST_STEPS} are needed")
+        if measured.memory_bytes is not None:
+            peak = f"{measured.memory_bytes / GIB:.2f} GiB measured on rank 0"
+            parts.append(f"{peak}, {plan.memory.total / GIB:.2f} planned ({self.memory_error:+.0%})")
+        threads = plan.machine.threads * plan.machine.local_ranks
+        if hardware.threads and hardware.threads != threads:
+            parts.append(f"calibrated with {hardware.threads} threads, run with {threads}")
+        return "; ".join([*parts, f"on {hardware.name}"])
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON; errors are fractions."""
+        return {
+            "plan": self.plan.as_dict(),
+            "measured": {
+                "steps": self.measured.steps,
+                "tokens_per_second_per_rank": self.measured.tokens_per_second,
+                "memory_bytes": self.measured.memory_bytes,
+            },
+            "tokens_per_second_error": self.speed_error,
+            "memory_error": self.memory_error,
+        }
+
+
+def _error(planned: float | None, measured: float | None) -> float | None:
+    return planned / measured - 1 if planned and measured else None
+
+
+def measured_of(records: Iterable[Mapping[str, Any]]) -> Measured:
+    """What the records of ``metrics.jsonl`` say."""
+    reports = Reports()
+    for record in records:
+        if "tokens_per_second_per_rank" in record:
+            reports.add(record)
+    return reports.measured()
+
+
+def _records(text: str) -> list[dict[str, Any]]:
+    """The lines of ``metrics.jsonl``, but for a last one that is still being written."""
+    *whole, last = text.split("\n")
+    found = [json.loads(line) for line in whole]
+    with contextlib.suppress(ValueError):
+        found += [json.loads(last)]
+    return found
+
+
+def compare_run(
+    run_dir: Path, config: RunConfig, facts: ModelDescription, hardware: Hardware | None = None
+) -> Comparison:
+    """The plan of the run in ``run_dir`` and what it measured.
+
+    Args:
+        run_dir: with ``plan.json`` and ``metrics.jsonl``.
+        config: of its ``run.toml``.
+        facts: of its model.
+        hardware: that it is planned for; None: of the machine that it ran on.
+
+    Raises:
+        ConfigError: the folder has no such files, or they are damaged.
+    """
+    try:
+        told = json.loads((run_dir / PLAN).read_text(encoding="utf-8"))
+        machine = Machine(**told["machine"])
+        mode = told["activation_checkpoint"]
+        measured = measured_of(_records((run_dir / "metrics.jsonl").read_text(encoding="utf-8", errors="replace")))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{run_dir} cannot be compared with its plan: {error}.",
+            where="--compare",
+            why=f"a run writes {PLAN} when it starts and metrics.jsonl after its steps",
+            fix="name the folder of a run that has trained, such as runs/NAME",
+        ) from None
+    if config.activation_checkpoint.mode == "auto":
+        config = replace(config, activation_checkpoint=replace(config.activation_checkpoint, mode=mode))
+    return Comparison(
+        plan=plan_run(config, facts, machine, hardware or hardware_of_machine(machine)), measured=measured
+    )

@@ -1,0 +1,280 @@
+"""Which layouts and batches the trainer takes, listed fast; the rules of a run have the last word on the winners."""
+
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any
+
+from crius.config.batch import AUTO_GLOBAL_BATCH_SIZE
+from crius.config.export import flatten
+from crius.config.facts import Facts, Rule
+from crius.config.parallelism import ParallelismConfig
+from crius.config.pipeline import microbatches_allowed
+from crius.config.rules import RULES
+from crius.config.run import RunConfig
+from crius.errors import CriusError
+from crius.models.description import ModelDescription
+from crius.models.registry import SPECS
+from crius.tools.plan.hardware import Hardware
+from crius.tools.plan.workload import Layout
+
+MOST_TOKENS_A_STEP = 16 * 2**20
+"""Of a batch that nobody gave: Llama 3 405B was trained with 16 Mi tokens a step at most (arXiv:2407.21783)."""
+
+LEAST_CONTEXT_SHARD = 2048
+"""Tokens of a sequence that a context-parallel rank keeps at least: with fewer its matmuls are small."""
+
+MOST_PIPELINE_RANKS = 32
+MOST_MICROBATCH = 64
+MOST_MICROBATCH_TOKENS = 2**18
+STAGES_PER_RANK = (2, 4, 8)
+"""Of the interleaved schedule."""
+
+PREFIX = "parallelism."
+DEGREES = {
+    "pp": f"{PREFIX}pipeline_parallel_degree",
+    "dp_replicate": f"{PREFIX}data_parallel_replicate_degree",
+    "dp_shard": f"{PREFIX}data_parallel_shard_degree",
+    "cp": f"{PREFIX}context_parallel_degree",
+    "tp": f"{PREFIX}tensor_parallel_degree",
+    "ep": f"{PREFIX}expert_parallel_degree",
+}
+"""The field of each axis."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What a layout is looked for.
+
+    Attributes:
+        config: the run; what is in ``pinned`` stays as it is here, all else is the search's.
+        shape: the model's description.
+        hardware: of every rank.
+        num_gpus: ranks.
+        pinned: dotted fields that somebody gave.
+    """
+
+    config: RunConfig
+    shape: ModelDescription
+    hardware: Hardware
+    num_gpus: int
+    pinned: frozenset[str] = frozenset()
+
+    @property
+    def facts(self) -> ModelDescription | None:
+        """``shape``; None where Crius does not train the model yet."""
+        return self.shape if self.shape.block else None
+
+    def given(self, field: str) -> Any:
+        """The value of a field that is pinned; None where the search may choose."""
+        value = self.values[field] if field in self.pinned else None
+        return None if value == -1 else value
+
+    @cached_property
+    def values(self) -> dict[str, Any]:
+        """The dotted fields of ``config``."""
+        return flatten(self.config)
+
+    def on(self, num_gpus: int) -> "Case":
+        """The same with another number of ranks; those of a CPU share its memory."""
+        each = self.hardware.memory_bytes * (1 if self.on_gpu else self.num_gpus / num_gpus)
+        return replace(self, num_gpus=num_gpus, hardware=replace(self.hardware, memory_bytes=each))
+
+    @property
+    def with_any_degrees(self) -> "Case":
+        """The same without the degrees that were given."""
+        return replace(self, pinned=self.pinned - set(DEGREES.values()))
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the ranks are GPUs."""
+        return self.hardware.generation != "cpu"
+
+    @cached_property
+    def global_batch_size(self) -> int:
+        """Sequences of a step: as given; else a multiple of the GPUs of at least 8.
+
+        Where that is above ``MOST_TOKENS_A_STEP`` a multiple of the most data-parallel ranks that stay below.
+        """
+        given = self.config.training.global_batch_size
+        if given != -1:
+            return given
+        size = self.given("training.local_batch_size") or 1
+        unit = self.num_gpus * size
+        most = max(AUTO_GLOBAL_BATCH_SIZE, MOST_TOKENS_A_STEP // self.config.training.seq_len)
+        wanted = -(-AUTO_GLOBAL_BATCH_SIZE // unit) * unit
+        if wanted <= most:
+            return wanted
+        ranks = max((ranks for ranks in divisors(self.num_gpus) if ranks * size <= most), default=1)
+        return max(1, most // (ranks * size)) * ranks * size
+
+
+def violations(
+    config: RunConfig,
+    facts: ModelDescription,
+    num_ranks: int,
+    rules: Iterable[Rule] = RULES,
+    origin: Callable[[str], str] = lambda name: "default",
+) -> list[CriusError]:
+    """Why a run with ``config`` would not start on ``num_ranks`` ranks of a cluster: the first rule that is broken.
+
+    Args:
+        config: the run.
+        facts: of its model.
+        num_ranks: ranks.
+        rules: that count.
+        origin: where a dotted field came from.
+    """
+    known = Facts(
+        config=config,
+        origin=origin,
+        specs=SPECS,
+        model=facts,
+        num_ranks=num_ranks,
+        asked_ranks=num_ranks,
+        asked_by="",
+        num_gpus=0,
+        num_cores=os.cpu_count() or 1,
+        local_ranks=num_ranks,
+        is_dry=True,
+    )
+    return next((found for rule in rules if (found := list(rule(known)))), [])
+
+
+def divisors(number: int) -> list[int]:
+    """Of a positive number, ascending."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
+
+
+def layouts(case: Case) -> Iterator[Layout]:
+    """Degrees that multiply to the GPUs and divide the model, its sequence and its batch.
+
+    Of a model with experts, which has most, not all: unless given, no CP with TP, no TP above 2 with experts beyond a
+    node, no replicas of anything but one node, half or all of the ranks.
+    """
+    total, is_sparse = case.global_batch_size, case.shape.num_experts > 0
+    for tp in _tensor_degrees(case):
+        for cp in _context_degrees(case, tp):
+            if is_sparse and cp > 1 and tp > 1 and not case.given(DEGREES["cp"]) and not case.given(DEGREES["tp"]):
+                continue
+            for pp in _pipeline_degrees(case, tp * cp):
+                batch, rest = divmod(case.num_gpus, tp * cp * pp)
+                if rest or total % batch:
+                    continue
+                for replicas in _replicas(case, batch, cp * tp):
+                    if not _reshards_to_groups(case, batch // replicas * cp, tp * pp):
+                        continue
+                    for ep in _expert_degrees(case, batch // replicas * cp * tp, tp):
+                        yield Layout(pp=pp, dp_replicate=replicas, dp_shard=batch // replicas, cp=cp, tp=tp, ep=ep)
+
+
+def _reshards_to_groups(case: Case, shards: int, others: int) -> bool:
+    """Whether an integer ``reshard_after_forward_mode`` makes groups of some of the shards, and of nothing else."""
+    group = case.given(f"{PREFIX}reshard_after_forward_mode")
+    return not isinstance(group, int) or (others == 1 and 1 < group < shards and shards % group == 0)
+
+
+def schedules(case: Case, layout: Layout) -> Iterator[tuple[str, int]]:
+    """Pipeline schedules with their stages a rank. Zero-bubble ones take neither compile nor recomputation."""
+    given = case.given(f"{PREFIX}pipeline_parallel_schedule")
+    each = case.given(f"{PREFIX}pipeline_parallel_stages_per_rank")
+    if layout.pp == 1:
+        yield "1f1b", 1
+        return
+    if given in (None, "1f1b", "gpipe") and each in (None, 1):
+        yield given or "1f1b", 1
+    if given in (None, "interleave_1f1b"):
+        for stages in (each,) if each else STAGES_PER_RANK:
+            if stages > 1 and layout.pp * stages <= case.shape.num_layers:
+                yield "interleave_1f1b", stages
+    elif given not in ("1f1b", "gpipe"):
+        yield given, each or 2
+
+
+def microbatches(case: Case, layout: Layout, schedule: str, stages: int) -> Iterator[tuple[int, int]]:
+    """Sequences in a microbatch, and microbatches in a step."""
+    share = case.global_batch_size // layout.batch
+    parallelism = _pipeline_of(layout.pp, schedule, stages)
+    given, training = case.given("training.local_batch_size"), case.config.training
+    if training.reproducible:  # a microbatch is a virtual shard
+        given = max(1, case.global_batch_size // training.virtual_shards)
+    sizes: Sequence[int] = (given,) if given else divisors(share)
+    for size in sizes:
+        is_large = size > MOST_MICROBATCH or (size > 1 and size * training.seq_len > MOST_MICROBATCH_TOKENS)
+        if share % size or (is_large and not given):
+            continue
+        count = share // size
+        # fewer microbatches than stages leave most of a pipeline idle
+        if microbatches_allowed(parallelism, count) and (count >= layout.pp or layout.pp == 1):
+            yield size, count
+
+
+@lru_cache(maxsize=1024)
+def _pipeline_of(pp: int, schedule: str, stages: int) -> ParallelismConfig:
+    return ParallelismConfig(
+        pipeline_parallel_degree=pp,
+        pipeline_parallel_schedule=schedule,  # type: ignore[arg-type]
+        pipeline_parallel_stages_per_rank=stages,
+    )
+
+
+def _tensor_degrees(case: Case) -> list[int]:
+    """Within a node, of whole heads."""
+    shape, given = case.shape, case.given(DEGREES["tp"])
+    legal = [
+        tp
+        for tp in divisors(case.num_gpus)
+        if shape.num_heads % tp == 0
+        and shape.ffn_dim % tp == 0
+        and (shape.num_kv_heads % tp == 0 or tp % shape.num_kv_heads == 0)
+        and case.config.training.seq_len % tp == 0
+    ]
+    return [tp for tp in legal if (tp == given if given else tp <= case.hardware.gpus_per_node)]
+
+
+def _context_degrees(case: Case, tp: int) -> list[int]:
+    given, length = case.given(DEGREES["cp"]), case.config.training.seq_len
+    legal = [
+        cp
+        for cp in divisors(case.num_gpus // tp)
+        if cp == 1 or (length % (2 * cp * tp) == 0)  # an early and a late part for each rank
+    ]
+    return [cp for cp in legal if (cp == given if given else cp == 1 or length // cp >= LEAST_CONTEXT_SHARD)]
+
+
+def _pipeline_degrees(case: Case, others: int) -> list[int]:
+    shape, given = case.shape, case.given(DEGREES["pp"])
+    legal = [pp for pp in divisors(case.num_gpus // others) if pp == 1 or pp <= shape.num_layers]
+    return [pp for pp in legal if (pp == given if given else pp <= MOST_PIPELINE_RANKS)]
+
+
+def _replicas(case: Case, batch: int, inner: int) -> list[int]:
+    """Replicas of ``batch`` data-parallel ranks; a group of shards fills whole nodes or divides one."""
+    given, shards = case.given(DEGREES["dp_replicate"]), case.given(DEGREES["dp_shard"])
+    node = case.hardware.gpus_per_node
+
+    def is_legal(replicas: int) -> bool:
+        if given or shards:
+            return replicas == given if given else batch // replicas == shards
+        group = batch // replicas * inner
+        if case.shape.num_experts:
+            return replicas in (1, 2) or group == node
+        return replicas == 1 or group % node == 0 or node % group == 0
+
+    found = [replicas for replicas in divisors(batch) if is_legal(replicas)]
+    return [replicas for replicas in found if not shards or batch // replicas == shards]
+
+
+def _expert_degrees(case: Case, ranks: int, tp: int) -> list[int]:
+    """Ranks that share the experts: among those of one replica and stage."""
+    given, experts = case.given(DEGREES["ep"]), case.shape.num_experts
+    if given:
+        return [given] if experts and experts % given == 0 and ranks % given == 0 else [1] * (given == 1)
+    if not experts:
+        return [1]
+    node = case.hardware.gpus_per_node
+    most = max(64, node) if tp <= 2 or case.given(DEGREES["tp"]) else node
+    return [ep for ep in divisors(math.gcd(experts, ranks)) if ep <= most]

@@ -1,0 +1,347 @@
+"""The moment of a step at which a rank holds most. Torch-free.
+
+Candidates: the loss and the backward of the output layer, when all activations are there; the backwards of the first
+and of the last layers, with what they recompute, gather and sum; that of the embedding; the update. Between them all
+grows or shrinks by equal parts, layer by layer.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from crius.tools.plan.holdings import Held
+from crius.tools.plan.logits import LossBytes
+from crius.tools.plan.memory_constants import TRAITS
+from crius.tools.plan.workload import Workload
+
+_ID_BYTES = 3 * 8  # of a token: its id, label and position
+
+
+class Moment(NamedTuple):
+    """Bytes at one moment, by what they are for; ``weights`` and ``state`` are there all the time."""
+
+    name: str
+    gradients: float
+    activations: float = 0.0
+    loss: float = 0.0
+    copies: float = 0.0
+    in_flight: float = 0.0
+    working: float = 0.0
+    weights: float = 0.0
+    state: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return sum(self[1:])
+
+
+class LayerKind(NamedTuple):
+    """Layers of one kind on a rank, and bytes of one of them for a microbatch.
+
+    Attributes:
+        spans: where in the model they begin and end.
+        kept: what one keeps for its backward.
+        saved: how much less, if it is one of those that are recomputed.
+        recomputed: what its backward needs beyond that, if it is; if ``saved`` is 0, of each.
+        backward: what its backward needs in any case.
+    """
+
+    spans: tuple[tuple[int, int], ...] = ()
+    kept: float = 0.0
+    saved: float = 0.0
+    recomputed: float = 0.0
+    backward: float = 0.0
+
+    @property
+    def number(self) -> int:
+        """How many."""
+        return sum(end - begin for begin, end in self.spans)
+
+    def multiples(self, count: int, every: int) -> int:
+        """How many of the first ``count`` have a number in the model, from 1, that ``every`` divides."""
+        found = 0
+        for begin, end in self.spans:
+            end = min(end, begin + count)
+            count -= end - begin
+            found += end // every - begin // every
+        return found
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes of the activations of one microbatch on a rank.
+
+    Attributes:
+        kinds: its layers, the dense ones first.
+        every: which of them are recomputed, where not all are alike.
+        sent: what it keeps beyond its layers, less what they would keep and is a buffer.
+        hidden: one hidden state.
+    """
+
+    kinds: tuple[LayerKind, LayerKind]
+    every: int
+    sent: float
+    hidden: float
+
+    @property
+    def all(self) -> float:
+        """What all layers keep."""
+        return self.first(sum(kind.number for kind in self.kinds))
+
+    def first(self, count: int) -> float:
+        """What the first ``count`` layers keep."""
+        dense = min(count, self.kinds[0].number)
+        found = self.sent
+        for kind, number in zip(self.kinds, (dense, count - dense), strict=True):
+            found += number * kind.kept - kind.saved * (kind.multiples(number, self.every) if kind.saved else 0)
+        return max(0.0, found)
+
+    def backward(self, index: int) -> float:
+        """What the backward of layer ``index`` needs beyond what layers keep."""
+        dense = self.kinds[0].number
+        kind, number = (self.kinds[0], index) if index < dense else (self.kinds[1], index - dense)
+        is_again = not kind.saved or kind.multiples(number + 1, self.every) > kind.multiples(number, self.every)
+        return kind.backward + kind.recomputed * is_again
+
+
+class _Pass(NamedTuple):
+    """A backward through the rank's layers.
+
+    Attributes:
+        is_there: gradients are there before it, from earlier microbatches.
+        is_summed: FSDP sums them over ranks, layer by layer.
+        stays: all weights stay gathered.
+        others: other microbatches whose activations are there.
+    """
+
+    is_there: bool
+    is_summed: bool
+    stays: bool
+    others: float = 0.0
+
+
+def peak(
+    workload: Workload, held: Held, loss: LossBytes, activations: Activations, *, is_cached: bool = False
+) -> Moment:
+    """The moment at which a rank holds most.
+
+    Args:
+        workload: what it computes.
+        held: its weights.
+        loss: what the loss takes.
+        activations: of a microbatch.
+        is_cached: what is freed stays with an allocator, which cannot join it to the largest copy, made last.
+    """
+    rank = _Rank(workload, held, activations)
+    layers, count = held.layers, workload.num_microbatches
+    other = activations.all + loss.kept * (workload.schedule == "gpipe")
+    moments = [rank.update()]
+    for one in _passes(workload, held):
+        found = [*rank.layers(one)]
+        if layers.has_head:
+            found += rank.output(one, loss)
+        if layers.has_embedding:
+            found.append(rank.embedding(one, is_cached=is_cached))
+        moments.append(max(found, key=lambda moment: moment.total)._replace(in_flight=other * one.others))
+    most = max(moments, key=lambda moment: moment.total)
+    buffers = _ID_BYTES * workload.microbatch * workload.seq_len / workload.layout.cp * count
+    if workload.layout.pp > 1:
+        received = count if TRAITS[workload.framework].receives_all else 1
+        buffers += layers.neighbours * activations.hidden * received
+    weights, state = _constant(workload, held)
+    return most._replace(weights=weights, state=state, working=most.working + buffers)
+
+
+def _passes(workload: Workload, held: Held) -> Iterator[_Pass]:
+    """The backwards that may need most: that of the last microbatch, and where they differ the first and the others."""
+    count, others = workload.num_microbatches, held.layers.in_flight - 1
+    if workload.zero_stage < 3:
+        yield _Pass(is_there=True, is_summed=False, stays=True, others=others)
+    elif workload.layout.pp > 1:  # weights stay and gradients are summed after the last
+        yield _Pass(is_there=count > held.layers.in_flight, is_summed=False, stays=True, others=others)
+        if count <= held.layers.in_flight and count > 1:
+            yield _Pass(is_there=True, is_summed=False, stays=True, others=max(0.0, others - 1))
+    else:
+        yield _Pass(is_there=count > 1, is_summed=True, stays=False)
+        is_kept, is_deferred = workload.reshard == "never", workload.gradient_sync == "deferred"
+        for is_there in range(min(count - 1, 2)) if is_kept or is_deferred else ():
+            yield _Pass(is_there=bool(is_there), is_summed=not is_deferred, stays=is_kept)
+
+
+def waits_for_loss(workload: Workload) -> bool:
+    """The last layer is gathered for its backward when that of the output layer begins: with a chunked loss."""
+    is_freed = workload.layout.pp == 1 and workload.reshard != "never"
+    return is_freed and workload.layout.fsdp > 1 and workload.loss_tokens is not None
+
+
+def parts_between(workload: Workload, held: Held, count: int) -> float:
+    """Bytes of the embedding and the first ``count`` layers where forward and backward leave parts of them, as an
+    integer ``reshard_after_forward_mode`` asks.
+    """
+    if not workload.reshard.isdecimal():
+        return 0.0
+    whole = held.first(count)[0] + held.units.embedding.whole * held.layers.has_embedding
+    return whole * workload.param_bytes / int(workload.reshard)
+
+
+def _constant(workload: Workload, held: Held) -> tuple[float, float]:
+    """Bytes of the weights and of the optimizer's state, which are there all the time."""
+    stored, param = workload.weight_bytes, workload.param_bytes
+    own, state = (0.0, 0.0) if workload.cpu_offload else (held.own, held.state)
+    if workload.zero_stage == 3:
+        return own * stored, state
+    return held.whole * param, state + own * stored * (stored > param)  # and weights to update, beside narrower ones
+
+
+class _Rank:
+    """The moments of one pipeline rank."""
+
+    def __init__(self, workload: Workload, held: Held, activations: Activations) -> None:
+        self._work, self._held, self._activations = workload, held, activations
+        self._param, self._reduce, self._stored = workload.param_bytes, workload.reduce_bytes, workload.weight_bytes
+        layers, layout = held.layers, workload.layout
+        is_sharded = workload.zero_stage == 3
+        self._is_plain = (
+            layout.num_ranks == 1 and self._param == self._stored <= self._reduce and not workload.cpu_offload
+        )
+        self._is_copied = is_sharded and not self._is_plain  # FSDP gathers weights and sums gradients
+        self._is_whole = workload.num_microbatches > 1 and (workload.gradient_sync == "deferred" or layout.pp > 1)
+        is_tied = workload.is_tied
+        stays = is_sharded and TRAITS[workload.framework].ends_stay
+        # embedding and output layer in one unit: gathered, and their gradients whole, until the end
+        self._is_one_end = is_tied or (stays and layers.has_head)
+        self._ends = max(1, layers.has_embedding + (layers.has_head and not is_tied)) if stays else 1
+        self._end = held.end * self._param
+        self._waiting = self._end * (self._is_one_end and (self._is_copied or is_tied))
+        self._embedding = held.units.embedding if layers.has_embedding else None
+
+    def layers(self, one: _Pass) -> Iterator[Moment]:
+        """When the backward of a layer begins and ends, and when its gradient is to be summed over ranks."""
+        held, kept, hidden = self._held, self._activations, self._activations.hidden
+        count, dense = held.layers.layers, held.layers.dense
+        for index in sorted({0, 1, dense - 1, dense, dense + 1, count - 2, count - 1} & set(range(count))):
+            copies = self._gathered(one, index) + self._sum(one, index + 1)
+            gradients = self._gradients(one, index)
+            made = held.layer(index).whole * self._made(one)
+            begin, end = kept.first(index + 1), kept.first(index)
+            name = f"backward, layer {index + 1} of {count}"
+            yield Moment(name, gradients, begin, 0.0, copies, 0.0, kept.backward(index) + hidden + self._waiting)
+            yield Moment(name, gradients, end, 0.0, copies + made, 0.0, 2 * hidden + self._waiting)
+            if one.is_summed and self._is_copied:
+                layer = held.layer(index)
+                copies = self._gathered(one, index) - layer.whole * self._param + self._sum(one, index)
+                if not self._is_whole:
+                    copies += max(made, layer.own * self._stored * (not self._work.cpu_offload))
+                yield Moment(name, gradients, end, 0.0, copies, 0.0, hidden + self._waiting)
+
+    def output(self, one: _Pass, loss: LossBytes) -> Iterator[Moment]:
+        """The loss, and the backward of the output layer."""
+        held, work = self._held, self._work
+        kept = self._activations.all
+        before = self._before(one)
+        gathered = late = 0.0
+        last = held.layer(held.layers.layers - 1).whole * self._param * (work.layout.fsdp > 1)
+        if self._is_copied and (one.stays or work.reshard == "never"):
+            gathered = held.whole * self._param
+            # what the last gather copied from waits for the next one
+            gathered += last * (self._is_one_end and work.layout.pp == 1 and not one.is_there)
+        elif self._is_copied:
+            gathered = self._ends * self._end + parts_between(work, held, held.layers.layers)
+            late = last  # gathered when the backward of the output layer begins
+        made = self._waiting or self._end + self._sum(one, held.layers.layers)  # its gradient, and as it is summed
+        copies = gathered + late + max(0.0, made - loss.output)
+        yield Moment("at the loss", before, kept, loss.kept + loss.work, gathered, 0.0, self._activations.hidden)
+        yield Moment("backward, output layer", before, kept, max(loss.kept, loss.output), copies)
+
+    def embedding(self, one: _Pass, *, is_cached: bool) -> Moment:
+        """The backward of the embedding, and the sum of its gradient over ranks."""
+        ends = self._ends * self._end
+        summed = ends * self._reduce / self._param * (one.is_summed and self._is_copied)
+        freed = self._sum(one, 0) + self._gathered(one, -1)  # by when its own gradient is summed
+        # of a tied weight both gradients and their sum
+        made = max(ends, 3 * self._waiting) if self._work.is_tied else ends
+        shard = ends / self._param * self._stored / self._work.layout.fsdp
+        left = ends if not summed or self._is_whole or self._work.cpu_offload else max(ends, shard)
+        copies = max(made + freed, left + summed + freed * (is_cached and self._is_one_end))
+        return Moment(
+            "backward, embedding", self._gradients(one, -1), 0.0, 0.0, copies, 0.0, 2 * self._activations.hidden
+        )
+
+    def update(self) -> Moment:
+        """The optimizer's step, by when FSDP has summed all gradients over ranks."""
+        work, held = self._work, self._held
+        own = 0.0 if work.cpu_offload else held.own
+        gradients = (
+            own * self._stored
+            if work.zero_stage == 3
+            else self._before(_Pass(is_there=True, is_summed=False, stays=True))
+        )
+        return Moment("update", gradients, working=2 * own * self._stored * (work.optimizer == "foreach"))
+
+    def _made(self, one: _Pass) -> float:
+        """Bytes of a weight's new gradient."""
+        if self._work.zero_stage < 3:
+            return 0.0
+        if one.is_there and (self._is_plain or (self._is_whole and self._param == self._reduce)):
+            return 0.0  # it is added to the one that is there
+        if self._is_whole and not (one.is_there or one.is_summed):
+            return max(self._param, self._reduce)  # and as it is kept
+        return self._param
+
+    def _before(self, one: _Pass) -> float:
+        """Gradients of earlier microbatches."""
+        held, work = self._held, self._work
+        if work.zero_stage < 3:
+            return (held.own if work.zero_stage == 2 else held.whole) * self._reduce
+        if not one.is_there:
+            return 0.0
+        if self._is_whole:
+            return held.whole * self._reduce
+        return 0.0 if work.cpu_offload else held.own * self._stored
+
+    def _gradients(self, one: _Pass, index: int) -> float:
+        """Gradients in the backward of layer ``index``, -1 for the embedding, but its own and those being summed."""
+        held, before = self._held, self._before(one)
+        if self._work.zero_stage < 3:
+            return before
+        whole, own = held.first(index + 1)
+        if self._embedding is not None:
+            whole, own = whole + self._embedding.whole, own + self._embedding.own
+        if self._is_one_end and not self._work.is_tied:
+            whole, own = whole + held.units.head.whole, own + held.units.head.own
+        made, stored = held.whole - whole, (held.own - own) * (not self._work.cpu_offload)
+        if not self._is_whole:
+            # what replicas sum stays until the end of the backward, where it is not itself the gradient
+            is_other = one.is_there or self._stored != self._reduce
+            summed = stored * self._reduce * (is_other and self._is_copied and self._work.layout.dp_replicate > 1)
+            return (before or stored * self._stored) + summed
+        if not one.is_summed:
+            return before or made * self._reduce
+        return before - made * self._reduce + stored * self._stored
+
+    def _sum(self, one: _Pass, index: int) -> float:
+        """The gradient of layer ``index``, or after the last layer of the output layer, on its way to other ranks."""
+        held = self._held
+        if not (one.is_summed and self._is_copied):
+            return 0.0
+        if index < held.layers.layers:
+            return held.layer(index).whole * self._reduce
+        return held.end * self._reduce * (held.layers.has_head and not self._is_one_end)
+
+    def _gathered(self, one: _Pass, index: int) -> float:
+        """Weights that are whole in the backward of layer ``index``, -1 for the embedding."""
+        held, work = self._held, self._work
+        if not self._is_copied:
+            return 0.0
+        if one.stays:
+            return held.whole * self._param
+        ends = self._ends * self._end * (self._embedding is not None)
+        if work.reshard == "never":
+            return held.first(index + 1)[0] * self._param + ends
+        if index < 0:
+            return ends
+        found = held.layer(index).whole * self._param + ends * self._is_one_end
+        if work.layout.fsdp > 1:  # and the next one
+            found += held.layer(index - 1).whole * self._param if index else ends * (not self._is_one_end)
+        return found + parts_between(work, held, index)

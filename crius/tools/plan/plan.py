@@ -1,0 +1,293 @@
+"""``make_plan``: a search with all that is told of it; ``recommend``: its winner as settings. Torch-free."""
+
+import math
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+from crius.config.layout import replace_fields
+from crius.config.rules import RULES, built_already, extras_installed, known_model, ranges
+from crius.config.rules_layout import activation_checkpoint_options, sequence_divides, tensor_parallel_divides
+from crius.config.rules_optimizer import OPTIMIZER_RULES
+from crius.config.run import RunConfig
+from crius.errors import ConfigError, CriusError, LayoutError
+from crius.models.description import ModelDescription
+from crius.tools.plan.explain import explain
+from crius.tools.plan.hardware import Hardware
+from crius.tools.plan.legal import DEGREES, Case, violations
+from crius.tools.plan.rank import Reject, best, best_rows, rejects
+from crius.tools.plan.remedies import MOST_HOST_BYTES, OFFLOAD, Remedy, remedies, remedies_of_shape
+from crius.tools.plan.search import Candidate, Found, fewest_with, search, state_bytes, usable_bytes
+from crius.tools.plan.sensitivity import Neighbour, neighbours
+from crius.tools.plan.validated_range import validated_range
+from crius.tools.plan.variants import overrides
+
+MOST_REMEDIES = 6
+MOST_TRIES = 20
+"""Winners that the rules of a run may refuse before there is said to be none."""
+
+PLAN_RULES = [rule for rule in RULES if rule is not extras_installed]
+"""Of a run elsewhere: what is installed here does not matter."""
+
+OPEN_RULES = (
+    *(known_model, ranges, tensor_parallel_divides, sequence_divides, activation_checkpoint_options),
+    *(*OPTIMIZER_RULES, built_already),
+)
+"""Those that say something of a run whose degrees are partly open."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is told of a case.
+
+    Attributes:
+        case: what was asked.
+        found: by the search.
+        winner: what to take; None: nothing fits.
+        settings: dotted fields that make a run what the winner is.
+        rows: the winner and the fastest other layouts.
+        rejected: instructive others, with reasons.
+        nearby: what one change would cost.
+        least_gpus: the smallest number of GPUs on which some layout fits; 0: none is enough.
+        least_keeps_degrees: so many are enough with the degrees that were given.
+        outside: why measurements do not support the winner, or else the smallest layout; empty where they do.
+        seconds: that it took.
+    """
+
+    case: Case
+    found: Found
+    winner: Candidate | None
+    settings: dict[str, Any]
+    rows: list[Candidate]
+    rejected: list[Reject]
+    nearby: list[Neighbour]
+    least_gpus: int
+    least_keeps_degrees: bool
+    outside: list[str]
+    seconds: float
+
+    @property
+    def smallest(self) -> Candidate | None:
+        """Of those that do not fit the one that needs least; None where all fit, or nothing is legal."""
+        return smallest_of(self.found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recommendation:
+    """The winner of a search for a run.
+
+    Attributes:
+        overrides: dotted fields that make the run what was planned, and their values.
+        candidate: with its memory and time.
+        reasons: why, as sentences.
+    """
+
+    overrides: dict[str, Any]
+    candidate: Candidate
+    reasons: list[str]
+
+
+def make_plan(case: Case, *, is_brief: bool = False) -> Plan:
+    """Search ``case`` and tell about it.
+
+    Args:
+        case: what is asked.
+        is_brief: without sensitivity and the smallest number of GPUs.
+
+    Raises:
+        ConfigError: layouts fit, and a run takes none of them for what was given.
+    """
+    started = time.monotonic()
+    found = search(case)
+    winner = legal_best(found)
+    rows = best_rows(found, winner) if winner else []
+    shown = winner or smallest_of(found)
+    least, keeps_degrees = (0, True) if is_brief else fewest_with(case, fits=winner is not None)
+    return Plan(
+        case=case,
+        found=found,
+        winner=winner,
+        settings=overrides(case, winner.workload) if winner else {},
+        rows=rows,
+        rejected=rejects(found, winner, rows) if winner else [],
+        nearby=neighbours(case, winner) if winner and not is_brief else [],
+        least_gpus=least,
+        least_keeps_degrees=keeps_degrees,
+        outside=validated_range(shown.workload, case.hardware) if shown else [],
+        seconds=time.monotonic() - started,
+    )
+
+
+def smallest_of(found: Found) -> Candidate | None:
+    """Of the candidates that do not fit the one that needs least; None where all fit, or nothing is legal."""
+    return min(found.too_large.values(), key=lambda one: one.memory.total, default=None)
+
+
+def check_case(case: Case, origin: Callable[[str], str]) -> None:
+    """Check the given settings by the rules of a run, with the degrees that are open left at one rank.
+
+    Args:
+        case: what is asked.
+        origin: where a dotted field came from.
+
+    Raises:
+        ConfigError: all violations.
+    """
+    if case.config.activation_checkpoint.mode == "memory_budget" and "activation_checkpoint.mode" in case.pinned:
+        raise ConfigError(
+            "activation_checkpoint.mode memory_budget cannot be planned.",
+            where=f"--activation_checkpoint.mode ({origin('activation_checkpoint.mode')})",
+            why="torch.compile chooses what to recompute",
+            fix="--activation_checkpoint.mode selective, or leave it out to let the plan choose",
+        )
+    if case.facts is not None:
+        problems = violations(case.config, case.facts, case.num_gpus, OPEN_RULES, origin)
+        if problems:
+            raise ConfigError.together(problems)
+    _check_batch(case, origin)
+    degrees = {name: case.given(name) or 1 for axis, name in DEGREES.items() if axis != "ep"}
+    total = math.prod(degrees.values())
+    if case.num_gpus % total:
+        given = {name: degree for name, degree in degrees.items() if degree > 1}
+        raise LayoutError(
+            f"{case.num_gpus} GPUs are no multiple of {total}, the product of the degrees given.",
+            where=", ".join(f"--{name} {degree}" for name, degree in given.items()),
+            why="the degrees multiply to the number of GPUs",
+            fix=f"--gpus {-(-case.num_gpus // total) * total}, or leave a degree out",
+        )
+
+
+def _check_batch(case: Case, origin: Callable[[str], str]) -> None:
+    """What was given of the batch splits into microbatches, whatever the layout.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    name, training = "training.global_batch_size", case.config.training
+    replicas, shards = case.given(DEGREES["dp_replicate"]) or 1, case.given(DEGREES["dp_shard"]) or 1
+    local = 1 if training.reproducible else case.given("training.local_batch_size") or 1
+    total, unit = training.global_batch_size, local * replicas * shards
+    if total < 1 or total % unit == 0:
+        return
+    given = [field for field in (name, "training.local_batch_size") if case.given(field)]
+    raise ConfigError(
+        f"global_batch_size {total} is no multiple of {unit}: local_batch_size {local} x the ranks given.",
+        where=", ".join(f"--{field} ({origin(field)})" for field in given),
+        why="each data-parallel rank takes whole microbatches",
+        fix=f"--{name} {-(-total // unit) * unit}, or leave a size or a degree out",
+    )
+
+
+def legal_best(found: Found) -> Candidate | None:
+    """The best candidate that the rules of a run let pass; None where nothing fits.
+
+    Raises:
+        ConfigError: some fit, and the rules let none pass: what is wrong with the best one.
+    """
+    case, pool = found.case, found.fitting
+    refused: list[CriusError] = []
+    for _ in range(MOST_TRIES):
+        winner = best(pool, case.hardware)
+        if winner is None or case.facts is None:
+            break
+        one = winner.workload
+        config = replace_fields(case.config, overrides(case, one))
+        problems = violations(config, case.facts, case.num_gpus, PLAN_RULES, lambda name: _source(case, name))
+        if not problems:
+            return winner
+        refused = refused or problems
+        shape = (one.layout, one.schedule, one.microbatch)
+        pool = [
+            other
+            for other in pool
+            if (other.workload.layout, other.workload.schedule, other.workload.microbatch) != shape
+        ]
+    if refused and (winner is None or case.facts is not None):
+        raise ConfigError.together(refused)
+    return winner
+
+
+def _source(case: Case, name: str) -> str:
+    return "given" if name in case.pinned else "planned"
+
+
+def recommend(
+    config: RunConfig, facts: ModelDescription, hardware: Hardware, num_gpus: int, pinned: Collection[str] = ()
+) -> Recommendation:
+    """The layout, recomputation and microbatch that a run should take.
+
+    Args:
+        config: the run, its dtypes decided.
+        facts: of its model.
+        hardware: of each rank.
+        num_gpus: ranks.
+        pinned: dotted fields that stay as they are in ``config``. ``training.global_batch_size`` always does, unless
+            it is -1.
+
+    Raises:
+        LayoutError: nothing fits, or nothing is legal.
+        ConfigError: what fits is refused for something that was given.
+    """
+    case = Case(
+        config=config,
+        shape=facts,
+        hardware=hardware,
+        num_gpus=num_gpus,
+        pinned=frozenset(pinned),
+    )
+    found = search(case)
+    winner = legal_best(found)
+    if winner is None:
+        raise nothing_fits(found)
+    fields = {name: value for name, value in overrides(case, winner.workload).items() if name not in case.pinned}
+    return Recommendation(overrides=fields, candidate=winner, reasons=explain(found, winner))
+
+
+def remedies_of(plan: Plan) -> list[Remedy]:
+    """What to change where nothing fits: settings of the smallest layout, the cheapest that suffice first."""
+    case, smallest = plan.case, plan.smallest
+    if smallest is None:
+        return []
+    target, fixed = usable_bytes(case.hardware), case.pinned & {OFFLOAD}
+    if case.facts is None:
+        return remedies_of_shape(smallest.workload, case.hardware, target, on_gpu=case.on_gpu, fixed=fixed)
+    config = replace_fields(case.config, overrides(case, smallest.workload))
+    return remedies(
+        config,
+        case.facts,
+        case.num_gpus,
+        case.hardware,
+        target,
+        on_gpu=case.on_gpu,
+        most=MOST_REMEDIES,
+        rules=PLAN_RULES,
+        fixed=fixed,
+    )
+
+
+def nothing_fits(found: Found) -> LayoutError:
+    """The error of a search that found nothing, with the smallest number of GPUs."""
+    case = found.case
+    smallest = smallest_of(found)
+    flags = ", ".join(f"--{name}" for name in sorted(case.pinned))
+    if smallest is None:
+        return LayoutError(
+            f"no layout of {case.num_gpus} GPUs is legal for {case.shape.name} and {case.global_batch_size} sequences "
+            "a step.",
+            where=flags,
+            why="degrees must divide the GPUs, the heads, the sequence and the batch",
+            fix=f"--training.global_batch_size {-(-case.global_batch_size // case.num_gpus) * case.num_gpus}, or give "
+            "fewer flags",
+        )
+    need, most = smallest.memory.total / 2**30, usable_bytes(case.hardware) / 2**30
+    least, keeps_degrees = fewest_with(case)
+    more = f"take {least} GPUs{'' if keeps_degrees else ' with other degrees'}, or " if least else ""
+    offload = f", --{OFFLOAD}" if state_bytes(case) / case.num_gpus <= MOST_HOST_BYTES else ""
+    return LayoutError(
+        f"{case.shape.name} does not fit on {case.num_gpus} x {case.hardware.name}: the smallest layout, "
+        f"{smallest.workload.layout.layout}, needs {need:,.1f} GiB of {most:,.1f}.",
+        where=flags,
+        fix=f"{more}less per number: --optimizer.state_dtype 8bit, "
+        f"--training.dtype bfloat16{offload}; crius plan says what each saves",
+    )

@@ -1,0 +1,341 @@
+"""What to change in a run that does not fit: each flag, with its memory and its price in time. Torch-free."""
+
+import dataclasses
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from crius.config.batch import BatchSizes, batch_sizes
+from crius.config.export import flatten
+from crius.config.facts import Rule
+from crius.config.layout import replace_fields
+from crius.config.pipeline import microbatch_unit
+from crius.config.rules import RULES
+from crius.config.run import RunConfig
+from crius.models.description import ModelDescription
+from crius.parallel.dims import ParallelDims
+from crius.tools.plan.from_config import MOMENT_BYTES, Device, from_config
+from crius.tools.plan.hardware import Hardware
+from crius.tools.plan.legal import violations
+from crius.tools.plan.memory import memory
+from crius.tools.plan.time import step_time
+from crius.tools.plan.workload import Workload
+
+GIB = 1 << 30
+
+ROUNDING_PRICE = 0.05
+"""What another rounding of numbers counts as, in shares of a step: a loss curve that stays is worth that."""
+
+RANKS_PRICE = 0.5
+"""What twice the ranks count as: they are paid for."""
+
+LEAST_GAIN = 0.005
+"""Share of the memory, but for what a process has without a model, below which a change is no remedy."""
+
+LEAST_SAVED = GIB / 10
+"""Bytes below which a change is no remedy: a plan is not as exact, and no run ends for so little."""
+
+MOST_HOST_BYTES = 256 * GIB
+"""Of a host's memory for each of its GPUs, beyond which no one is advised to offload: hosts of 8 GPUs have 1 to 2 TiB
+(NVIDIA DGX A100 and H100, AWS p4d and p5)."""
+
+OFFLOAD = "training.enable_cpu_offload"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remedy:
+    """A change of settings that makes a run smaller.
+
+    Attributes:
+        changes: dotted fields and their values.
+        num_ranks: that the run then has.
+        nbytes: planned for the fullest rank.
+        saved: planned bytes that it saves.
+        slower: planned share of a step that it costs: 0.07 is 7 % more time. Below 0: it gains.
+        note: what else changes; may be empty.
+        fits: whether the plan is within the target.
+        host_bytes: of the host's memory that each rank needs for what is offloaded.
+    """
+
+    changes: Mapping[str, Any]
+    num_ranks: int
+    nbytes: float
+    saved: float
+    slower: float
+    note: str
+    fits: bool
+    host_bytes: float = 0.0
+
+    @property
+    def suffices(self) -> bool:
+        """Whether it fits on GPUs whose host has the memory that is usual."""
+        return self.fits and self.host_bytes <= MOST_HOST_BYTES
+
+    @property
+    def flags(self) -> str:
+        """Ready to paste."""
+        return " ".join(
+            f"--{name}" if value is True else f"--{name}={value}" if value is False else f"--{name} {value}"
+            for name, value in self.changes.items()
+        )
+
+    @property
+    def effect(self) -> str:
+        """``41.20 GiB planned (19.87 less), a step takes 12% longer``."""
+        saved = f"{self.nbytes / GIB:.2f} GiB planned ({self.saved / GIB:.2f} less)"
+        speed = f"a step takes {self.slower:.0%} longer" if self.slower >= 0.005 else "no slower"
+        speed = f"a step takes {-self.slower:.0%} less" if self.slower <= -0.005 else speed
+        return ", ".join(filter(None, [saved, speed, self.note]))
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**dataclasses.asdict(self), "flags": self.flags, "changes": dict(self.changes)}
+
+
+@dataclass(frozen=True)
+class _Change:
+    fields: Mapping[str, Any]
+    note: str = ""
+    price: float = 0.0
+    ranks: int = 1
+
+
+def remedies(
+    config: RunConfig,
+    facts: ModelDescription,
+    num_ranks: int,
+    hardware: Hardware,
+    target: float,
+    *,
+    on_gpu: bool = True,
+    most: int = 3,
+    rules: Sequence[Rule] = RULES,
+    fixed: Collection[str] = (),
+) -> list[Remedy]:
+    """The cheapest changes of ``config`` after which its plan is at most ``target`` bytes.
+
+    Single changes come first, then pairs, and where no pair suffices three at once; single ones that do not suffice
+    fill up the list, the smallest plan first. All pass the rules of a run. The global batch stays, so that the loss
+    curve does.
+
+    Args:
+        config: the run, with everything decided that the machine decides.
+        facts: of its model.
+        num_ranks: that it has.
+        hardware: what the time of a step is planned for.
+        target: bytes of the fullest rank.
+        on_gpu: the run is on GPUs; what moves memory to the host helps there alone.
+        most: how many.
+        rules: that a changed run has to keep.
+        fixed: dotted fields that no remedy changes.
+
+    Returns:
+        At most ``most`` remedies, the cheapest that suffices first; none that saves less than ``LEAST_SAVED``.
+    """
+    judge = _Judge(config, facts, num_ranks, hardware, target, "cuda" if on_gpu else "cpu", rules)
+    changes = [one for one in _changes(config, num_ranks, on_gpu) if not one.fields.keys() & set(fixed)]
+    single = judge.best((change,) for change in changes)
+    found = [one for one in single if one.suffices][:most]
+    for count in (2, 3):
+        if len(found) < most and (count == 2 or not found):
+            several = (some for some in itertools.combinations(changes, count) if not _clash(some))
+            pairs = [one for one in judge.best(several) if one.suffices and not _covers(one, found)]
+            found += pairs[: most - len(found)]
+    return found + [one for one in single if not one.suffices][: most - len(found)]
+
+
+def remedies_of_shape(
+    workload: Workload, hardware: Hardware, target: float, *, on_gpu: bool, fixed: Collection[str] = ()
+) -> list[Remedy]:
+    """The same of a model that Crius does not train yet, of what holds its weights and the optimizer's state.
+
+    Args:
+        workload: that is too large.
+        hardware: of every rank.
+        target: bytes of the fullest rank.
+        on_gpu: the ranks are GPUs.
+        fixed: dotted fields that no remedy changes.
+
+    Returns:
+        Those that suffice first, then the others, each from the smallest plan on.
+    """
+    rounding = "rounds other numbers"
+    options: list[tuple[str, Any, dict[str, Any], str]] = []
+    if on_gpu and not workload.cpu_offload:
+        options.append((OFFLOAD, True, {"cpu_offload": True}, ""))
+    for dtype in ("bfloat16", "8bit"):
+        if MOMENT_BYTES[dtype] < workload.moment_bytes:
+            options.append(("optimizer.state_dtype", dtype, {"moment_bytes": MOMENT_BYTES[dtype]}, rounding))
+    if workload.weight_bytes == 4:
+        options.append(("training.dtype", "bfloat16", {"weight_bytes": 2}, rounding))
+    options = [option for option in options if option[0] not in fixed]
+    before, seconds = memory(workload, hardware).total, step_time(workload, hardware).total
+    found: list[Remedy] = []
+    for count in (1, 2):
+        for some in itertools.combinations(options, count):
+            changes = {name: value for name, value, _, _ in some}
+            if len(changes) < count or any(one.suffices and changes.items() >= one.changes.items() for one in found):
+                continue
+            fields = {field: value for _, _, values, _ in some for field, value in values.items()}
+            changed = replace(workload, **fields)
+            nbytes = memory(changed, hardware).total
+            if before - nbytes >= LEAST_SAVED and (count == 1 or nbytes <= target):
+                on_host, host_note = _on_host(changed, hardware)
+                one = Remedy(
+                    changes=changes,
+                    num_ranks=workload.layout.num_ranks,
+                    nbytes=nbytes,
+                    saved=before - nbytes,
+                    slower=step_time(changed, hardware).total / seconds - 1,
+                    note=_joined([*(note for _, _, _, note in some), host_note]),
+                    fits=nbytes <= target,
+                    host_bytes=on_host,
+                )
+                found.append(one)
+    return sorted(found, key=lambda one: (not one.suffices, not one.fits, one.nbytes))
+
+
+def _on_host(workload: Workload, hardware: Hardware) -> tuple[float, str]:
+    """Bytes of the host's memory that each rank needs, and in words what its host needs for all of its GPUs."""
+    if not workload.cpu_offload:
+        return 0.0, ""
+    parts = memory(replace(workload, cpu_offload=False), hardware).parts
+    nbytes = sum(parts[name] for name in ("parameters", "gradients", "optimizer"))
+    gpus = min(workload.layout.num_ranks, hardware.gpus_per_node)
+    host = "the host" if gpus == 1 else f"a host of {gpus} GPUs"
+    unusual = ", more than most have" if nbytes > MOST_HOST_BYTES else ""
+    return nbytes, f"needs {gpus * nbytes / GIB:,.0f} GiB of memory on {host}{unusual}"
+
+
+def _joined(notes: Iterable[str]) -> str:
+    return "; ".join(dict.fromkeys(filter(None, notes)))
+
+
+class _Judge:
+    """Plans changed runs, see ``remedies``."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        facts: ModelDescription,
+        num_ranks: int,
+        hardware: Hardware,
+        target: float,
+        device: Device,
+        rules: Sequence[Rule],
+    ) -> None:
+        self._config, self._facts, self._ranks, self._rules = config, facts, num_ranks, rules
+        self._hardware, self._target, self._device, self._now = hardware, target, device, flatten(config)
+        before = from_config(config, facts, num_ranks, device=device)
+        planned = memory(before, hardware)
+        self._bytes, self._seconds = planned.total, step_time(before, hardware).total
+        self._least = max(LEAST_SAVED, LEAST_GAIN * (planned.total - planned.parts["overhead"]))
+
+    def best(self, pool: Iterable[Sequence[_Change]]) -> list[Remedy]:
+        """Those of ``pool`` that help, what suffices first and of that the cheapest."""
+        priced = [one for one in map(self._judged, pool) if one is not None]
+        # below half a percent of a step the one that saves more
+        priced.sort(
+            key=lambda one: (
+                not one[1].suffices,
+                not one[1].fits,
+                round(one[0], 2) if one[1].fits else 0.0,
+                one[1].nbytes,
+            )
+        )
+        return [found for _, found in priced]
+
+    def _judged(self, changes: Sequence[_Change]) -> tuple[float, Remedy] | None:
+        """The price and the effect of ``changes``; None where they are not legal or save nothing."""
+        wanted = {name: value for change in changes for name, value in change.fields.items()}
+        fields = {name: value for name, value in wanted.items() if self._now[name] != value}
+        ranks = self._ranks * max(change.ranks for change in changes)
+        changed = replace_fields(self._config, fields)
+        if violations(changed, self._facts, ranks, self._rules):
+            return None
+        workload = from_config(changed, self._facts, ranks, device=self._device)
+        nbytes = memory(workload, self._hardware).total
+        if self._bytes - nbytes < self._least:
+            return None
+        slower = step_time(workload, self._hardware).total / self._seconds - 1
+        on_host, host_note = _on_host(workload, self._hardware)
+        found = Remedy(
+            changes=fields,
+            num_ranks=ranks,
+            nbytes=nbytes,
+            saved=self._bytes - nbytes,
+            slower=slower,
+            note=_joined([*(change.note for change in changes), host_note]),
+            fits=nbytes <= self._target,
+            host_bytes=on_host,
+        )
+        return (1 + slower) * ranks / self._ranks - 1 + sum(change.price for change in changes), found
+
+
+def _clash(changes: Sequence[_Change]) -> bool:
+    """Whether two of ``changes`` set one field differently."""
+    pairs = itertools.combinations(changes, 2)
+    return any(one.fields.get(name, value) != value for one, other in pairs for name, value in other.fields.items())
+
+
+def _covers(several: Remedy, found: Sequence[Remedy]) -> bool:
+    """Whether a part of ``several`` suffices."""
+    return any(several.changes.items() >= one.changes.items() for one in found)
+
+
+def _changes(config: RunConfig, num_ranks: int, on_gpu: bool) -> Iterator[_Change]:
+    """Single steps towards less memory, whether legal or not."""
+    dims = ParallelDims.build(config.parallelism, num_ranks)
+    sizes = batch_sizes(config.training, dims.batch, microbatch_unit(config.parallelism))
+    yield from _of_activations(config, sizes)
+    yield from _of_states(config, on_gpu)
+    yield from _of_layout(config, dims, sizes)
+    if on_gpu:  # more ranks on a CPU share the same memory
+        changes = {
+            "parallelism.data_parallel_shard_degree": 2 * dims.dp_shard,
+            "training.global_batch_size": sizes.total,
+        }
+        yield _Change(changes, f"needs {2 * dims.num_ranks} ranks", RANKS_PRICE, 2)
+
+
+def _of_activations(config: RunConfig, sizes: BatchSizes) -> Iterator[_Change]:
+    mode = config.activation_checkpoint.mode
+    later = {"none": ("selective", "full"), "memory_budget": ("full",), "selective": ("full",)}
+    for other in later.get(mode, ()):
+        option = {"activation_checkpoint.selective_option": "op"} if other == "selective" else {}
+        yield _Change({"activation_checkpoint.mode": other, **option})
+    for local in {sizes.local // 2, 1} - {0, sizes.local}:
+        yield _Change({"training.local_batch_size": local, "training.global_batch_size": sizes.total})
+    if config.kernels.linear_cross_entropy == "off":
+        yield _Change({"kernels.linear_cross_entropy": "chunked"})
+    if not config.compile.enable:
+        yield _Change({"compile.enable": True})
+
+
+def _of_states(config: RunConfig, on_gpu: bool) -> Iterator[_Change]:
+    training, optimizer, parallelism = config.training, config.optimizer, config.parallelism
+    if parallelism.reshard_after_forward_mode == "never":
+        yield _Change({"parallelism.reshard_after_forward_mode": "always"})
+    if training.gradient_sync == "deferred":
+        yield _Change({"training.gradient_sync": "immediate"})
+    rounding = "rounds other numbers"
+    for dtype in {"float32": ("bfloat16", "8bit"), "bfloat16": ("8bit",)}.get(optimizer.state_dtype, ()):
+        yield _Change({"optimizer.state_dtype": dtype}, rounding, ROUNDING_PRICE)
+    if training.dtype == "float32" and training.mixed_precision_param == "bfloat16":
+        yield _Change({"training.dtype": "bfloat16"}, rounding, 2 * ROUNDING_PRICE)
+    if on_gpu and not training.enable_cpu_offload:
+        yield _Change({OFFLOAD: True})
+
+
+def _of_layout(config: RunConfig, dims: ParallelDims, sizes: BatchSizes) -> Iterator[_Change]:
+    prefix = "parallelism"
+    shard, replicate = f"{prefix}.data_parallel_shard_degree", f"{prefix}.data_parallel_replicate_degree"
+    batch = {"training.global_batch_size": sizes.total}
+    if dims.dp_replicate > 1:
+        yield _Change({replicate: 1, shard: dims.batch})
+    if dims.dp_shard > 1 and dims.dp_shard % 2 == 0:
+        local = {**batch, "training.local_batch_size": sizes.local}
+        tensor, context = f"{prefix}.tensor_parallel_degree", f"{prefix}.context_parallel_degree"
+        yield _Change({tensor: 2 * dims.tp, shard: dims.dp_shard // 2, **local})
+        yield _Change({context: 2 * dims.cp, shard: dims.dp_shard // 2, **local})

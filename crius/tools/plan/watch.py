@@ -1,0 +1,220 @@
+"""A run beside its plan: the comparison at its end, and one warning where its steps are much slower than planned."""
+
+import json
+import logging
+import os
+import time
+from collections import deque
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from crius.config.run import RunConfig
+from crius.errors import ConfigError
+from crius.machine import Machine
+from crius.metrics.ledger import TimeLedger
+from crius.metrics.record import Record, StepMetrics
+from crius.models.description import ModelDescription
+from crius.run_file import write_run_file
+from crius.tools.plan.compare import PLAN, Comparison, Reports
+from crius.tools.plan.hardware import Hardware
+from crius.tools.plan.of_run import GIB, RunPlan, hardware_of_machine, plan_run, summed
+
+SLOW = 1.3
+"""Times the planned step that are worth a warning."""
+
+WINDOW_STEPS = 10
+"""How many steps must be that slow together: one alone may be for any reason."""
+
+WORTH_NAMING = 0.1
+"""Share of the time too much, below which a part is not named."""
+
+log = logging.getLogger("crius.train")
+
+
+def hardware_of(machine: Machine) -> Hardware | None:
+    """What a rank has; None where the machine is not known. A damaged file of it ends no run, but is told."""
+    try:
+        return hardware_of_machine(machine)
+    except ConfigError as error:
+        log.warning("plan: %s", error)
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """What this process and its host had done by some moment; differences of two are what happened between.
+
+    Attributes:
+        steps: trained.
+        step_seconds: of them together.
+        data_seconds: of those, waiting for batches.
+        compile_seconds: of those, compiling.
+        save_seconds: beside them, waiting for checkpoints.
+        wall_seconds: of the clock.
+        cpu_seconds: that the process computed, over all its threads.
+        retries: of the GPU's allocator, which then gives all that it kept back to the driver.
+    """
+
+    steps: int = 0
+    step_seconds: float = 0.0
+    data_seconds: float = 0.0
+    compile_seconds: float = 0.0
+    save_seconds: float = 0.0
+    wall_seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    retries: int = 0
+
+    def since(self, before: "Load") -> "Load":
+        """What happened after ``before``."""
+        return Load(**{name: value - getattr(before, name) for name, value in asdict(self).items()})
+
+
+class PlanWatch:
+    """Sees the records of rank 0, as a sink, beside the plan of its run.
+
+    Args:
+        plan: of the run.
+        ledger: of this process.
+        run_dir: gets ``plan.json``.
+    """
+
+    def __init__(self, plan: RunPlan, ledger: TimeLedger, run_dir: Path) -> None:
+        self._plan, self._ledger = plan, ledger
+        self._reports = Reports()
+        self._so_far = Load()
+        self._window: deque[Load] = deque()
+        self._has_warned = False
+        write_run_file(run_dir / PLAN, json.dumps(plan.as_dict(), indent=2) + "\n", log.warning)
+
+    def write(self, record: Record) -> None:
+        """See ``Sink``."""
+        if not isinstance(record, StepMetrics):
+            return
+        before = self._reports.measured().steps
+        counted = self._reports.add(asdict(record))
+        steps = counted or 1
+        self._so_far = self._load(record, steps)
+        if not counted:
+            self._window.clear()
+        self._window.append(self._so_far)
+        if self._plan.time is None or self._has_warned or before + counted < WINDOW_STEPS:
+            return
+        while len(self._window) > 2 and self._so_far.steps - self._window[1].steps >= WINDOW_STEPS:
+            self._window.popleft()
+        spent = self._so_far.since(self._window[0])
+        if spent.steps >= WINDOW_STEPS and spent.step_seconds > SLOW * self._plan.time.total * spent.steps:
+            self._has_warned = True
+            log.warning("%s", blame(self._plan, spent, os.getloadavg()[0], os.cpu_count() or 1))
+
+    def close(self) -> None:
+        """See ``Sink``."""
+
+    def comparison(self) -> Comparison:
+        """The plan and what was measured so far."""
+        return Comparison(plan=self._plan, measured=self._reports.measured())
+
+    def line(self) -> str:
+        """See ``crius.train.tools.Watch``."""
+        return self.comparison().line() if self._plan.hardware else ""
+
+    def as_dict(self) -> dict[str, Any] | None:
+        """See ``crius.train.tools.Watch``."""
+        return self.comparison().as_dict() if self._plan.hardware else None
+
+    def _load(self, record: StepMetrics, steps: int) -> Load:
+        last, seconds = self._so_far, self._ledger.seconds
+        is_gpu = self._plan.machine.on_gpu
+        return Load(
+            steps=last.steps + steps,
+            step_seconds=last.step_seconds + steps * record.step_seconds,
+            data_seconds=last.data_seconds + steps * record.data_seconds,
+            compile_seconds=seconds.get("compile", 0.0),
+            save_seconds=seconds.get("save_blocked", 0.0),
+            wall_seconds=time.monotonic(),
+            cpu_seconds=time.process_time(),
+            retries=int(torch.cuda.memory_stats().get("num_alloc_retries", 0)) if is_gpu else 0,
+        )
+
+
+def blame(plan: RunPlan, spent: Load, load_average: float, num_cores: int) -> str:
+    """One line: how much slower than planned the steps of ``spent`` were, and which part could be to blame.
+
+    Args:
+        plan: of the run; it has a time.
+        spent: on the steps.
+        load_average: of this host, processes that want to run.
+        num_cores: of this host.
+    """
+    assert plan.time is not None
+    planned, measured = plan.time.total, spent.step_seconds / spent.steps
+    excess = measured - planned
+    machine, steps = plan.machine, spent.steps
+    found = [
+        (spent.data_seconds / steps, "waiting for data", "--data.prefetch, or crius bench data"),
+        (spent.compile_seconds / steps, "compiling again", "the log names the guard that failed"),
+    ]
+    if not machine.on_gpu:
+        share = min(1.0, spent.cpu_seconds / max(1e-9, spent.wall_seconds * machine.threads))
+        wanted = machine.threads * machine.local_ranks
+        if load_average > max(num_cores, wanted) * 1.1:
+            found.append(
+                (
+                    max(measured * (1 - share), WORTH_NAMING * excess),
+                    "sharing the CPU",
+                    f"load {load_average:.1f} on {num_cores} cores, of which this run wants {wanted}",
+                )
+            )
+        elif wanted > num_cores:
+            found.append((excess, "sharing the cores among its ranks", f"{wanted} threads on {num_cores} cores"))
+    named = sorted((one for one in found if one[0] >= WORTH_NAMING * excess), reverse=True)
+    reasons = [f"{what} {1e3 * seconds:,.1f} ms ({hint})" for seconds, what, hint in named]
+    if spent.retries:
+        reasons.append(f"{spent.retries} times the GPU's memory was full and its allocator began anew")
+    if spent.save_seconds > WORTH_NAMING * excess * steps:
+        reasons.append("a checkpoint was written beside the steps")
+    if not reasons:
+        reasons.append(_by_elimination(plan))
+    name = plan.hardware.name if plan.hardware else machine.name
+    return (
+        f"plan: a step takes {1e3 * measured:,.1f} ms, {measured / planned:.1f} times the {1e3 * planned:,.1f} ms "
+        f"planned for {name}; of these {steps} steps: " + "; ".join(reasons)
+    )
+
+
+def _by_elimination(plan: RunPlan) -> str:
+    assert plan.time is not None
+    sent = {name.removeprefix("communication_"): value for name, value in plan.time.parts.items() if "comm" in name}
+    most = max(sent, key=lambda name: sent[name])
+    known = "neither data, compiling nor other programs took it"
+    if sent[most] > 0:
+        share = sum(sent.values()) / plan.time.total
+        return f"{known}: look at the links ({most} is {share:.0%} of the plan), and at the slowest rank's clock"
+    return f"{known}: the device is slower than it was when calibrated (clock, power, heat), or the plan is wrong here"
+
+
+def watch_plan(
+    config: RunConfig, facts: ModelDescription, machine: Machine, ledger: TimeLedger, run_dir: Path
+) -> PlanWatch:
+    """Plan the run, say what is planned where the machine is known, and watch what comes of it. On rank 0.
+
+    Args:
+        config: of the run, decided.
+        facts: of its model.
+        machine: where it is.
+        ledger: of this process.
+        run_dir: gets ``plan.json``.
+    """
+    plan = plan_run(config, facts, machine, hardware_of(machine))
+    if plan.time is not None and plan.hardware is not None:
+        log.info(
+            "plan: %s tokens/s/rank and %.2f GiB on %s; a step of %s ms = %s",
+            f"{plan.tokens_per_second:,.0f}",
+            plan.memory.total / GIB,
+            plan.hardware.name,
+            f"{1e3 * plan.time.total:,.1f}",
+            summed(plan.time.parts, 1e-3, 1),
+        )
+    return PlanWatch(plan, ledger, run_dir)

@@ -1,0 +1,400 @@
+"""``crius verify chaos``: ranks are killed at random, again and again, and the run ends where it would have ended."""
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import statistics
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from crius.checkpoint.disk import open_disk
+from crius.checkpoint.folder import CheckpointFolder
+from crius.config.facts import Facts
+from crius.config.layout import replace_fields
+from crius.config.run import RunConfig
+from crius.data.sample_log import samples_path
+from crius.errors import ConfigError
+from crius.launch.status import PHASES
+from crius.launch.supervision import Attempt
+from crius.tools.verify import survival
+from crius.tools.verify.equality import compare
+from crius.tools.verify.matrix import check_timeout
+from crius.tools.verify.run import Stopped
+from crius.tools.verify.survival import KILLED, UNDISTURBED, Course, Life
+
+INTERVAL = 3
+"""Steps between checkpoints, where the run has no interval of its own."""
+DATA_PARALLEL = ("parallelism.data_parallel_replicate_degree", "parallelism.data_parallel_shard_degree")
+START_SHARE = 0.35
+"""Of the moments, those that lie before the steps of an attempt."""
+COLD_SHARE = 6
+"""Where kernels are compiled, one kill in so many comes while the first ones are."""
+_STEP_PHASES = ("data", "forward", "backward", "optimizer")
+
+
+@dataclass(frozen=True)
+class Start:
+    """How one attempt may be started.
+
+    Attributes:
+        config: of the run on this number of ranks.
+        num_ranks: of it.
+    """
+
+    config: RunConfig
+    num_ranks: int
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What chance decides about one attempt: numbers in [0, 1), so that they do not depend on how far the run is.
+
+    Attributes:
+        is_timed: it is killed from outside at a moment; else where it comes to a phase of a step.
+        place: which phase, or which moment.
+        step: which of the steps that it may come to.
+        rank: which one is killed.
+        start: which way it is started.
+        is_cold: it starts without compiled kernels, and is killed at a moment of their compilation, at ``place``.
+    """
+
+    is_timed: bool
+    place: float
+    step: float
+    rank: float
+    start: float
+    is_cold: bool = field(default=False, kw_only=True)
+
+
+def drawn(kills: int, seed: int, *, compiles: bool = False) -> list[Draw]:
+    """The draws of so many attempts that are killed, half of them by the clock, and of the one after them.
+
+    The places of each half are spread evenly, so that no phase is left out by chance.
+
+    Args:
+        kills: how many.
+        seed: of all draws.
+        compiles: the run compiles with inductor: one kill in ``COLD_SHARE``, and at least one, comes while it does.
+    """
+    chance = random.Random(seed)
+    found = []
+    for is_timed, count in ((True, kills // 2), (False, kills - kills // 2)):
+        for number in range(count):
+            place, step, rank, start = (chance.random() for _ in range(4))
+            found.append(Draw(is_timed, (number + place) / count, step, rank, start))
+    chance.shuffle(found)
+    place, step, rank, start = (chance.random() for _ in range(4))
+    last = Draw(False, place, step, rank, start)
+    cold = chance.sample(range(kills), max(1, kills // COLD_SHARE)) if compiles else ()
+    return [*(dataclasses.replace(draw, is_cold=n in cold) for n, draw in enumerate(found)), last]
+
+
+def pick(values: Sequence[Any], share: float) -> Any:
+    """The element of ``values`` that ``share``, in [0, 1), of the way through it comes to."""
+    return values[int(share * len(values))]
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How long the undisturbed run took.
+
+    Attributes:
+        start: seconds until its first step could begin.
+        step: seconds of a step with all that follows it, on average.
+        compile: seconds in which it compiled, from an empty cache.
+    """
+
+    start: float
+    step: float
+    compile: float = 0.0
+
+    @classmethod
+    def of(cls, life: Life, steps: int) -> "Pace":
+        """From the time ledger of a run that came to its end."""
+        seconds = life.summary["seconds"]
+        start = seconds["initialise"] + seconds.get("load", 0.0)
+        return cls(start, max(0.0, life.seconds - start) / steps, seconds.get("compile", 0.0))
+
+
+class Killer:
+    """Kills one rank of each attempt, until all kills are done, and lets the run get on all the same.
+
+    Kill k comes at the latest in a step that is a share (k + 1) / kills of the run, or in the first one after the
+    newest checkpoint: each attempt is killed before it ends, and the last kills may come at the last steps.
+
+    Args:
+        draws: one for each kill, and one more.
+        starts: the ways to start an attempt.
+        folder: of the run.
+        pace: of the undisturbed run.
+    """
+
+    def __init__(self, draws: Sequence[Draw], starts: Sequence[Start], folder: Path, pace: Pace) -> None:
+        self._draws, self._starts, self._folder, self._pace = draws, starts, folder, pace
+        self._samples = samples_path(folder, 0)
+        self._size, self._from, self._delay, self._rank = 0, 0.0, math.inf, 0
+        self._timer: threading.Timer | None = None
+        self.num_ranks: list[int] = []
+        self.num_cold = sum(draw.is_cold for draw in draws)
+
+    @property
+    def num_kills(self) -> int:
+        """That are to come."""
+        return len(self._draws) - 1
+
+    def course(self, calm: Course) -> Course:
+        """That of the run, from that of the undisturbed one."""
+        return dataclasses.replace(
+            calm,
+            folder=self._folder,
+            restarts=self.num_kills,
+            assignment=self.assignment,
+            on_poll=self.on_poll,
+            on_failure=self.on_failure,
+        )
+
+    def assignment(self, number: int) -> tuple[RunConfig, int, str]:
+        """See ``Course``."""
+        draw = self._draws[number]
+        start = pick(self._starts, draw.start)
+        self.num_ranks.append(start.num_ranks)
+        self._size, self._from, self._delay = self._logged(), time.monotonic(), math.inf
+        if number == self.num_kills:
+            return start.config, start.num_ranks, ""
+        self._rank = pick(range(start.num_ranks), draw.rank)
+        first, last = self._span(number, start.config.training.steps)
+        if draw.is_cold:
+            shutil.rmtree(start.config.compile.cache_dir, ignore_errors=True)
+            self._from, self._delay = math.inf, draw.place * self._pace.compile
+            place = f"step={first},phase=optimizer"  # if the machine is faster now
+        elif draw.is_timed:
+            if draw.place < START_SHARE:
+                self._delay = draw.place / START_SHARE * self._pace.start
+            else:
+                self._from = math.inf
+                share = (draw.place - START_SHARE) / (1 - START_SHARE)
+                self._delay = share * (last - first + 2) * self._pace.step  # the first one takes longer
+            place = f"step={last},phase=data"  # if the moment is too late
+        else:
+            place = _place(draw, first, last, start.config)
+        return start.config, start.num_ranks, f"kill:{place},rank={self._rank},attempt={number}"
+
+    def on_poll(self, number: int, pids: Mapping[int, int]) -> None:
+        """See ``Supervision``: set the clock of an attempt, from its start or from when it is ready for its steps."""
+        if self._from == math.inf and self._logged() > self._size:
+            self._from = time.monotonic()  # the first line of an attempt in the log of samples
+        if self._timer or self._delay == math.inf or self._from == math.inf or self._rank not in pids:
+            return
+        seconds = max(0.0, self._from + self._delay - time.monotonic())
+        self._timer = threading.Timer(seconds, _kill, [pids[self._rank]])
+        self._timer.daemon = True
+        self._timer.start()
+
+    def on_failure(self, attempt: Attempt) -> None:
+        """See ``Supervision``."""
+        self.close()
+
+    def close(self) -> None:
+        """Stop the clock: the process ids of an attempt that is over may soon be those of others."""
+        if self._timer:
+            self._timer.cancel()
+            self._timer.join()
+            self._timer = None
+
+    def _span(self, number: int, steps: int) -> tuple[int, int]:
+        """The first step that an attempt does, and the last one that it may come to."""
+        saved = CheckpointFolder(open_disk(str(self._folder / "checkpoints"))).steps()
+        first = (saved[-1] if saved else 0) + 1
+        return first, max(first, steps * (number + 1) // self.num_kills)
+
+    def _logged(self) -> int:
+        """Bytes in the log of samples."""
+        return self._samples.stat().st_size if self._samples.exists() else 0
+
+
+def _place(draw: Draw, first: int, last: int, config: RunConfig) -> str:
+    """Phase and step of a planted kill."""
+    interval, steps = config.checkpoint.interval, config.training.steps
+    saves = [step for step in range(first, last + 1) if step == steps or (interval and step % interval == 0)]
+    phase = pick(("start", "load", *_STEP_PHASES, *(("save",) if saves else ())), draw.place)
+    if phase in ("start", "load"):
+        return f"phase={phase}"
+    return f"step={pick(saves if phase == 'save' else range(first, last + 1), draw.step)},phase={phase}"
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def chaos(
+    facts: Facts,
+    folder: Path,
+    *,
+    kills: int = 25,
+    seed: int = 1,
+    steps: int = 40,
+    world_sizes: str = "",
+    timeout: int = 1800,
+    as_json: bool = False,
+) -> int:
+    """Run the real job undisturbed, and once more with one rank killed in each of ``kills`` attempts, and compare.
+
+    Half of the kills come where a rank comes to a phase of a step, the other half from outside at random moments, and
+    some while it compiles. Everything is drawn from ``seed``; where a moment meets the run depends on the machine.
+
+    Args:
+        facts: of the run, on this machine.
+        folder: of both runs, and of the kernels that they compile.
+        kills: how many.
+        seed: of all draws.
+        steps: of training.
+        world_sizes: numbers of ranks, joined by commas, from which each attempt gets one, split into replicas and
+            shards at random; empty: always those of the run. Needs ``training.reproducible``.
+        timeout: seconds that each of the two runs may take.
+        as_json: print JSON instead of lines.
+
+    Returns:
+        0; 1 where runs differ, a kill did not come, a process is left, or a run did not end; 130 or 143 after a signal.
+
+    Raises:
+        CriusError: the run is refused, an option is wrong, or the data is bad.
+    """
+    check_timeout(timeout)
+    for name, value in (("--kills", kills), ("--steps", steps)):
+        if value < 1:
+            raise ConfigError(f"{name} {value} is not positive.", where="command line", fix="--kills 25 --steps 40")
+    starts = [_with_own_cache(start, folder / "compile") for start in _starts(facts, steps, world_sizes)]
+    with survival.own_folder(folder, "verify chaos"):
+        try:
+            first = Course(
+                config=starts[0].config,
+                num_ranks=starts[0].num_ranks,
+                folder=folder / UNDISTURBED,
+                seconds=timeout,
+                threads=_threads(facts, starts),
+            )
+            calm = survival.live(first)
+            if calm.trouble:
+                return survival.report_trouble("the undisturbed run failed", calm, as_json)
+            draws = drawn(kills, seed, compiles=_compiles(starts[0].config))
+            killer = Killer(draws, starts, folder / KILLED, Pace.of(calm, steps))
+            with contextlib.closing(killer):
+                killed = survival.live(killer.course(first))
+        except Stopped as stopped:
+            return stopped.code
+    if killed.trouble:
+        what = f"the run did not come to its end; kills: {len(killed.kills())}"
+        return survival.report_trouble(what, killed, as_json)
+    return _conclude(kills, seed, steps, calm, killed, killer, as_json)
+
+
+def _compiles(config: RunConfig) -> bool:
+    """Whether a run writes kernels."""
+    return config.compile.enable and config.compile.backend == "inductor"
+
+
+def _with_own_cache(start: Start, cache: Path) -> Start:
+    """``start`` with its kernels in ``cache``, which chaos may remove."""
+    if not _compiles(start.config):
+        return start
+    return dataclasses.replace(start, config=replace_fields(start.config, {"compile.cache_dir": str(cache.absolute())}))
+
+
+def _threads(facts: Facts, starts: Sequence[Start]) -> int:
+    """Of a rank, in every attempt: the order of a CPU's sums depends on it."""
+    most = max(start.num_ranks for start in starts)
+    return int(os.environ.get("OMP_NUM_THREADS") or max(1, facts.num_cores // most))
+
+
+def _starts(facts: Facts, steps: int, world_sizes: str) -> list[Start]:
+    """All ways to start an attempt; the first one is that of the undisturbed run."""
+    if not world_sizes:
+        return [Start(survival.settled_config(facts, steps, INTERVAL), facts.num_ranks)]
+    if not facts.config.training.reproducible:
+        raise ConfigError(
+            f"--world_sizes {world_sizes} without training.reproducible.",
+            where="command line",
+            why="on another number of ranks gradients are summed in another order, and the last bits differ",
+            fix="add --training.reproducible, or leave out --world_sizes",
+        )
+    words = world_sizes.split(",")
+    if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
+        raise ConfigError(f"--world_sizes {world_sizes!r} are no numbers.", where="command line", fix="e.g. 1,2,4")
+    parallelism = facts.config.parallelism
+    beside = parallelism.tensor_parallel_degree * parallelism.context_parallel_degree
+    found = []
+    for size in map(int, words):
+        if size % beside:
+            raise ConfigError(
+                f"--world_sizes {size} is no multiple of the {beside} ranks of tensor and context parallelism.",
+                where="command line",
+                fix=f"multiples of {beside}",
+            )
+        ranks = size // beside
+        for replicas in (1, *(n for n in range(2, ranks + 1) if ranks % n == 0)):
+            degrees = {DATA_PARALLEL[0]: replicas, DATA_PARALLEL[1]: ranks // replicas}
+            placed = replace_fields(facts.config, degrees)
+            here = dataclasses.replace(
+                facts, config=placed, num_ranks=size, local_ranks=size, asked_ranks=0, asked_by=""
+            )
+            found.append(Start(survival.settled_config(here, steps, INTERVAL), size))
+    return found
+
+
+def _conclude(kills: int, seed: int, steps: int, calm: Life, killed: Life, killer: Killer, as_json: bool) -> int:
+    num_ranks = killer.num_ranks
+    equality = compare(calm.folder, killed.folder, steps)
+    came = killed.kills()
+    absent = [f"only {len(came)} of {kills} kills came"] if len(came) != kills else []
+    absent += [f"processes were left: {killed.processes_left}"] if killed.processes_left else []
+    is_good = bool(equality) and not absent
+    counts = Counter(attempt.phase for attempt in came)
+    phases = {phase: counts[phase] for phase in PHASES if counts[phase]}
+    recoveries = killed.recoveries
+    found: dict[str, Any] = {
+        **equality.as_dict(),
+        "verb": "chaos",
+        "identical": is_good,
+        "problems": [*equality.problems, *absent],
+        "seed": seed,
+        "kills": len(came),
+        "kills_by_phase": phases,
+        "cold_starts": killer.num_cold,
+        "restarts": len(killed.failures),
+        "num_ranks": num_ranks,
+        "recovery_seconds": [recovery["seconds"] for recovery in recoveries],
+        "goodput": killed.summary["goodput"],
+        "goodput_undisturbed": calm.summary["goodput"],
+        "seconds": killed.seconds,
+        "seconds_undisturbed": calm.seconds,
+        "folder": str(calm.folder.parent),
+    }
+    if as_json:
+        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+        return 0 if is_good else 1
+    sizes = ", ".join(f"{size} ranks {number}" for size, number in sorted(Counter(num_ranks).items()))
+    mean = f"{statistics.fmean(found['recovery_seconds']):.1f} s" if recoveries else "-"
+    goodputs = f"goodput {found['goodput']:.1%} and {found['goodput_undisturbed']:.1%}"
+    lines = [
+        f"{len(num_ranks)} starts ({sizes}), {len(recoveries)} times a new step before the next kill, "
+        f"{mean} after the failure on average",
+        f"{equality.steps_again} steps done again; {killed.seconds:.1f} s with kills, {calm.seconds:.1f} s without; "
+        f"{goodputs}; runs in {found['folder']}",
+        *equality.lines(),
+    ]
+    survived = f"{len(came)} kills survived ({', '.join(f'{name} {count}' for name, count in phases.items())})"
+    verdict = "; ".join([f"{survived}, {equality.verdict()}", *absent])
+    sys.stdout.write("\n".join([*lines, verdict]) + "\n")
+    return 0 if is_good else 1

@@ -1,0 +1,294 @@
+"""``crius verify precision``: the loss curve in each low precision beside that in high precision."""
+
+import importlib.util
+import math
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from crius.config.facts import Facts
+from crius.config.layout import Layout, parse_layout, replace_fields
+from crius.config.load import did_you_mean
+from crius.config.quantize import FORMATS, QuantizeConfig
+from crius.config.run import RunConfig
+from crius.errors import ConfigError, EnvironmentError
+from crius.install import REQUIREMENTS, install_line
+from crius.tools.verify import matrix, worker
+from crius.tools.verify.matrix import Case
+from crius.tools.verify.parameters import Shards
+from crius.tools.verify.rows import Row, Table
+from crius.tools.verify.run import Outcome, Stopped, run
+from crius.tools.verify.worker import Task
+from crius.train.inputs import open_run_corpus
+
+CURVES = "precision.json"
+PICTURE = "precision.png"
+
+PLAIN: dict[str, dict[str, Any]] = {
+    dtype: {"training.mixed_precision_param": dtype} for dtype in ("float32", "bfloat16")
+}
+"""High precisions: the reference is one, and another may be compared with it."""
+
+LAYERS = {name: "MXFP8Linear" if name == "mxfp8" else "Float8Linear" for name in FORMATS}
+"""What the converted layers of each format are, by the name of their class (``crius.quantize.backend``)."""
+
+SHOWN = 5
+"""Steps whose loss the table has, evenly from the first to the last."""
+
+
+@dataclass(frozen=True)
+class Judge:
+    """How a curve is held against the reference's.
+
+    Attributes:
+        steps: that a whole curve has.
+        tolerance: the greatest relative gap at the end of the curve.
+    """
+
+    steps: int
+    tolerance: float
+
+    @property
+    def shown(self) -> list[int]:
+        """Steps in the table."""
+        return list(dict.fromkeys(max(1, i * self.steps // (SHOWN - 1)) for i in range(SHOWN)))
+
+    @property
+    def columns(self) -> list[str]:
+        """Of the table."""
+        return ["converted", "kept", *(f"step {step}" for step in self.shown), "tail", "gap %", "last %", "largest %"]
+
+    def values(self, result: Mapping[str, Any], expected: Sequence[float]) -> dict[str, str]:
+        """By column, as shown; a curve that ended early has no values behind its end."""
+        curve = result["loss"]
+        found = {"converted": str(result["converted"]), "kept": str(result["kept"])}
+        found |= {f"step {step}": f"{curve[step - 1]:.4f}" for step in self.shown if step <= len(curve)}
+        if len(curve) == self.steps == len(expected):
+            gaps = self.gaps(curve, expected)
+            found["tail"] = f"{tail_mean(curve):.4f}"
+            found |= {f"{name} %": f"{100 * gap:+.2f}" for name, gap in gaps.items()}
+        return found
+
+    def gaps(self, curve: Sequence[float], expected: Sequence[float]) -> dict[str, float]:
+        """Relative: of the mean over the tail, of the last step, and the largest of all steps; NaN stays NaN."""
+        every = [got / want - 1 for got, want in zip(curve, expected, strict=True)]
+        largest = math.nan if any(map(math.isnan, every)) else max(every, key=abs)
+        return {"gap": tail_mean(curve) / tail_mean(expected) - 1, "last": every[-1], "largest": largest}
+
+    def complaint(self, name: str, result: Mapping[str, Any], expected: Sequence[float]) -> str:
+        """What is wrong with a curve; empty where nothing is."""
+        curve, converted, planned = result["loss"], result["converted"], result["planned"]
+        if name in FORMATS and not converted:
+            return f"no linear layer was converted: the curve is not {name}'s; see the table in the log"
+        if converted != planned:
+            return f"{converted} linear layers were converted, {planned} were to be"
+        # the losses alone would not tell: with power-of-two scales, as rowwise has them too, most roundings are MXFP8's
+        if name in FORMATS and any(layer != LAYERS[name] for layer in result["layers"]):
+            return f"layers are {', '.join(result['layers'])} and not {LAYERS[name]}"
+        if result["ended"] or not all(map(math.isfinite, curve)):
+            return result["ended"] or "a loss is not finite"
+        gaps = self.gaps(curve, expected)
+        beyond = [f"{key} {100 * gaps[key]:+.2f} %" for key in ("gap", "last") if not abs(gaps[key]) <= self.tolerance]
+        return f"{' and '.join(beyond)} beyond {100 * self.tolerance:g} %" if beyond else ""
+
+
+def tail_mean(curve: Sequence[float]) -> float:
+    """Mean over the last tenth of the steps, at least one: a step's loss depends on its batch."""
+    return statistics.fmean(curve[-max(1, len(curve) // 10) :])
+
+
+def precision(
+    facts: Facts,
+    folder: Path,
+    *,
+    formats: str = "",
+    steps: int = 200,
+    layout: str = "1",
+    plot: str = "",
+    tolerance: float = 0.02,
+    timeout: int = 1800,
+    as_json: bool = False,
+) -> int:
+    """Train the run in high precision and in each format on the same data from the same weights, and compare the loss.
+
+    The reference has the run's ``training.mixed_precision_param`` and no low precision; the formats have the same and
+    low-precision matmuls. Beside the logs all curves are written as JSON, and as a picture.
+
+    Args:
+        facts: of the run, on this machine.
+        folder: of the logs, one folder a format below it.
+        formats: names of ``FORMATS`` or ``PLAIN``, joined by commas; empty: all of ``FORMATS``.
+        steps: of training.
+        layout: which ranks train, the same for all formats.
+        plot: the PNG; empty: ``precision.png`` in ``folder``.
+        tolerance: greatest relative gap of the loss, of the last step and of the mean over the last tenth.
+        timeout: seconds that a format may take.
+        as_json: print JSON instead of a table.
+
+    Returns:
+        0; 1 where a format is further away than the tolerance, converts nothing, or fails; 2 where one of ``formats``
+        is refused; 130 or 143 after a signal.
+
+    Raises:
+        CriusError: the reference is refused, a format or the layout cannot be read, matplotlib is missing, or the data
+            is bad.
+    """
+    matrix.check_timeout(timeout)
+    if steps < 1 or not tolerance > 0:
+        wrong = f"--steps {steps}" if steps < 1 else f"--tolerance {tolerance}"
+        raise ConfigError(f"{wrong} is not positive.", where="command line", fix="--steps 200 --tolerance 0.02")
+    picture = _picture(plot, folder)
+    placed = parse_layout(layout)
+    config = matrix.bare(facts.config, [placed], steps)
+    reference = config.training.mixed_precision_param
+    cases = {name: _case(facts, config, placed, name) for name in _chosen(formats, reference)}
+    _check_reference(cases[reference])
+    judge = Judge(steps, tolerance)
+    table = Table(judge.columns, list(cases), as_json, label="format")
+    results: dict[str, Mapping[str, Any]] = {}
+    for name, case in cases.items():
+        try:
+            row = _row(name, case, reference, judge, folder, timeout, results)
+        except Stopped as stopped:
+            return stopped.code
+        table.add(row)
+    _conclude(table, config, reference, results, judge, folder / CURVES, picture)
+    return table.exit_code(is_asked=bool(formats))
+
+
+def _check_reference(case: Case) -> None:
+    """Raise CriusError where the reference is refused, or the data that there is will not do."""
+    if case.config is None:
+        raise ConfigError.together(case.problems)
+    if case.config.data.source != "huggingface":  # a stream's threads cannot be forked
+        open_run_corpus(case.config, case.layout.dp_replicate * case.layout.dp_shard)
+
+
+def _chosen(formats: str, reference: str) -> list[str]:
+    """The reference first, then each format once."""
+    names = formats.split(",") if formats else list(FORMATS)
+    known = [*FORMATS, *PLAIN]
+    for name in names:
+        if name not in known:
+            raise ConfigError(
+                f"{name or 'an empty word'} is no format{did_you_mean(name, known)}",
+                where="--formats",
+                fix=f"use some of {', '.join(known)}",
+            )
+    return list(dict.fromkeys([reference, *names]))
+
+
+def _picture(plot: str, folder: Path) -> Path:
+    """Where the PNG goes, once it is known that it can be drawn."""
+    picture = Path(plot) if plot else folder / PICTURE
+    if picture.suffix != ".png":
+        raise ConfigError(f"{picture} is no PNG.", where="--plot", fix=f"--plot {picture.with_suffix('.png')}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise EnvironmentError(
+            "the picture of the curves needs matplotlib, which is not installed.",
+            where="crius verify precision",
+            fix=install_line(REQUIREMENTS["matplotlib"]),
+        )
+    try:
+        picture.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise EnvironmentError(
+            f"{picture.parent} cannot be made: {error.strerror}.", where="--plot", fix="give another folder"
+        ) from None
+    return picture
+
+
+def _case(facts: Facts, config: RunConfig, layout: Layout, name: str) -> Case:
+    """The run in one format; nothing of ``[quantize]`` holds for a high precision."""
+    if name in FORMATS:
+        off = {"quantize.dense.float8.enable": False, "quantize.dense.mxfp8.enable": False}
+        changes = off | FORMATS[name]
+    else:
+        changes = {"quantize": QuantizeConfig()} | PLAIN[name]
+    return matrix.case(facts, replace_fields(config, changes), layout)
+
+
+def _row(
+    name: str,
+    case: Case,
+    reference: str,
+    judge: Judge,
+    folder: Path,
+    timeout: int,
+    results: dict[str, Mapping[str, Any]],
+) -> Row:
+    """Train one format, add its curve to ``results``, and judge it."""
+    ranks = case.layout.num_ranks
+    if case.config is None:
+        return Row(layout=name, ranks=ranks, status="refused", note=case.refusal)
+    if name != reference and reference not in results:
+        return Row(layout=name, ranks=ranks, status="FAIL", note="there is no reference to compare it with")
+    task = Task(case.config, folder / name, timeout, Shards(folder, is_whole=True))
+    outcome: Outcome = run(worker.curve, task, ranks)
+    if outcome.result is None:
+        return Row(layout=name, ranks=ranks, status="FAIL", seconds=outcome.seconds, note=outcome.note)
+    results[name] = outcome.result
+    expected = results[reference]["loss"]
+    wrong = judge.complaint(name, outcome.result, expected)
+    if wrong and name == reference:
+        del results[reference]
+    return Row(
+        layout=name,
+        ranks=ranks,
+        status="FAIL" if wrong else "reference" if name == reference else "ok",
+        values=judge.values(outcome.result, expected),
+        seconds=outcome.seconds,
+        note=wrong or outcome.result["how"],
+    )
+
+
+def _conclude(
+    table: Table,
+    config: RunConfig,
+    reference: str,
+    results: Mapping[str, Mapping[str, Any]],
+    judge: Judge,
+    curves: Path,
+    picture: Path,
+) -> None:
+    """Write the curves and the picture, and say what the columns mean."""
+    model = f"{config.model.name}/{config.model.flavor}"
+    losses = {name: result["loss"] for name, result in results.items()}
+    legend = [
+        "",
+        f"reference: {reference} matmuls; a format: the same run, its converted linear layers in that format",
+        "converted, kept: linear layers of the model that was trained; tail: mean loss of the last tenth of the steps",
+        f"gap: of the tail; last: of the last step; both at most {100 * judge.tolerance:g} %; largest: of any step",
+    ]
+    if reference in losses:
+        from crius.tools.verify.plot import plot_curves  # noqa: PLC0415
+
+        batch = f"{config.training.global_batch_size} sequences of {config.training.seq_len} tokens"
+        plot_curves(picture, reference, losses, judge.tolerance, f"{model}, {judge.steps} steps of {batch}")
+        legend.append(f"picture: {picture}")
+    findings = {
+        "verb": "precision",
+        "model": model,
+        "steps": judge.steps,
+        "seq_len": config.training.seq_len,
+        "global_batch_size": config.training.global_batch_size,
+        "lr": config.optimizer.lr,
+        "seed": config.debug.seed,
+        "torch": torch.__version__,
+        "cores": os.cpu_count(),
+        "reference": reference,
+        "tolerance": judge.tolerance,
+        "gaps": {
+            name: judge.gaps(curve, losses[reference])
+            for name, curve in losses.items()
+            if len(curve) == judge.steps and reference in losses
+        },
+        "curves": losses,
+    }
+    curves.write_text(table.document(**findings), encoding="utf-8")
+    table.close([*legend, f"curves: {curves}"], **findings)

@@ -1,0 +1,162 @@
+"""``crius verify resume``: a run that is killed and goes on from its checkpoints, beside the run that is let be."""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from crius.config.facts import Facts
+from crius.errors import ConfigError
+from crius.tools.verify.equality import compare
+from crius.tools.verify.matrix import check_timeout
+from crius.tools.verify.run import Stopped
+from crius.tools.verify.survival import (
+    KILLED,
+    UNDISTURBED,
+    Course,
+    Life,
+    live,
+    own_folder,
+    report_trouble,
+    settled_config,
+)
+
+PHASES = ("data", "forward", "backward", "optimizer")
+"""In which the kills come, in turn."""
+INTERVALS = (5, 4, 3, 7, 6, 2)
+"""Between checkpoints, where the run has no interval: the first that makes every kill cost steps, but not all."""
+
+
+@dataclass(frozen=True)
+class Kill:
+    """SIGKILL to a rank at a step of an attempt."""
+
+    attempt: int
+    step: int
+    phase: str
+    rank: int
+
+    @property
+    def fault(self) -> str:
+        """In the grammar of ``CRIUS_FAULT``."""
+        return f"kill:step={self.step},phase={self.phase},rank={self.rank},attempt={self.attempt}"
+
+
+def resume(
+    facts: Facts,
+    folder: Path,
+    *,
+    steps: int = 20,
+    kill_at: str = "7,13",
+    timeout: int = 600,
+    as_json: bool = False,
+) -> int:
+    """Run the real job undisturbed, and once more with a rank killed at each step of ``kill_at``, and compare.
+
+    After each kill the launcher starts all ranks again, and they go on from their newest checkpoint. Loss and gradient
+    norm of every step, weights and optimizer state of the last checkpoint must be the same to the last bit, and each
+    sample be trained on once.
+
+    Args:
+        facts: of the run, on this machine.
+        folder: of both runs.
+        steps: of training.
+        kill_at: steps, joined by commas; the kills come in the phases ``PHASES`` and on the ranks in turn.
+        timeout: seconds that each of the two runs may take.
+        as_json: print JSON instead of a table.
+
+    Returns:
+        0; 1 where something differs, a kill did not come, or a run did not come to its end; 130 or 143 after a signal.
+
+    Raises:
+        CriusError: the run is refused, ``kill_at`` cannot be read, or the data is bad.
+    """
+    check_timeout(timeout)
+    kills = _planned(kill_at, steps, facts.num_ranks)
+    config = settled_config(facts, steps, _interval([kill.step for kill in kills]))
+    with own_folder(folder, "verify resume"):
+        try:
+            calm = live(Course(config=config, num_ranks=facts.num_ranks, folder=folder / UNDISTURBED, seconds=timeout))
+            if calm.trouble:
+                return report_trouble("the undisturbed run failed", calm, as_json)
+            faults = ";".join(kill.fault for kill in kills)
+            course = Course(
+                config=config,
+                num_ranks=facts.num_ranks,
+                folder=folder / KILLED,
+                seconds=timeout,
+                restarts=len(kills),
+                faults=faults,
+            )
+            killed = live(course)
+        except Stopped as stopped:
+            return stopped.code
+    if killed.trouble:
+        return report_trouble("the killed run did not come to its end", killed, as_json)
+    return _conclude(kills, steps, calm, killed, as_json)
+
+
+def _interval(steps: list[int]) -> int:
+    """Steps between checkpoints: one lies before the first kill, and, where that can be, none right before a kill."""
+    first = min(steps)
+    fitting = (n for n in INTERVALS if n < first and all((step - 1) % n for step in steps))
+    return next(fitting, max(1, min(INTERVALS[0], first - 1)))
+
+
+def _planned(kill_at: str, steps: int, num_ranks: int) -> list[Kill]:
+    if steps < 1:
+        raise ConfigError(f"--steps {steps} is not positive.", where="command line", fix="--steps 20")
+    words = kill_at.split(",")
+    if not all(word.strip().isdecimal() and 1 <= int(word) <= steps for word in words):
+        raise ConfigError(
+            f"--kill_at {kill_at!r} are not steps of this run.",
+            where="command line",
+            why=f"it has steps 1 to {steps}",
+            fix=f"--kill_at {','.join(map(str, sorted({max(1, steps // 3), max(1, 2 * steps // 3)})))}",
+        )
+    ordered = sorted(map(int, words))
+    return [Kill(number, step, PHASES[number % len(PHASES)], number % num_ranks) for number, step in enumerate(ordered)]
+
+
+def _conclude(kills: list[Kill], steps: int, calm: Life, killed: Life, as_json: bool) -> int:
+    equality = compare(calm.folder, killed.folder, steps)
+    came = [(attempt.attempt, attempt.rank) for attempt in killed.kills()]
+    absent = [f"the kill at step {kill.step} did not come" for kill in kills if (kill.attempt, kill.rank) not in came]
+    absent += [f"processes were left: {killed.processes_left}"] if killed.processes_left else []
+    recovered = {found["attempt"] - 1: found for found in killed.recoveries}
+    rows = [_row(kill, recovered.get(kill.attempt)) for kill in kills]
+    goodputs = [life.summary["goodput"] for life in (calm, killed)]
+    is_good = bool(equality) and not absent
+    if as_json:
+        found = equality.as_dict()
+        found |= {"verb": "resume", "identical": is_good, "problems": [*found["problems"], *absent], "kills": rows}
+        found |= {"goodput": goodputs[1], "goodput_undisturbed": goodputs[0]}
+        found |= {"seconds": killed.seconds, "seconds_undisturbed": calm.seconds, "folder": str(calm.folder.parent)}
+        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+        return 0 if is_good else 1
+    lines = [f"{'step':>4}  {'phase':<9}  {'rank':>4}  {'steps again':>11}  {'recovery s':>10}"]
+    for row in rows:
+        numbers = [_shown(row["steps_again"]), _shown(row["recovery_seconds"])]
+        lines.append(f"{row['step']:>4}  {row['phase']:<9}  {row['rank']:>4}  {numbers[0]:>11}  {numbers[1]:>10}")
+    lines.append(
+        f"{killed.seconds:.1f} s with the kills, {calm.seconds:.1f} s without; "
+        f"goodput {goodputs[1]:.1%} and {goodputs[0]:.1%}; runs in {calm.folder.parent}"
+    )
+    verdict = equality.verdict() if not absent else f"{equality.verdict()}, but {'; '.join(absent)}"
+    sys.stdout.write("\n".join([*lines, *equality.lines(), verdict]) + "\n")
+    return 0 if is_good else 1
+
+
+def _row(kill: Kill, recovery: dict[str, Any] | None) -> dict[str, Any]:
+    return {
+        "step": kill.step,
+        "phase": kill.phase,
+        "rank": kill.rank,
+        "steps_again": recovery["steps_again"] if recovery else None,
+        "recovery_seconds": recovery["seconds"] if recovery else None,
+    }
+
+
+def _shown(value: float | None) -> str:
+    return "-" if value is None else str(value) if isinstance(value, int) else f"{value:.1f}"

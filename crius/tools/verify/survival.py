@@ -1,0 +1,309 @@
+"""The real job with restarts, in a folder of its own: started, killed where a verb wants it, followed to its end."""
+
+import contextlib
+import dataclasses
+import functools
+import io
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from crius.config import rules
+from crius.config.facts import Facts
+from crius.config.layout import replace_fields
+from crius.config.run import RunConfig
+from crius.errors import ConfigError
+from crius.launch.environment import Placement
+from crius.launch.local import run_workers
+from crius.launch.lock import run_lock
+from crius.launch.stop import PREEMPTED
+from crius.launch.supervision import Attempt, Supervision
+from crius.tools.faults.fault import VARIABLE, ProcessFault, read_faults
+from crius.tools.faults.planted import PlantedFaults
+from crius.tools.verify.run import STOPPED, Stopped
+from crius.tools.verify.worker import speak_to
+from crius.train import job
+from crius.train.inputs import open_run_corpus
+from crius.train.recovery import RECOVERIES
+from crius.train.tools import Tools
+
+UNDISTURBED, KILLED = "undisturbed", "killed"
+"""Folders of the two runs."""
+CONSOLE = "console.log"
+"""In the folder of the logs: what a run would have said on the screen."""
+SET_BY_VERB = (
+    *("training.steps", "metrics.log_interval", "launch.max_restarts", "launch.max_failures_at_step"),
+    *("checkpoint.folder", "checkpoint.load_path", "checkpoint.load_step"),
+)
+"""Settings that both verbs decide."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Course:
+    """How a run is to go.
+
+    Attributes:
+        config: of the run.
+        num_ranks: of every attempt, but where ``assignment`` says otherwise.
+        folder: of the run; it must not exist.
+        seconds: that all attempts together may take.
+        restarts: as many as kills are meant to come.
+        faults: planted in the grammar of ``CRIUS_FAULT`` beside those of the user.
+        threads: of a rank; None shares the cores out.
+        assignment: config, number of ranks and faults of an attempt; None: the same for all.
+        on_poll, on_failure: see ``Supervision``.
+    """
+
+    config: RunConfig
+    num_ranks: int
+    folder: Path
+    seconds: float
+    restarts: int = 0
+    faults: str = ""
+    threads: int | None = None
+    assignment: Callable[[int], tuple[RunConfig, int, str]] | None = None
+    on_poll: Callable[[int, Mapping[int, int]], None] = lambda number, pids: None
+    on_failure: Callable[[Attempt], None] = lambda attempt: None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Life:
+    """What became of a run.
+
+    Attributes:
+        folder: of the run.
+        seconds: wall time over all attempts.
+        failures: the attempts that failed, in their order.
+        trouble: why it did not come to its end, as its last words; empty where it did.
+        processes_left: of its processes and theirs, those that outlived it; None where this system cannot tell.
+    """
+
+    folder: Path
+    seconds: float
+    failures: tuple[Attempt, ...]
+    trouble: str
+    processes_left: tuple[int, ...] | None
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """``summary.json`` of a run that came to its end."""
+        found: dict[str, Any] = json.loads((self.folder / "summary.json").read_text(encoding="utf-8"))
+        return found
+
+    @property
+    def recoveries(self) -> list[dict[str, Any]]:
+        """One for each failure after which a step was done that was new, as ``crius.train.recovery`` wrote it."""
+        path = self.folder / "logs" / RECOVERIES
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+    def kills(self) -> list[Attempt]:
+        """The attempts that were ended by SIGKILL to one of their ranks."""
+        return [attempt for attempt in self.failures if "SIGKILL" in attempt.cause]
+
+
+def settled_config(facts: Facts, steps: int, interval: int) -> RunConfig:
+    """The run of a verb: ``steps`` steps, a record of each, checkpoints in its own folder.
+
+    Args:
+        facts: of the run that was asked for.
+        steps: of training.
+        interval: steps between checkpoints where the run has no interval of its own, in steps or in minutes.
+
+    Raises:
+        ConfigError: the run is refused, or the user plants a fault that ends it.
+    """
+    checkpoint = facts.config.checkpoint
+    has_own = checkpoint.interval > 0 or checkpoint.interval_minutes > 0
+    changes = {
+        "training.steps": steps,
+        "metrics.log_interval": 1,
+        "checkpoint.enable": True,
+        "checkpoint.interval": checkpoint.interval if has_own else interval,
+        "checkpoint.folder": "checkpoints",
+        "checkpoint.load_path": "",
+        "checkpoint.load_step": -1,
+    }
+    config = replace_fields(facts.config, changes)
+    rules.check(dataclasses.replace(facts, config=config))
+    for fault in read_faults(os.environ, steps, facts.num_ranks):
+        if isinstance(fault, ProcessFault):
+            raise ConfigError(
+                f"{VARIABLE} has the fault: {fault}.",
+                where=f"environment variable {VARIABLE}",
+                why="this verb kills one run and lets the other be; faults of numbers and dropout are for both",
+                fix=f"unset {VARIABLE}",
+            )
+    if config.data.source != "huggingface":  # a stream's threads cannot be forked
+        open_run_corpus(config, facts.data_parallel_ranks)
+    return config
+
+
+@contextlib.contextmanager
+def own_folder(folder: Path, verb: str) -> Iterator[None]:
+    """Have the folder of both runs for this process alone.
+
+    Raises:
+        ConfigError: another process has it; or one of the runs is there already, and would go on and prove nothing.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with run_lock(folder, verb):
+        for name in (UNDISTURBED, KILLED):
+            if (folder / name).exists():
+                raise ConfigError(
+                    f"{folder / name} is there already.",
+                    where="--job.run_dir",
+                    why="both runs have to start anew",
+                    fix=f"give another folder, or rm -r {folder / UNDISTURBED} {folder / KILLED}",
+                )
+        yield
+
+
+def report_trouble(what: str, life: Life, as_json: bool) -> int:
+    """Say why there is nothing to compare; returns the exit code."""
+    text = json.dumps({"identical": False, "problems": [what, life.trouble]}, indent=2)
+    sys.stdout.write((text if as_json else f"{life.trouble}\n{what}") + "\n")
+    return 1
+
+
+class _TooLate(Exception):
+    """The time of a run is over."""
+
+
+def live(course: Course) -> Life:
+    """Run to the end, with restarts, as ``crius train`` would. What it says goes to ``logs/console.log``.
+
+    Raises:
+        Stopped: by a signal.
+    """
+    began, family, failures = time.monotonic(), Family(), []
+    logs = course.folder / "logs"
+    logs.mkdir(parents=True)
+
+    def poll(number: int, pids: Mapping[int, int]) -> None:
+        family.look(pids.values())
+        if time.monotonic() - began > course.seconds:
+            raise _TooLate
+        course.on_poll(number, pids)
+
+    def fail(attempt: Attempt) -> None:
+        failures.append(attempt)
+        course.on_failure(attempt)
+
+    def target(config: RunConfig, faults: str) -> Callable[[Placement], None]:
+        return functools.partial(run_rank, config, course.folder, began, faults)
+
+    def assign(number: int) -> tuple[Callable[[Placement], None], int]:
+        assert course.assignment
+        config, num_ranks, faults = course.assignment(number)
+        return target(config, faults), num_ranks
+
+    config, restarts = course.config, course.restarts
+    supervision = Supervision(
+        launch=dataclasses.replace(config.launch, max_restarts=restarts, max_failures_at_step=restarts + 1),
+        watchdog=config.watchdog,
+        assignment=assign if course.assignment else None,
+        on_poll=poll,
+        on_failure=fail,
+    )
+    said, late = io.StringIO(), ""
+    try:
+        with contextlib.redirect_stderr(said):
+            code = run_workers(
+                target(config, course.faults),
+                course.num_ranks,
+                course.folder,
+                threads=course.threads,
+                supervision=supervision,
+            )
+    except _TooLate:
+        code, late = 1, f"not at its end after {course.seconds:g} s (--timeout)"
+    with (logs / CONSOLE).open("a", encoding="utf-8") as console:
+        console.write(said.getvalue())
+    if code in (PREEMPTED, *STOPPED):
+        raise Stopped(code if code in STOPPED else STOPPED[-1])
+    trouble = late or (said.getvalue().strip().split("\n\n")[-1] or f"exit code {code}" if code else "")
+    return Life(
+        folder=course.folder,
+        seconds=time.monotonic() - began,
+        failures=tuple(failures),
+        trouble=f"{trouble}\nlogs: {logs}" if trouble else "",
+        processes_left=family.left(),
+    )
+
+
+def run_rank(config: RunConfig, folder: Path, began: float, faults: str, placement: Placement) -> None:
+    """One rank of the real job.
+
+    Args:
+        config: of the run.
+        folder: of the run.
+        began: ``time.monotonic()`` at the start of its first attempt.
+        faults: planted beside those of the user.
+        placement: this process.
+
+    Raises:
+        CriusError: whatever training raises.
+    """
+    if placement.rank == 0:  # on the console until now, where the verb speaks
+        assert placement.log_dir is not None
+        speak_to(placement.log_dir / CONSOLE)
+    if planted := ";".join(filter(None, (os.environ.get(VARIABLE, ""), faults))):
+        os.environ[VARIABLE] = planted
+    ours = PlantedFaults()
+    job.run(config, folder, began, placement, tools=Tools(around=ours.around, prepare=ours.prepare))
+
+
+class Family:
+    """The processes of a run and their children, so that one that outlives the run is seen. Needs /proc."""
+
+    _SECONDS = 1.0
+    """Between two looks; children of workers, such as those that compile, live for long."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, str] = {}
+        self._looked = -self._SECONDS
+
+    def look(self, pids: Iterable[int]) -> None:
+        """Note the processes ``pids`` and all that they started and that live now."""
+        now, waiting = time.monotonic(), list(pids)
+        if now - self._looked < self._SECONDS and all(pid in self._seen for pid in waiting):
+            return
+        self._looked = now
+        while waiting:
+            pid = waiting.pop()
+            self._seen[pid] = _start_of(pid)
+            waiting += _children(pid)
+
+    def left(self, seconds: float = 2.0) -> tuple[int, ...] | None:
+        """Those that are still there after at most ``seconds``; None without /proc."""
+        if not Path("/proc/self/stat").exists():
+            return None
+        deadline = time.monotonic() + seconds
+        while (left := self._alive()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return left
+
+    def _alive(self) -> tuple[int, ...]:
+        return tuple(pid for pid, start in self._seen.items() if start and _start_of(pid) == start)
+
+
+def _start_of(pid: int) -> str:
+    """When a process started, in ticks since boot; empty where there is none, or only what is left of one."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if state in "ZX" else fields[18]
+
+
+def _children(pid: int) -> list[int]:
+    found = []
+    for path in Path("/proc").glob(f"{pid}/task/*/children"):
+        with contextlib.suppress(OSError):
+            found += [int(word) for word in path.read_text(encoding="ascii").split()]
+    return found

@@ -1,0 +1,213 @@
+"""What the ranks of one layout do: train on uneven batches as ``crius train`` would, and compare where they end."""
+
+import contextlib
+import dataclasses
+import faulthandler
+import functools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from crius.buffers import named_state
+from crius.config.activation_checkpoint import ActivationCheckpointConfig
+from crius.config.low_precision import is_enabled
+from crius.config.run import RunConfig
+from crius.data.batch import Batch
+from crius.errors import NonFiniteError
+from crius.launch.environment import Placement
+from crius.launch.report import log_path
+from crius.metrics.ledger import TimeLedger
+from crius.metrics.record import Record, StepMetrics
+from crius.models.description import ModelDescription
+from crius.models.init import init_rules
+from crius.models.layers.linear import LowPrecisionLinear
+from crius.parallel.dims import ParallelDims
+from crius.parallel.mesh import Mesh, build_mesh
+from crius.parallel.runtime import World, world
+from crius.tools.plan.recomputation import recomputation
+from crius.tools.verify.parameters import Shards, checksums, compare
+from crius.tools.verify.uneven import uneven_attention, uneven_documents, uneven_labels
+from crius.train.build import build_model, copied_names
+from crius.train.choices import decide
+from crius.train.inputs import describe_model, open_run_corpus, run_batch_sizes
+from crius.train.job import assemble, set_up_torch
+from crius.train.logs import start_logging
+from crius.train.loop import Loop
+from crius.train.precision import low_precision
+
+RESULT = "result.json"
+
+
+@dataclass(frozen=True)
+class Task:
+    """One layout to be run.
+
+    Attributes:
+        config: the run on this layout.
+        run_dir: folder of its logs and of its result.
+        seconds: after which it counts as hung.
+        shards: of the reference, to be written by the reference itself and compared with by the others.
+        is_reference: this run is the reference.
+        strict: an optimisation that is on and does nothing fails the run.
+    """
+
+    config: RunConfig
+    run_dir: Path
+    seconds: int
+    shards: Shards
+    is_reference: bool = False
+    strict: bool = False
+
+
+class Recorder:
+    """A sink that keeps the records."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepMetrics] = []
+
+    def write(self, record: Record) -> None:
+        """Keep the record of a step."""
+        if isinstance(record, StepMetrics):
+            self.steps.append(record)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def train(task: Task, placement: Placement) -> None:
+    """Train as one rank of ``task`` from uneven weights; rank 0 writes losses, norms and differences to the result.
+
+    Raises:
+        CriusError: whatever training raises.
+    """
+    recorder = Recorder()
+    with _session(task, placement) as (facts, mesh, ranks, stack):
+        config = task.config
+        loop = _loop(task, facts, mesh, ranks, stack, recorder)
+        if not is_enabled(config.quantize.dense):  # it would carry roundings to 8 bits as far as a fault
+            uneven_attention(loop.state.parts, init_rules(facts))
+        place = functools.partial(_place, config, run_batch_sizes(config, mesh.dims.batch).total, loop.place)
+        state = named_state(loop.state.parts)
+        if task.is_reference and _writes(task, ranks):
+            task.shards.save("start", state, ranks.rank)
+        dataclasses.replace(loop, place=place).run()
+        result: dict[str, Any] = {
+            "loss": [record.loss for record in recorder.steps],
+            "grad_norm": [record.grad_norm for record in recorder.steps],
+        }
+        if task.is_reference and _writes(task, ranks):
+            task.shards.save("end", state, ranks.rank)
+        copied = copied_names(facts, mesh.dims)
+        difference = compare(state, facts.state_names, task.shards, ranks.size // mesh.dims.pp, ranks, copied)
+        _write(task, ranks, result | dataclasses.asdict(difference))
+
+
+def curve(task: Task, placement: Placement) -> None:
+    """Train as one rank of ``task`` as ``crius train`` would; rank 0 writes the loss of each step to the result.
+
+    With it the numbers of linear layers that the model, as it is trained, has in low precision and not, and how many of
+    them were to be. A loss or gradient that is not finite ends the curve, with its error in the result.
+
+    Raises:
+        CriusError: whatever else training raises.
+    """
+    recorder, ended = Recorder(), ""
+    with _session(task, placement) as (facts, mesh, ranks, stack):
+        loop = _loop(task, facts, mesh, ranks, stack, recorder)
+        precision = low_precision(task.config, facts, ranks.device.type)
+        modules = [module for part in loop.state.parts for module in part.modules() if isinstance(module, nn.Linear)]
+        low = [module for module in modules if isinstance(module, LowPrecisionLinear)]
+        # ranks that hold the same part of the model count the same
+        counts = ranks.sum(torch.tensor([len(low), len(modules) - len(low)], device=ranks.device))
+        converted, kept = (counts // (ranks.size // mesh.dims.pp)).tolist()
+        try:
+            loop.run()
+        except NonFiniteError as error:
+            ended = error.what
+        result = {
+            "loss": [record.loss for record in recorder.steps],
+            "ended": ended,
+            "layers": sorted({type(module).__name__ for module in low}),
+            "converted": converted,
+            "kept": kept,
+            "planned": sum(choice.is_converted for choice in precision.choices) if precision else 0,
+            "how": precision.how if precision else task.config.training.mixed_precision_param,
+            "device": ranks.device.type,
+        }
+        _write(task, ranks, result)
+
+
+def start(task: Task, placement: Placement) -> None:
+    """Draw the weights as one rank of ``task``; rank 0 writes the checksum of each parameter to the result.
+
+    Raises:
+        CriusError: whatever building a model raises.
+    """
+    with _session(task, placement) as (facts, mesh, ranks, _):
+        config = task.config
+        if config.activation_checkpoint.mode == "auto":  # decided for a batch, and there is none
+            config = dataclasses.replace(config, activation_checkpoint=ActivationCheckpointConfig(mode="none"))
+        built = build_model(config, facts, mesh, ranks)
+        _write(task, ranks, {"checksums": checksums(named_state(built.parts), facts.state_names, ranks)})
+
+
+def _loop(
+    task: Task, facts: ModelDescription, mesh: Mesh, ranks: World, stack: contextlib.ExitStack, recorder: Recorder
+) -> Loop:
+    config = task.config
+    sizes = run_batch_sizes(config, mesh.dims.batch)
+    corpus = open_run_corpus(config, mesh.dims.batch)
+    ledger = TimeLedger(time.monotonic())
+    config = decide(config, facts, ranks, recomputation)
+    return assemble(
+        config, facts, sizes, corpus, mesh, ranks, task.run_dir, ledger, [recorder], stack, strict=task.strict
+    )
+
+
+@contextlib.contextmanager
+def _session(task: Task, placement: Placement) -> Iterator[tuple[ModelDescription, Mesh, World, contextlib.ExitStack]]:
+    """The ranks of a task, met; everything they say goes to their logs, also that of rank 0."""
+    if placement.rank == 0:  # on the console until now, where the table is
+        assert placement.log_dir is not None
+        speak_to(log_path(placement.log_dir, 0))
+    faulthandler.dump_traceback_later(task.seconds, exit=True, file=2)
+    start_logging(placement.rank, task.run_dir, is_own_file=True)
+    config = task.config
+    device = set_up_torch(config, placement)
+    dims = ParallelDims.build(config.parallelism, placement.world_size)
+    with contextlib.ExitStack() as stack:
+        stack.callback(faulthandler.cancel_dump_traceback_later)
+        ranks = stack.enter_context(
+            world(placement.rank, placement.world_size, device, placement.rendezvous, task.seconds)
+        )
+        yield describe_model(config), build_mesh(dims, device.type), ranks, stack
+
+
+def speak_to(path: Path) -> None:
+    """Send what this process prints from now on, also from C code, to the end of ``path``."""
+    log = path.open("a", buffering=1, encoding="utf-8", errors="backslashreplace")
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    sys.stdout = sys.stderr = log
+
+
+def _place(config: RunConfig, total: int, place: Callable[[Batch], Batch], batch: Batch) -> Batch:
+    uneven = uneven_labels(batch, total)
+    return place(uneven_documents(uneven) if config.model.attention_mask == "document" else uneven)
+
+
+def _writes(task: Task, ranks: World) -> bool:
+    return ranks.rank == 0 or not task.shards.is_whole
+
+
+def _write(task: Task, ranks: World, result: dict[str, Any]) -> None:
+    if ranks.rank == 0:
+        (task.run_dir / RESULT).write_text(json.dumps(result), encoding="utf-8")
