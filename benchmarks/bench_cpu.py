@@ -105,7 +105,7 @@ def write_weights(config: RunConfig, file: Path) -> None:
     weights = {}
     for name, parameter in model.named_parameters():
         layer = next((part for part in name.split(".") if part.isdigit()), "")
-        theirs = spec.hf_names[name.replace(f".{layer}.", ".*.", 1) if layer else name]
+        theirs = spec.hf.names[name.replace(f".{layer}.", ".*.", 1) if layer else name]
         weights[theirs.replace("*", layer)] = parameter.detach()
     torch.save(weights, file)
 

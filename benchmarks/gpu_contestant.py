@@ -113,7 +113,7 @@ def hugging_face(
     model.tie_weights()
     with torch.device(device):  # its frequencies are buffers, which to_empty leaves undefined
         model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
-    names = registry.SPECS[config.model.name].hf_names
+    names = registry.SPECS[config.model.name].hf.names
     with torch.no_grad():
         theirs = dict(model.named_parameters())
         for name, weight in weights.items():

@@ -145,12 +145,14 @@ def test_what_is_not_kept_is_computed_again(config, matmuls, attentions):
     assert backward.counts[ATTENTION] == attentions
 
 
+@pytest.mark.slow
 def test_memory_shrinks_in_the_order_of_the_modes():
     none, half, ops, full = (bytes_kept(config) for config in (NONE, selective(option=2), default(), FULL))
     assert full < ops < none
     assert full < half < none
 
 
+@pytest.mark.slow
 def test_more_saved_ops_keep_more():
     sizes = [bytes_kept(selective(*ops)) for ops in ((), ("attention",), ("attention", "matmul_every_other"))]
     assert sizes == sorted(set(sizes))

@@ -57,7 +57,7 @@ CASES = {
     "fsdp4_in_twos": (4, [RESHARD, "2", "--model.num_layers", "4"]),
 }
 
-QUICK = ("pp2_cp2_full", "fsdp4_two_layers_deferred", "pp2_fsdp2_tied")
+QUICK = ("fsdp4_two_layers_deferred", "pp2_fsdp2_tied")
 
 
 def workload(**changes):

@@ -121,9 +121,10 @@ def test_a_plan_without_measurements_says_so_before_it_recommends(plan):
     [
         (["--flavor", "8b", "--gpus", "1", "--gpu", "rtx-4090"], "--gpus 8 --gpu rtx-4090"),
         (["--model", "mixtral", "--flavor", "8x7b", "--gpus", "4", "--gpu", "h100"], "--gpus 16 --gpu h100"),
-        (
+        pytest.param(
             ["--flavor", "8b", "--gpus", "8", "--gpu", "a10g", "--seq_len", "4000000"],
             "--seq_len 32768 --gpus 8 --gpu a10g",
+            marks=pytest.mark.slow,
         ),
         (["--flavor", "8b", "--gpus", "1", "--gpu", "cpu"], "--gpus 2 --gpu h100-80g"),
         (

@@ -47,7 +47,8 @@ def print_memory():
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs glibc 2.33")
 @pytest.mark.parametrize(
-    ("settings", "expected"), [({}, "True False"), ({"MALLOC_MMAP_THRESHOLD_": "65536"}, "True True")]
+    ("settings", "expected"),
+    [({}, "True False"), pytest.param({"MALLOC_MMAP_THRESHOLD_": "65536"}, "True True", marks=pytest.mark.slow)],
 )
 def test_tensors_are_apart_in_the_first_step_only_and_as_the_user_set_it(settings, expected):
     done = subprocess.run(
