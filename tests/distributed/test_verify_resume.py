@@ -8,8 +8,9 @@ from harness import TEXT, layout_flags, parse
 from crius.cli.app import facts_of
 from crius.data.loader import BatchLoader
 from crius.errors import ConfigError
+from crius.tools.faults import planted
 from crius.tools.verify.resume import INTERVALS, resume
-from crius.train import checkpoints, planted
+from crius.train import checkpoints
 
 TINY = [
     *("--recipe", "verify", "--model.num_layers", "2", "--training.seq_len", "16", "--training.global_batch_size", "8"),
