@@ -1,7 +1,7 @@
 """Models, data sources and sinks of installed packages, loaded where they are named and not before. Torch-free.
 
 A package lists them as entry points of the groups below (https://packaging.python.org/specifications/entry-points);
-docs/adding_a_model.md has an example.
+docs/plugins.md has an example.
 """
 
 import importlib.metadata
@@ -12,13 +12,22 @@ from typing import TypeVar
 from crius.errors import ConfigError
 
 MODELS, DATA, SINKS = "crius.models", "crius.data", "crius.sinks"
+GROUPS = {"model.name": MODELS, "data.source": DATA, "metrics.sinks": SINKS}
+"""Groups by the setting that names one of theirs."""
 
 T = TypeVar("T")
 
 
 def installed(group: str) -> list[str]:
     """Names of a group that installed packages give, sorted; nothing of theirs is imported."""
-    return sorted(importlib.metadata.entry_points(group=group).names)
+    return sorted({entry.name for entry in _entries(group)})
+
+
+def _entries(group: str) -> list[importlib.metadata.EntryPoint]:
+    try:
+        return list(importlib.metadata.entry_points(group=group))
+    except Exception:  # a package whose list is malformed; the others' cannot be read beside it
+        return []
 
 
 def load(group: str, name: str, kind: type[T] | None = None) -> T | None:
@@ -32,10 +41,10 @@ def load(group: str, name: str, kind: type[T] | None = None) -> T | None:
     Raises:
         ConfigError: two packages give it, it cannot be imported, or is of another kind.
     """
-    found = tuple(importlib.metadata.entry_points(group=group, name=name))
+    found = [entry for entry in _entries(group) if entry.name == name]
     if not found:
         return None
-    packages = sorted({entry.dist.name if entry.dist else entry.value for entry in found})
+    packages = sorted({(entry.dist and entry.dist.name) or entry.value for entry in found})
     where = f"{group} of {' and '.join(packages)}"
     if len({entry.value for entry in found}) > 1:
         raise ConfigError(f"{name} is in several packages.", where=where, fix="uninstall all but one of them")
@@ -54,7 +63,7 @@ def imported(load: Callable[[], T], what: str, where: str, fix: str) -> T:
     """
     try:
         return load()
-    except Exception as error:  # whatever a stranger's module raises
+    except (Exception, SystemExit) as error:  # whatever a stranger's module raises
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
         last = next((frame for frame in reversed(frames) if frame.filename != __file__), None)
         raise ConfigError(

@@ -17,6 +17,7 @@ from crius.config.data import SOURCES as DATA_SOURCES
 from crius.config.facts import Facts
 from crius.config.load import RunSources
 from crius.config.model import ModelConfig
+from crius.config.rules import plain_name
 from crius.config.run import RunConfig
 from crius.errors import ConfigError, EnvironmentError
 from crius.help import PlainHelp
@@ -48,8 +49,10 @@ Json = Annotated[bool, Parameter(name="--json", negative=(), help="Print JSON.")
 STARTED = time.monotonic()
 
 
-def _read_model(path: str) -> tuple[str, dict[str, Any]]:
-    return read_model_settings(path, {name: spec.hf for name, spec in SPECS.items() if spec.hf})
+def _read_model(path: str, name: str, where: str) -> tuple[str, dict[str, Any]]:
+    asked = find_spec(name) if name else None
+    families = {spec.name: spec.hf for spec in ([asked] if asked else SPECS.values()) if spec.hf}
+    return read_model_settings(path, families, where)
 
 
 SOURCES = RunSources({"model.name": SPECS, "model.flavor": FLAVORS, "data.source": DATA_SOURCES}, _read_model)
@@ -158,14 +161,18 @@ def _base_name(run: RunConfig) -> str:
     names = [f"model.{field.name}" for field in dataclasses.fields(ModelConfig)]
     if SOURCES.recipe and all(SOURCES.origin(name) in ("default", f"recipe {SOURCES.recipe}") for name in names):
         return SOURCES.recipe
-    defaults = ModelConfig()
-    sizes = [field.name for field in dataclasses.fields(ModelConfig) if field.name not in ("name", "flavor")]
+    source, defaults = run.model.from_hf, ModelConfig()
+    given = (name for name in vars(defaults) if SOURCES.origin(f"model.{name}") == "command line" or not source)
     changed = [
         f"{name}_{getattr(run.model, name)}"
-        for name in sizes
-        if getattr(run.model, name) != getattr(defaults, name) and SOURCES.origin(f"model.{name}") != "default"
+        for name in given
+        if name not in ("name", "flavor", "from_hf", "rope_scaling")
+        and getattr(run.model, name) != getattr(defaults, name)
+        and SOURCES.origin(f"model.{name}") != "default"
     ]
-    return "_".join([run.model.name, run.model.flavor, *changed])
+    place = Path(source).parent if source.endswith(".json") else Path(source)
+    flavor = place.name if source else run.model.flavor
+    return plain_name("_".join([run.model.name, flavor or "custom", *changed]))
 
 
 def _run_name(run: RunConfig, placement: Any) -> str:

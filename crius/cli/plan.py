@@ -148,7 +148,7 @@ def _case(run: RunConfig, gpu: str, gpus: int | None, nodes: int | None, precisi
     if facts:
         shape = facts
     elif run.model.name in SPECS:
-        raise next(iter(rules.known_model(facts_of(run, 0, None, is_dry=True))))
+        raise ConfigError.together(list(rules.known_model(facts_of(run, 0, None, is_dry=True))))
     else:
         shape = shape_named(run.model.name, run.model.flavor if "model.flavor" in pinned else "")
     return Case(

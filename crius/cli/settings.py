@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 from cyclopts import Parameter
 
@@ -36,8 +36,12 @@ from crius.config.facts import Facts
 from crius.config.load import OF_MODEL, recipe_names
 from crius.config.run import RunConfig
 from crius.config.tokenizer import TokenizerConfig
-from crius.errors import ConfigError
+from crius.errors import ConfigError, CriusError
+from crius.models.registry import IMPORTED
 from crius.redact import redact_value
+
+if TYPE_CHECKING:
+    from crius.launch.doctor import Report
 
 GIB = 2**30
 
@@ -196,23 +200,38 @@ def doctor(
     """
     from crius.launch.doctor import examine
 
-    facts = facts_of(run, nproc, None)
-    rules.check(facts)
     report = examine()
-    needed, there = _memory(facts, report.gpu_bytes)
-    model, ranks = facts.model, f"{facts.num_ranks} rank{'s' * (facts.num_ranks > 1)}"
-    line = f"{model.name} on {ranks}, {model.num_parameters:,} parameters: {needed / GIB:.1f} of {there / GIB:.1f} GiB"
-    report.facts["this run"] = f"{line} of a rank planned"
-    if needed > there:
-        sizes = [part for name in SOURCES.origins if name.startswith("model.") for part in _typed(name, run)]
-        report.missing.append(f"memory for {line}: {shlex.join(['crius', 'plan', *sizes])} finds GPUs that hold it")
+    if not report.missing:
+        try:
+            _examine_run(report, facts_of(run, nproc, None))
+        except CriusError as error:
+            report.missing.append(f"for this run: {error.body()}")
     emit(json.dumps(report.as_dict(), indent=2) if as_json else report.render())
     return 0 if report.ready else 1
 
 
-def _typed(name: str, run: RunConfig) -> list[str]:
-    """A setting as the flag that gives it, unless ``model.from_hf`` does."""
-    return [] if SOURCES.origin(name).endswith(OF_MODEL) else flag(name, flatten(run)[name])
+def _examine_run(report: "Report", facts: Facts) -> None:
+    """Add to ``report`` whether this machine holds the run.
+
+    Raises:
+        CriusError: the run is not one.
+    """
+    rules.check(facts)
+    needed, there = _memory(facts, report.gpu_bytes)
+    model, ranks = facts.model, f"{facts.num_ranks} rank{'s' * (facts.num_ranks > 1)}"
+    line = f"{model.name} on {ranks}, {model.num_parameters:,} parameters"
+    gibibytes = f"{needed / GIB:.1f} GiB planned of {there / GIB:.1f} for a rank"
+    report.facts["this run"] = f"{line}: {gibibytes}"
+    if needed > there:
+        names = [name for name in flatten(facts.config) if name.startswith("model.")]
+        given = [name for name in names if SOURCES.origin(name) not in ("default",) and not _is_of_file(name)]
+        sizes = [part for name in given for part in flag(name, flatten(facts.config)[name])]
+        plan = ["crius", "plan", *sizes, *(word for name in IMPORTED for word in ("--import", name))]
+        report.missing.append(f"memory for {line}, {gibibytes}: {shlex.join(plan)} says which GPUs hold it")
+
+
+def _is_of_file(name: str) -> bool:
+    return SOURCES.origin(name).endswith(OF_MODEL)
 
 
 def _memory(facts: Facts, gpu_bytes: int) -> tuple[float, float]:

@@ -13,6 +13,7 @@ from crius.errors import ConfigError
 Kind = Literal["refuse", "warn", "free"]
 
 KINDS: tuple[tuple[str, Kind], ...] = (
+    ("model.from_hf", "free"),  # where sizes came from
     ("model.*", "refuse"),  # other weights
     ("tokenizer.*", "refuse"),  # other ids for the same text
     ("training.seq_len", "refuse"),  # a sample id stands for another sequence

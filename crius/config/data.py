@@ -13,9 +13,9 @@ def check_source(name: str, where: str) -> None:
     """Raise ConfigError where ``data.source`` is none of ours, nor of an installed package."""
     if name in SOURCES:
         return
-    known = [*SOURCES, *plugins.installed(plugins.DATA)]
+    known = list(dict.fromkeys([*SOURCES, *plugins.installed(plugins.DATA)]))
     if name not in known:
-        what = f"no data source is called {name}{did_you_mean(name, known) or '.'}"
+        what = f"no data source is called {name or ascii(name)}{did_you_mean(name, known) or '.'}"
         raise ConfigError(what, where=where, fix=f"use one of {', '.join(known)}")
 
 

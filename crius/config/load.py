@@ -16,11 +16,11 @@ from typing import Any, get_args
 from cyclopts import App, ArgumentCollection, CycloptsError
 from cyclopts.argument import Argument, Token
 
+from crius import plugins
 from crius.config.data import check_source
 from crius.config.export import COMMAND_LINE_ONLY, flatten
 from crius.config.layout_flag import spread_layout, spread_microbatches
 from crius.config.mistakes import WrongSettings, conversion, unknown
-from crius.config.model import ModelConfig
 from crius.config.names import ALIASES, PLAN_SHORT, SHORT, did_you_mean
 from crius.config.run import RunConfig
 from crius.config.toml_file import choices_of, takes, toml_table, wrong_kind
@@ -35,7 +35,8 @@ PRECISION_RECIPE = "precision"
 FROM_HF = "--model.from_hf"
 OF_MODEL = " (model.from_hf)"
 """How the origin of a value ends that ``model.from_hf`` gave."""
-_FROM_HF_SETS = {f"--model.{name}" for name in vars(ModelConfig()) if name not in ("from_hf", "attention_mask")}
+CUSTOM = "custom"
+"""The flavor without sizes of its own."""
 
 MOST_UNKNOWN = 20
 """Unknown keys of a file that are reported one by one."""
@@ -55,7 +56,8 @@ class RunSources:
 
     Args:
         spellings: dotted names of settings, and the values of each that are known; they are taken ignoring case.
-        read_model: reads ``model.from_hf``: the file, and values of the fields of ``[model]``. It raises ConfigError.
+        read_model: reads ``model.from_hf``, for the model of a name if one is given, and says where the path came from:
+            the file, and values of the fields of ``[model]``. It raises ConfigError.
 
     Attributes:
         origins: dotted field name to a phrase such as ``command line`` or ``recipe llama3_debug``, of every value that
@@ -66,7 +68,7 @@ class RunSources:
     def __init__(
         self,
         spellings: Mapping[str, Collection[str]] = types.MappingProxyType({}),
-        read_model: Callable[[str], tuple[str, dict[str, Any]]] = lambda path: (path, {}),
+        read_model: Callable[[str, str, str], tuple[str, dict[str, Any]]] = lambda path, name, where: (path, {}),
     ) -> None:
         self.origins: dict[str, str] = {}
         self.recipe = ""
@@ -125,43 +127,64 @@ class RunSources:
     def _spread_model(self, named: Mapping[str, Argument]) -> Iterator[CriusError]:
         """Give what a ``model.from_hf`` stands for to the arguments of ``[model]`` that nothing has set yet.
 
-        A file that would set none is not read: that of a run.toml, which has all of its sizes beside it.
+        A run.toml says ``flavor custom`` and all sizes beside it: its file is not read again.
         """
-        path = next((token.value for token in named[FROM_HF].tokens), "") if FROM_HF in named else ""
-        is_open = any(not arguments.tokens for name, arguments in named.items() if name in _FROM_HF_SETS)
-        if self._model_file or not path or not is_open:
+        token = next(iter(named[FROM_HF].tokens), None) if FROM_HF in named else None
+        if token is None or not token.value or self._model_file:
             return
-        self._model_file = path
+        self._model_file = token.value
+        said = {field: next(iter(named[f"--model.{field}"].tokens), None) for field in ("name", "flavor")}
+        others = [field for field, one in said.items() if one and one.source != token.source]
+        flavor = said["flavor"]
+        if flavor and flavor.value == CUSTOM and flavor.source == token.source != "cli" and not others:
+            return
+        where = f"{FROM_HF} ({'command line' if token.source == 'cli' else token.source})"
         try:
-            file, settings = self._read_model(path)
+            file, settings = self._read_model(token.value, said["name"].value if said["name"] else "", where)
         except ConfigError as error:
             yield error
-            settings = {}
-        for field in ("name", "flavor") if settings else ():
-            said = next((token for token in named[f"--model.{field}"].tokens), None)
-            if said and said.value.lower() != settings[field]:
+            return
+        for field, one in said.items():
+            if one and one.value.lower() != settings[field].lower():
                 yield ConfigError(
-                    f"model.{field} {said.value} is given beside model.from_hf {path}, "
+                    f"model.{field} {one.value} is given beside model.from_hf {token.value}, "
                     f"which is of {settings['name']}, with sizes of its own.",
-                    where="command line" if said.source == "cli" else said.source,
+                    where="command line" if one.source == "cli" else one.source,
                     fix=f"leave out model.{field}, or model.from_hf",
                 )
+        for name in settings:  # -1 and an empty text leave it to the file
+            argument = named[f"--model.{name}"]
+            if argument.tokens and argument.tokens[0].value in ("-1", "-1.0", ""):
+                argument.tokens = []
         values = {f"model.{name}": value for name, value in settings.items()}
-        yield from _fill(named, values, f"{file}{OF_MODEL}" if settings else "", is_read_only=False)
+        yield from _fill(named, values, f"{file}{OF_MODEL}", is_read_only=False)
 
     def rows_are_given(self) -> bool:
         """Whether somebody gave ``model.vocab_size``, and not only a file of ``model.from_hf``."""
         origin = self.origin("model.vocab_size")
         return origin != "default" and not origin.endswith(OF_MODEL)
 
+    def _spelled(self, name: str, value: str) -> str:
+        """The known value of a setting that ``value`` is when case, ``-`` and ``_`` are ignored; empty: none."""
+        known = self._spellings.get(name, ())
+        if value in known or (name not in self._spellings and name not in plugins.GROUPS):
+            return value if value in known else ""
+        plain = _plain(value)
+        ours = next((one for one in known if _plain(one) == plain), "")
+        others = plugins.installed(plugins.GROUPS[name]) if not ours and name in plugins.GROUPS else []
+        return (
+            ours
+            or next((one for one in others if one == value), "")
+            or next((one for one in others if _plain(one) == plain), "")
+        )
+
     def _settle(self, argument: Argument, commands: Collection[str]) -> Iterator[CriusError]:
         """Bring the value of ``argument`` into its one spelling and note its origin; yields what is wrong with it."""
         name = argument.name.lstrip("-")
         source = argument.tokens[0].source
         self.origins[name] = source = "command line" if source == "cli" else source
-        spellings = {value.lower(): value for value in self._spellings.get(name, ())}
         argument.tokens = [
-            token.evolve(value=spellings.get(token.value.lower(), _canonical(token.value, argument.hint)))
+            token.evolve(value=self._spelled(name, token.value) or _canonical(token.value, argument.hint))
             for token in argument.tokens
         ]
         wrong = next(filter(None, (_wrong_number(argument, token.value) for token in argument.tokens)), "")
@@ -176,6 +199,10 @@ class RunSources:
             yield error
         except CycloptsError as error:
             yield conversion(error, commands)
+
+
+def _plain(text: str) -> str:
+    return text.lower().replace("_", "").replace("-", "")
 
 
 def _config_file(path: str) -> tuple[str, dict[str, Any]]:
@@ -294,9 +321,9 @@ def _wrong_number(argument: Argument, text: str) -> str:
 
 def _canonical(value: str, hint: Any) -> str:
     """``value`` in the spelling of the choice that it equals when case, ``-`` and ``_`` are ignored."""
-    plain = value.lower().replace("_", "").replace("-", "")
+    plain = _plain(value)
     for choice in choices_of(hint):
-        if plain == choice.replace("_", "").replace("-", "") or CHOICE_ALIASES.get(plain) == choice:
+        if plain == _plain(choice) or CHOICE_ALIASES.get(plain) == choice:
             return choice
     return value
 
@@ -334,7 +361,7 @@ def normalized_argv(argv: Sequence[str]) -> list[str]:
 
 def _short_forms(verb: str) -> dict[str, str]:
     """Short names of flags that ``verb`` takes; those of ``verify`` have ``--steps`` themselves."""
-    if verb not in ("train", "plan", "config", "verify", "bench"):
+    if verb not in ("train", "plan", "config", "verify", "bench", "doctor"):
         return {}
     short = {name: flag for name, flag in SHORT.items() if verb != "verify" or name != "steps"}
     return short | PLAN_SHORT if verb == "plan" else short

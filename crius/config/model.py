@@ -13,11 +13,11 @@ class ModelConfig:
 
     flavor: str = "debug"
     """Size: one of the flavors of the architecture, for llama3 debug, 1b, 8b, 70b or 405b, for qwen3 debug, 0.6b,
-    1.7b, 4b, 8b, 14b or 32b. custom: all sizes are given."""
+    1.7b, 4b, 8b, 14b or 32b. custom: none; what is not given is what the architecture has as a default."""
 
     from_hf: str = ""
     """A config.json of Hugging Face on this machine, or its folder: architecture and sizes are taken from it, but for
-    those that are given. The weights are not. The run's own settings hold what was taken."""
+    those that stronger sources give. The weights are not. The run's own settings hold what was taken."""
 
     vocab_size: int = -1
     """Rows of the embedding and of the output layer. -1: the flavor's, but never fewer than the tokenizer has ids,

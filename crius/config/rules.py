@@ -32,8 +32,9 @@ def known_model(facts: Facts) -> Violations:
     model = facts.config.model
     spec = facts.specs.get(model.name)
     if spec is None:
-        what = f"no model is called {model.name}{did_you_mean(model.name, facts.specs) or '.'}"
-        yield ConfigError(what, where=facts.flag("model.name"), fix=f"use one of {', '.join(facts.specs)}")
+        known = [*facts.specs, *plugins.installed(plugins.MODELS)]
+        what = f"no model is called {model.name}{did_you_mean(model.name, known) or '.'}"
+        yield ConfigError(what, where=facts.flag("model.name"), fix=f"use one of {', '.join(known)}")
     elif model.flavor not in spec.known_flavors:
         what = f"{model.name} has no flavor {model.flavor}{did_you_mean(model.flavor, spec.known_flavors) or '.'}"
         yield ConfigError(what, where=facts.flag("model.flavor"), fix=f"use one of {', '.join(spec.known_flavors)}")
@@ -41,7 +42,7 @@ def known_model(facts: Facts) -> Violations:
         try:
             spec.describe(model.flavor, **model.sizes)
         except ConfigError as error:
-            yield ConfigError(error.what, where=facts.flag(error.where), fix=error.fix)
+            yield ConfigError(error.what, where=facts.flag(error.where), why=error.why, fix=error.fix)
     for name, value in vars(model).items():
         is_size = isinstance(value, int | float) and not isinstance(value, bool)
         if is_size and value != -1 and not 0 < value < math.inf:
@@ -86,6 +87,7 @@ def heads_divide(facts: Facts) -> Violations:
 
 
 _LONGEST_NAME = 200
+_LONGEST_PLAIN = 60
 
 # Field, whether a value is right, what is right, a value that works. Cheap ranges, one row each.
 _RANGES: list[tuple[str, Callable[[Any], bool], str, str]] = [
@@ -203,17 +205,21 @@ def sizes(facts: Facts) -> Violations:
         )
 
 
+def plain_name(text: str) -> str:
+    """``text`` as a name for a folder: words, dots, + and -, not too long."""
+    return re.sub(r"[^\w.+-]+", "-", text).strip("-.")[:_LONGEST_PLAIN]
+
+
 def job_name_is_plain(facts: Facts) -> Violations:
     """The name of a run names a folder below ``runs/``, and none elsewhere."""
     name = facts.config.job.name
     is_path = "/" in name or name.startswith(".") or not name.isprintable() or len(name.encode()) > _LONGEST_NAME
     if name and is_path:
-        plain = re.sub(r"[^\w.+-]+", "-", name).strip("-.")[:50]
         yield ConfigError(
             f"job.name {name if name.isprintable() else ascii(name)} is no plain name.",
             where=facts.flag("job.name"),
             why=f"the run folder is runs/NAME: no slash, no dot in front, at most {_LONGEST_NAME} bytes",
-            fix=f"--job.name {plain or 'mine'}, or --job.run_dir DIR for a folder elsewhere",
+            fix=f"--job.name {plain_name(name) or 'mine'}, or --job.run_dir DIR for a folder elsewhere",
         )
 
 
@@ -241,10 +247,18 @@ def data_path_given(facts: Facts) -> Violations:
 
 
 def sinks_installed(facts: Facts) -> Violations:
-    """Each sink that is named is one of an installed package."""
-    known = plugins.installed(plugins.SINKS)
+    """Each sink that is named is one of an installed package, and can be made."""
     for name in facts.config.metrics.sinks:
-        if name not in known:
+        try:
+            if callable(plugins.load(plugins.SINKS, name)):
+                continue
+        except ConfigError as error:
+            yield error
+            continue
+        known = plugins.installed(plugins.SINKS)
+        if name in known:
+            yield ConfigError(f"sink {name} cannot be called.", where=facts.flag("metrics.sinks"), fix="leave it out")
+        else:
             yield ConfigError(
                 f"no sink is called {name}{did_you_mean(name, known) or '.'}",
                 where=facts.flag("metrics.sinks"),
@@ -256,8 +270,7 @@ def sinks_installed(facts: Facts) -> Violations:
 def data_flags_have_effect(facts: Facts) -> Violations:
     """What was given on the command line for one kind of source is not given to another."""
     source = facts.config.data.source
-    if source not in SOURCES:
-        return  # of a package, which knows what it looks at
+    like_jsonl = source if source in SOURCES else "jsonl"  # of a package: it reads files too
     owners = {
         "text_field": ("jsonl", "huggingface"),
         "name": ("huggingface",),
@@ -266,7 +279,7 @@ def data_flags_have_effect(facts: Facts) -> Violations:
         "shuffle": ("stdlib", "text", "jsonl", "tokens"),
     }
     for name, sources in owners.items():
-        if facts.origin(f"data.{name}") == "command line" and source not in sources:
+        if facts.origin(f"data.{name}") == "command line" and like_jsonl not in sources:
             yield ConfigError(
                 f"data.{name} has no effect with data.source {source}.",
                 where=facts.flag(f"data.{name}"),

@@ -46,8 +46,9 @@ def open_cached(
     files = find_files(data, flag)
     before = [_signature(file) for file in files]
     digests = _digests(files, before, root / "index")
-    options = "" if data.source in ("stdlib", "text") else data.text_field + kind_of(data.source).version
-    content = [FORMAT_VERSION, data.source, options, tokenizer.fingerprint, *digests]
+    options = "" if data.source in ("stdlib", "text") else data.text_field
+    version = kind_of(data.source).version  # empty of ours
+    content = [FORMAT_VERSION, data.source, options, *([version] * bool(version)), tokenizer.fingerprint, *digests]
     key = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
     folder = root / "tokens" / key
     if (found := _open(folder)) is not None:

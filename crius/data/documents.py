@@ -54,6 +54,10 @@ class FileKind:
     read: Callable[[Path, str], Iterator[Piece]]
     version: str = ""
 
+    def __post_init__(self) -> None:
+        if not (isinstance(self.suffix, str) and isinstance(self.version, str) and callable(self.read)):
+            raise TypeError("suffix and version of a FileKind are texts, and read is a function")
+
 
 def kind_of(source: str) -> FileKind:
     """What ``data.source`` names, one of this module or of an installed package.

@@ -64,7 +64,7 @@ class Report:
         width = max(map(len, self.facts))
         lines = [f"{name:<{width}}  {value}" for name, value in self.facts.items()]
         lines += [f"missing   {line}" for line in self.missing] + [f"optional  {line}" for line in self.optional]
-        verdict = "ready: crius train" if self.ready else "not ready: run the lines above"
+        verdict = "ready: crius train" if self.ready else "not ready: see the lines above"
         return "\n".join([*lines, verdict])
 
 

@@ -1,5 +1,6 @@
 """The sinks of a run."""
 
+import contextlib
 import logging
 from pathlib import Path
 
@@ -51,7 +52,10 @@ class ForeignSink:
             self._leave(error)
 
     def _leave(self, error: Exception) -> None:
-        self._sink = None
+        left, self._sink = self._sink, None
+        with contextlib.suppress(Exception):
+            if left is not None:
+                left.close()
         _log.warning(
             "metrics.sinks %s failed and gets no more records: %s: %s", self._name, type(error).__name__, error
         )
@@ -77,4 +81,4 @@ def build_sinks(
         from crius.metrics.sinks.tensorboard import TensorBoardSink  # noqa: PLC0415  needs an optional package
 
         sinks.append(TensorBoardSink(run_dir, total_memory_gib, resumed_step))
-    return [*sinks, *(ForeignSink(name, run_dir, resumed_step) for name in config.sinks)]
+    return [*sinks, *(ForeignSink(name, run_dir, resumed_step) for name in dict.fromkeys(config.sinks))]

@@ -1,5 +1,6 @@
 """``DecoderConfig``: the sizes that a decoder is built from. Torch-free."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
@@ -57,11 +58,12 @@ def rope_scaling_of(found: Mapping[str, Any]) -> RopeScaling | None:
     if kind == "default":
         return None
     if kind != "llama3":
-        raise ValueError(f"rope_type {kind} is not built, only llama3 and default are")
+        raise ValueError(f"rope_type {json.dumps(kind)[:100]} is not built, only llama3 and default are")
     for key in ROPE_SCALING_KEYS:
-        number = found.get(key)
-        if not isinstance(number, int | float) or isinstance(number, bool) or number <= 0:
-            raise ValueError(f"rope_type llama3 needs {key}, a positive number" + f", not {number}" * (key in found))
+        number, kinds = found.get(key), int if key.startswith("original") else int | float
+        if not isinstance(number, kinds) or isinstance(number, bool) or not 0 < number < 2**63:
+            said = f", not {json.dumps(number)[:100]}" if key in found else ""
+            raise ValueError(f"rope_type llama3 needs {key}, a positive {'whole ' * (kinds is int)}number{said}")
     scaling = RopeScaling(**{name: found[key] for key, name in ROPE_SCALING_KEYS.items()})
     if scaling.factor < 1 or scaling.low_freq_factor >= scaling.high_freq_factor:
         raise ValueError("rope_type llama3 needs a factor of at least 1, and low_freq_factor below high_freq_factor")

@@ -1,6 +1,8 @@
 """A ``config.json`` of Hugging Face as the sizes of a model that Crius has. Torch-free; nothing of it is executed."""
 
 import json
+import shlex
+import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +13,8 @@ from crius.models.config import ROPE_SCALING_KEYS, rope_scaling_of
 from crius.strict_json import load_object
 
 _LARGEST_FILE = 1 << 20
+_MOST_LAYERS = 100_000
+_LARGEST_NUMBER = 2**63 - 1
 
 # Their key, our field, what it has to be, and whether transformers has a default for a file that leaves it out.
 _SIZES = (
@@ -54,12 +58,15 @@ class HuggingFace:
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
-def read_model_settings(path: str, families: Mapping[str, HuggingFace]) -> tuple[str, dict[str, Any]]:
+def read_model_settings(
+    path: str, families: Mapping[str, HuggingFace], where: str = "--model.from_hf"
+) -> tuple[str, dict[str, Any]]:
     """Fields of ``[model]`` that a config.json stands for, all sizes among them.
 
     Args:
         path: of the file, or of its folder.
-        families: what Hugging Face calls the models that Crius has, by our name.
+        families: what Hugging Face calls the models that it may be of, by our name.
+        where: the path comes from.
 
     Returns:
         The file, and values by the name of the field.
@@ -67,89 +74,105 @@ def read_model_settings(path: str, families: Mapping[str, HuggingFace]) -> tuple
     Raises:
         ConfigError: it cannot be read, or is of a model that Crius does not have; all that does not fit together.
     """
-    file = Path(path).expanduser()
-    file = file / "config.json" if file.is_dir() else file
-    found = _read(file, path)
+    file, found = _read(path, where)
     kind = found.get("model_type")
     name = next((name for name, family in families.items() if family.model_type == kind), "")
     if not name:
         raise ConfigError(
-            f"{file} is of a model_type that Crius does not have: {str(kind)[:100]}.",
-            where="--model.from_hf",
+            f"{file} is of model_type {_shown(kind)}, which is not that of {' or '.join(families) or 'any model'}.",
+            where=where,
             fix=f"use a config.json of {' or '.join(family.model_type for family in families.values())}",
         )
     settings: dict[str, Any] = {"name": name, "flavor": "custom"}
     wrong = [*_differences(found, families[name]), *_take(found, families[name], settings)]
     if wrong:
-        errors = (ConfigError(f"{file}: {what}.", where="--model.from_hf") for what in wrong)
+        fix = f"give the config.json of another {families[name].model_type}"
+        errors = (ConfigError(f"{file}: {what}.", where=where, fix=fix) for what in wrong)
         raise ConfigError.together(list(errors))
     return str(file), settings
 
 
-def _read(file: Path, path: str) -> dict[str, Any]:
+def _shown(value: object) -> str:
+    return json.dumps(value)[:100]
+
+
+def _read(path: str, where: str) -> tuple[Path, dict[str, Any]]:
+    file = Path(path)
     try:
+        file = file.expanduser()
+        file = file / "config.json" if file.is_dir() else file
+        if not stat.S_ISREG(file.stat().st_mode):
+            raise ValueError("it is no regular file")
         with file.open("rb") as opened:
             content = opened.read(_LARGEST_FILE + 1)
-    except (OSError, ValueError) as error:
-        is_name = not Path(path).expanduser().exists() and path.count("/") == 1 and not path.startswith((".", "~", "/"))
+    except (OSError, ValueError, RuntimeError) as error:
+        first, _, rest = path.partition("/")
+        is_name = bool(rest) and "/" not in rest and not path.startswith((".", "~")) and not Path(first).exists()
+        fix = "give a config.json, or its folder; a run that was started with it goes on by --config RUN/run.toml"
+        if is_name:
+            fix = f"hf download {shlex.quote(path)} config.json --local-dir DIR, then --model.from_hf DIR"
         raise ConfigError(
-            f"{file} cannot be read: {error.strerror if isinstance(error, OSError) else error}.",
-            where="--model.from_hf",
+            f"{str(file)[:300]} cannot be read: {error.strerror if isinstance(error, OSError) else error}.",
+            where=where,
             why="this takes a file or a folder of this machine, and fetches nothing" * is_name,
-            fix=f"hf download {path} config.json --local-dir DIR, then --model.from_hf DIR"
-            if is_name
-            else "give a config.json, or its folder",
+            fix=fix,
         ) from None
     try:
         if len(content) > _LARGEST_FILE:
             raise ValueError("it is longer than 1 MiB")
-        return load_object(content)
+        return file, load_object(content)
     except ValueError as error:
-        raise ConfigError(f"{file} is no config.json: {error}.", where="--model.from_hf") from None
+        fix = "give the config.json of a model"
+        raise ConfigError(f"{file} is no config.json: {str(error)[:200]}.", where=where, fix=fix) from None
 
 
 def _differences(found: Mapping[str, Any], family: HuggingFace) -> Iterator[str]:
     """What of a file our model does not compute."""
     architectures = found.get("architectures") or [family.architecture]
     if architectures != [family.architecture]:
-        yield f"architectures is {str(architectures)[:100]}, and of {family.model_type} Crius has {family.architecture}"
+        yield f"architectures is {_shown(architectures)}, and what is built is {_shown([family.architecture])}"
     for key, same in _COMPUTES.items():
         value = found.get(key)
         if value not in same:
-            yield f"{key} {str(value)[:100]} is not built, only {json.dumps(same[0])} is"
-    layers = found.get("layer_types") or ()
-    if any(kind != "full_attention" for kind in layers):
-        yield f"layer_types {str(layers)[:100]} are not built, only full_attention is"
+            yield f"{key} {_shown(value)} is not built, only {json.dumps(same[0])} is"
+    layers = found.get("layer_types")
+    if layers is not None and layers != ["full_attention"] * _length(found.get("num_hidden_layers")):
+        yield f"layer_types {_shown(layers)} is not built, only full_attention in each of the num_hidden_layers is"
+
+
+def _length(value: object) -> int:
+    return value if isinstance(value, int) and 0 < value <= _MOST_LAYERS else 0
 
 
 def _fits(value: object, kind: type) -> bool:
     if kind is bool or isinstance(value, bool):
         return kind is bool and isinstance(value, bool)
-    return isinstance(value, int if kind is int else int | float) and value > 0
+    return isinstance(value, int if kind is int else int | float) and 0 < value <= _LARGEST_NUMBER
 
 
 def _take(found: Mapping[str, Any], family: HuggingFace, settings: dict[str, Any]) -> Iterator[str]:
     """Put the sizes of a file into ``settings``; yields what is wrong with them."""
-    rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
+    rope = found.get("rope_scaling") or found.get("rope_parameters") or {}  # in the order of transformers
     if not isinstance(rope, dict):
-        yield f"rope_scaling {str(rope)[:100]} is no object"
+        yield f"rope_scaling {_shown(rope)} is no object"
         rope = {}
-    if rope.get("partial_rotary_factor", 1) != 1:
-        yield f"partial_rotary_factor {str(rope['partial_rotary_factor'])[:100]} is not built, only 1 is"
+    if rope.get("partial_rotary_factor") not in (1, None):
+        yield f"partial_rotary_factor {_shown(rope['partial_rotary_factor'])} is not built, only 1 is"
     known = {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
     for key, field_name, kind, has_default in _SIZES:
         value = known.get(key, found.get(key))
         if value is None and has_default:
-            settings |= {field_name: family.defaults[field_name]} if field_name in family.defaults else {}
+            if field_name in family.defaults and not (key in found and field_name == "num_kv_heads"):
+                settings[field_name] = family.defaults[field_name]
             continue
         if not _fits(value, kind):
             right = {int: "a whole number above 0", float: "a number above 0", bool: "true or false"}[kind]
-            yield f"{key} is {str(value)[:100]}, not {right}" if key in found or key in known else f"it has no {key}"
+            yield f"{key} is {_shown(value)}, not {right}" if key in found or key in known else f"it has no {key}"
             continue
         settings[field_name] = value
-    settings.setdefault("num_kv_heads", settings.get("num_heads"))
-    if "head_dim" not in settings and {"dim", "num_heads"} <= settings.keys():
-        settings["head_dim"] = settings["dim"] // settings["num_heads"]
+    settings.setdefault("num_kv_heads", settings.get("num_heads", -1))
+    settings.setdefault("head_dim", -1)
+    settings.setdefault("tied_embeddings", False)
     try:
         scaling = rope_scaling_of(rope)
     except ValueError as error:

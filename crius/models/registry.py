@@ -15,13 +15,13 @@ import crius.models
 from crius import plugins
 from crius.errors import ConfigError
 from crius.models.description import ModelDescription
-from crius.models.spec import ModelSpec
+from crius.models.spec import CUSTOM, ModelSpec
 
 if TYPE_CHECKING:
     from crius.models.decoder import Decoder
 
 SPECS: dict[str, ModelSpec] = {}
-FLAVORS: set[str] = set()
+FLAVORS: set[str] = {CUSTOM}
 IMPORTED: list[str] = []
 """Modules outside of Crius whose models are known."""
 

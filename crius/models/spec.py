@@ -66,7 +66,8 @@ class ModelSpec:
                 f"flavor {CUSTOM} has no sizes of its own, and {', '.join(missing)} "
                 f"{'are' if missing[1:] else 'is'} not given.",
                 where="model.flavor",
-                fix=" ".join(f"--model.{name} N" for name in missing) + f", or one of {', '.join(self.flavors)}",
+                fix=" ".join(f"--model.{name} N" for name in missing)
+                + f", or --model.flavor with one of {', '.join(self.flavors)}",
             )
         return kind(**sizes)
 

@@ -85,6 +85,7 @@ def with_tokens(config: RunConfig, *, rows_are_given: bool) -> RunConfig:
         rows_are_given: whether ``model.vocab_size`` stays, however many ids there are.
     """
     source, path = config.data.source, config.tokenizer.path
+    rows_are_given = rows_are_given and config.model.vocab_size != -1
     try:
         if source == "tokens" and config.data.path:
             meta = TokenMeta.from_file(Path(config.data.path[0]).expanduser() / META)

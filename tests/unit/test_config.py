@@ -18,6 +18,7 @@ from crius import cli
 from crius.config.batch import BatchSizes, batch_sizes
 from crius.config.data import DataConfig
 from crius.config.export import command_line_flags, flatten, to_toml
+from crius.config.model import ModelConfig
 from crius.config.names import ALIASES, MOVED, NOTHING, nearest_typo
 from crius.config.run import RunConfig
 from crius.config.training import TrainingConfig
@@ -528,6 +529,8 @@ def everything_changed(config):
         )
     if isinstance(config, DataConfig):
         values["source"] = "jsonl"  # one that there is
+    if isinstance(config, ModelConfig):
+        values["from_hf"] = ""  # it would be read
     return type(config)(**values)
 
 

@@ -1,16 +1,21 @@
 """``--model.from_hf``: architecture and sizes from a config.json of Hugging Face, or one clear error."""
 
 import json
+import os
+from types import SimpleNamespace
 
 import pytest
 from harness import parse
 
 from crius import cli
-from crius.cli.app import SOURCES, facts_of
+from crius.cli.app import SOURCES, _base_name, facts_of
 from crius.config import rules
+from crius.config.changes import kind_of
 from crius.config.export import to_toml
+from crius.config.rules import plain_name
 from crius.errors import ConfigError
 from crius.models.config import RopeScaling
+from crius.train import inputs
 from crius.train.inputs import describe_model, describe_rows
 
 LLAMA3_SCALING = {
@@ -93,25 +98,31 @@ def test_rows_are_those_of_the_file_but_never_fewer_than_ids(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model_type": "mistral"}, "of a model_type that Crius does not have: mistral"),
+        ({"model_type": "mistral"}, 'of model_type "mistral", which is not that of llama3 or qwen3'),
         ({"model_type": "gemma3"}, "use a config.json of llama or qwen3"),
-        ({"model_type": ...}, "does not have: None"),
-        ({"architectures": ["LlamaForSequenceClassification"]}, "Crius has LlamaForCausalLM"),
-        ({"attention_bias": True}, "attention_bias True is not built, only false is"),
-        ({"mlp_bias": True}, "mlp_bias True"),
-        ({"hidden_act": "gelu"}, 'hidden_act gelu is not built, only "silu" is'),
+        ({"model_type": ...}, "of model_type null"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, 'what is built is ["LlamaForCausalLM"]'),
+        ({"attention_bias": True}, "attention_bias true is not built, only false is"),
+        ({"mlp_bias": True}, "mlp_bias true"),
+        ({"hidden_act": "gelu"}, 'hidden_act "gelu" is not built, only "silu" is'),
         ({"attention_dropout": 0.1}, "attention_dropout 0.1"),
-        ({"use_sliding_window": True}, "use_sliding_window True"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention'] are not built"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type yarn is not built"),
-        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope_type linear is not built"),
+        ({"use_sliding_window": True}, "use_sliding_window true"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, '"sliding_attention"] is not built'),
+        ({"layer_types": ["full_attention"]}, 'layer_types ["full_attention"] is not built'),
+        ({"layer_types": 5}, "layer_types 5 is not built"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 'rope_type "yarn" is not built'),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 'rope_type "linear" is not built'),
+        ({"rope_scaling": {"rope_type": "yarn"}, "rope_parameters": {"rope_theta": 1e4}}, 'rope_type "yarn"'),
+        ({"rope_scaling": LLAMA3_SCALING | {"factor": 10**400}}, "needs factor, a positive number, not 1000"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_type llama3 needs low_freq_factor"),
-        ({"rope_scaling": "llama3"}, "rope_scaling llama3 is no object"),
+        ({"rope_scaling": "llama3"}, 'rope_scaling "llama3" is no object'),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
         ({"hidden_size": ...}, "it has no hidden_size"),
-        ({"hidden_size": "48"}, "hidden_size is 48, not a whole number above 0"),
+        ({"hidden_size": "48"}, 'hidden_size is "48", not a whole number above 0'),
+        ({"hidden_size": 50}, "model.dim 50 is no multiple of the 6 query heads"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps is 1000"),
         ({"num_hidden_layers": -1}, "num_hidden_layers is -1"),
-        ({"vocab_size": True}, "vocab_size is True"),
+        ({"vocab_size": True}, "vocab_size is true"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1, not true or false"),
         ({"num_key_value_heads": 4}, "num_kv_heads 4 does not divide the 6 query heads of llama3/custom"),
         ({"hidden_size": 2**40}, "is above 1,048,576"),
@@ -123,7 +134,7 @@ def test_what_is_not_built_is_refused_by_name(tmp_path, capsys, changes, said):
 
 def test_all_that_does_not_fit_is_said_together(tmp_path, capsys):
     said = refused(capsys, write(tmp_path, mlp_bias=True, hidden_size=..., rope_scaling={"rope_type": "yarn"}))
-    assert all(part in said for part in ("mlp_bias True", "it has no hidden_size", "rope_type yarn"))
+    assert all(part in said for part in ("mlp_bias true", "it has no hidden_size", 'rope_type "yarn"'))
     assert "--model.from_hf" in said
 
 
@@ -143,15 +154,54 @@ def test_a_file_that_is_none_is_refused(tmp_path, capsys, content, said):
     assert said in refused(capsys, ["--model.from_hf", str(tmp_path)])
 
 
+def test_what_is_no_regular_file_is_not_opened(tmp_path, capsys):
+    os.mkfifo(tmp_path / "fifo")
+    for path in (str(tmp_path / "fifo"), "~nobody-of-this-name/x", "x" * 5000):
+        assert "cannot be read: " in refused(capsys, ["--model.from_hf", path])
+
+
+def test_the_folder_of_a_run_is_a_short_name_below_runs(tmp_path):
+    """Also where the path in a file that a run wrote leads elsewhere."""
+    config = parse([*write(tmp_path, rope_scaling=LLAMA3_SCALING), "--model.num_layers", "3"])
+    assert _base_name(config) == f"llama3_{tmp_path.name}_num_layers_3"[:60]
+    (tmp_path / "run.toml").write_text(to_toml(config).replace(str(tmp_path), "x/../../../escaped"))
+    assert _base_name(parse(["--config", str(tmp_path / "run.toml"), "--checkpoint.no_enable"])) == "llama3_escaped"
+    assert plain_name(f"{'a/' * 90}b") == ("a-" * 30)
+
+
+def test_another_flavor_or_name_over_a_file_that_a_run_wrote_is_refused(tmp_path, capsys):
+    (tmp_path / "run.toml").write_text(to_toml(parse(write(tmp_path))))
+    for other in (["--model.flavor", "1b"], ["--model.name", "qwen3"]):
+        assert "model.from_hf" in refused(capsys, ["--config", str(tmp_path / "run.toml"), *other])
+
+
+@pytest.mark.parametrize(("flag", "value"), [("vocab_size", "-1"), ("rope_theta", "-1"), ("ffn_dim", "-1")])
+def test_a_size_that_is_left_open_by_a_flag_is_the_files(tmp_path, flag, value):
+    flags = write(tmp_path)
+    assert describe_model(parse([*flags, f"--model.{flag}", value])) == describe_model(parse(flags))
+
+
+def test_a_written_minus_one_leaves_the_rows_to_the_tokenizer(tmp_path, monkeypatch):
+    monkeypatch.setattr(inputs, "build_tokenizer", lambda config: SimpleNamespace(vocab_size=900))
+    (tmp_path / "run.toml").write_text("[model]\nvocab_size = -1\n")
+    config = parse(["--config", str(tmp_path / "run.toml"), "--checkpoint.no_enable"])
+    assert SOURCES.rows_are_given()
+    assert inputs.with_tokens(config, rows_are_given=True).model.vocab_size == 960
+
+
+def test_the_path_of_the_file_is_no_reason_against_going_on():
+    assert kind_of("model.from_hf") == "free" and kind_of("model.dim") == "refuse"
+
+
 def test_a_name_of_the_hub_is_not_fetched(capsys):
     said = refused(capsys, ["--model.from_hf", "Qwen/Qwen3-0.6B"])
     assert "hf download Qwen/Qwen3-0.6B config.json --local-dir DIR" in said
     assert "fetches nothing" not in refused(capsys, ["--model.from_hf", "/no/such/folder"])
 
 
-@pytest.mark.parametrize("other", [["--model.flavor", "8b"], ["--model.name", "qwen3"]])
-def test_another_model_beside_it_is_refused(tmp_path, capsys, other):
-    assert "is given beside model.from_hf" in refused(capsys, [*write(tmp_path), *other])
+def test_another_model_beside_it_is_refused(tmp_path, capsys):
+    assert "is given beside model.from_hf" in refused(capsys, [*write(tmp_path), "--model.flavor", "8b"])
+    assert "which is not that of qwen3" in refused(capsys, [*write(tmp_path), "--model.name", "qwen3"])
 
 
 def test_verbs_beside_train_take_it(tmp_path, capsys):
@@ -164,8 +214,11 @@ def test_verbs_beside_train_take_it(tmp_path, capsys):
     assert "this run     llama3/custom on 1 rank" in capsys.readouterr().out
     large = ["--model.num_layers", "4000", "--model.dim", "9600", "--model.vocab_size", "640"]
     assert cli.main(["doctor", *flags, *large]) == 1
-    fix = "--model.dim 9600 --model.num_layers 4000 finds GPUs that hold it"
+    fix = "--model.dim 9600 --model.num_layers 4000 says which GPUs hold it"
     assert f"crius plan --model.from_hf {tmp_path} --model.vocab_size 640 {fix}" in capsys.readouterr().out
+    assert cli.main(["doctor", *flags, "--steps", "0"]) == 1
+    said = capsys.readouterr().out
+    assert "platform" in said and "for this run: training.steps 0 must be at least 1" in said
 
 
 CUSTOM = ["--model.flavor", "custom"]
@@ -182,7 +235,7 @@ def test_a_custom_flavor_is_made_of_the_sizes_given():
     [
         ([*CUSTOM, *SIZES], "flavor custom has no sizes of its own, and ffn_dim is not given"),
         (["--model.rope_scaling", "yes"], "model.rope_scaling yes cannot be taken"),
-        (["--model.rope_scaling", '{"rope_type": "yarn"}'], "rope_type yarn is not built"),
+        (["--model.rope_scaling", '{"rope_type": "yarn"}'], 'rope_type "yarn" is not built'),
         (["--model.rope_scaling", json.dumps(LLAMA3_SCALING | {"factor": 0.5})], "a factor of at least 1"),
     ],
 )

@@ -196,6 +196,24 @@ def test_files_and_functions_are_short():
     assert too_long(ROOT, LONGER) == []
 
 
+def doubled_lines(root: Path) -> list[str]:
+    """Lines that stand twice in a row, as an edit gone wrong leaves them."""
+    found = []
+    for path, _ in trees(root):
+        lines = (root / "crius" / path).read_text().splitlines()
+        pairs = enumerate(zip(lines, lines[1:], strict=False), start=2)
+        found += [f"{path}:{number}" for number, (a, b) in pairs if a == b and len(b.strip()) > 20]
+    return found
+
+
+def test_no_line_stands_twice_in_a_row():
+    assert doubled_lines(ROOT) == []
+
+
+def test_a_doubled_line_is_found(tmp_path):
+    assert doubled_lines(plant(tmp_path, "config/a.py", "first = 'a line of some length'\n" * 2)) == ["config/a.py:2"]
+
+
 def test_what_shows_before_torch_does_not_import_it():
     assert torch_users(ROOT) == []
 

@@ -11,14 +11,15 @@ FILE = re.compile(r"<!-- file: (?:mypackage/)?(?P<name>\S+) -->\n```\w+\n(?P<tex
 SHORT = ["--training.seq_len", "16", "--steps", "2", "--metrics.log_interval", "1", "--validation.interval", "0"]
 BROKEN = {
     "crius.models": {"broken": "broken:SPEC", "other": "losses:Losses", "llama3": "broken:SPEC"},
-    "crius.data": {"failing": "failing:KIND", "strange": "losses:Losses"},
-    "crius.sinks": {"failing": "failing:Sink"},
+    "crius.data": {"failing": "failing:KIND", "strange": "losses:Losses", "odd": "odd:KIND"},
+    "crius.sinks": {"failing": "failing:Sink", "number": "failing:NUMBER", "leaves": "leaves:Sink"},
 }
 FAILING = """
 from crius.data.documents import FileKind
 def read(file, text_field):
     yield "no piece at all"
 KIND = FileKind(suffix=".md", read=read)
+NUMBER = 5
 class Sink:
     def __init__(self, run_dir, resumed_step): pass
     def write(self, record): raise OSError("the line is dead")
@@ -30,7 +31,8 @@ def install(folder, name, points):
     """What pip leaves of a package: its name and its entry points."""
     info = folder / f"{name}-1.0.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    if name != "nameless":
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
     groups = [
         "\n".join([f"[{group}]", *(f"{key} = {value}" for key, value in rows.items())])
         for group, rows in points.items()
@@ -48,7 +50,12 @@ def place(tmp_path_factory):
     install(site, "mypackage", tomllib.loads((site / "pyproject.toml").read_text())["project"]["entry-points"])
     (site / "broken.py").write_text("import json\n1 / 0\n")
     (site / "failing.py").write_text(FAILING)
+    (site / "leaves.py").write_text("import sys\nsys.exit(3)\n")
+    (site / "odd.py").write_text(
+        "from crius.data.documents import FileKind\nKIND = FileKind(suffix='.md', read=print, version=1)\n"
+    )
     install(site, "otherpackage", BROKEN)
+    install(site, "nameless", {"crius.models": {"nobodys": "broken:SPEC"}})
     (here / "notes").mkdir()
     (here / "notes" / "a.md").write_text("first section\n# second section " + "word " * 400)
     return here, {"PYTHONPATH": f"{site}:{ROOT}", "XDG_CACHE_HOME": str(here / "cache")}
@@ -56,7 +63,7 @@ def place(tmp_path_factory):
 
 def test_the_example_trains(place):
     here, environ = place
-    flags = ["--data.source", "markdown", "--data.path", "notes", "--metrics.sinks", "losses"]
+    flags = ["--data.source", "Mark-Down", "--data.path", "notes", "--metrics.sinks", "losses"]
     run = ["train", "--model.name", "mymodel", *flags, *SHORT, "--validation.fraction", "0", "--job.run_dir", "r"]
     done = crius(*run, cwd=here, **environ)
     assert done.returncode == 0, done.stderr
@@ -77,6 +84,15 @@ def test_nothing_is_imported_that_is_not_named(place):
     assert done.returncode == 0, done.stderr
 
 
+def test_a_malformed_list_of_entry_points_ends_no_run_that_names_none(place, tmp_path):
+    here, environ = place
+    install(tmp_path, "malformed", {})
+    (tmp_path / "malformed-1.0.dist-info" / "entry_points.txt").write_text("[crius.sinks]\nnoequals\n")
+    environ = environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    done = crius("config", "show", "--model.flavor", "1b", cwd=here, **environ)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_sink_that_fails_ends_no_run(place):
     here, environ = place
     done = crius("train", "--metrics.sinks", "failing", *SHORT, "--job.run_dir", "f", cwd=here, **environ)
@@ -90,7 +106,12 @@ def test_a_sink_that_fails_ends_no_run(place):
         (["--model.name", "broken"], "broken (broken:SPEC) cannot be imported: ZeroDivisionError"),
         (["--model.name", "broken"], "broken.py, line 2"),
         (["--model.name", "other"], "other is no crius.models.spec.ModelSpec, but type"),
-        (["--model.name", "mymodle"], "no model is called mymodle"),
+        (["--model.name", "mymodle"], "no model is called mymodle, did you mean mymodel?"),
+        (["--model.name", "nobodys"], "nobodys (broken:SPEC) cannot be imported"),
+        (["--data.source", "odd", "--data.path", "notes"], "version of a FileKind are texts"),
+        (["--data.source", "markdown", "--data.path", "notes", "--data.split", "x"], "data.split has no effect"),
+        (["--metrics.sinks", "number"], "sink number cannot be called"),
+        (["--metrics.sinks", "leaves"], "leaves (leaves:Sink) cannot be imported: SystemExit"),
         (["--data.source", "markdwn", "--data.path", "notes"], "did you mean markdown?"),
         (["--data.source", "strange", "--data.path", "notes"], "strange is no crius.data.documents.FileKind"),
         (["--data.source", "failing", "--data.path", "notes"], "data.source failing failed on notes/a.md: ValueError"),

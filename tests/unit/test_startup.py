@@ -110,7 +110,7 @@ def test_doctor_says_the_line_that_installs_a_missing_package(package, capsys, m
     [line] = [line for line in out.splitlines() if line.startswith(("missing ", "optional ")) and package in line]
     assert line.split()[0] == ("missing" if required else "optional")
     assert line.endswith(f": {install}")
-    assert out.rstrip().endswith("not ready: run the lines above" if required else "ready: crius train")
+    assert out.rstrip().endswith("not ready: see the lines above" if required else "ready: crius train")
 
 
 def test_an_install_line_leaves_compiling_possible():

@@ -50,7 +50,6 @@ FRAMEWORKS: dict[str, Framework] = {  # by how the column's text begins
     "nanotron": "nanotron",
 }
 _DELIMITERS = (",", ";", "\t")  # the first of those that the header has most of
-_DELIMITERS = (",", ";", "\t")  # the first of those that the header has most of
 MILLION = 1_000_000
 """A smaller number of parameters counts thousands or billions, and does not say which."""
 MemoryKind = Literal["reserved", "allocated", "unknown"]
@@ -110,7 +109,6 @@ def read_measurements(path: str | Path) -> tuple[list[Measurement], list[Unjudge
     Raises:
         ConfigError: no such file, not a CSV file, or columns are missing, all of them named.
     """
-    where = f"--validate {path}"
     where = f"--validate {path}"
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
