@@ -352,7 +352,7 @@ def test_a_list_replaces_the_list_of_a_weaker_source(shown, toml, written):
 
 def test_run_toml_gives_back_every_setting_but_the_folder(tmp_path):
     config = everything_changed(RunConfig())
-    same = [name for name, value in flatten(config).items() if value == DEFAULTS[name]]
+    same = [name for name, value in flatten(config).items() if value == DEFAULTS[name] and name != "model.from_hf"]
     assert all(len(get_args(type_of(name))) == 1 for name in same), "a choice of one cannot be changed, all others can"
     (tmp_path / "run.toml").write_text(to_toml(config))
     flags = ["--config", str(tmp_path / "run.toml"), *command_line_flags(config)]
