@@ -22,8 +22,7 @@ from crius.tools.verify import worker
 from crius.tools.verify.uneven import uneven_labels
 from crius.train import build, job
 from crius.train.guard import UpdateGuard
-from crius.train.loss import count_valid
-from crius.train.step import Accumulation
+from crius.train.step import Accumulation, count_valid
 
 
 def unscaled(original, factor):

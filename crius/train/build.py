@@ -4,20 +4,35 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import nn
 
 from crius.config.batch import BatchSizes
-from crius.config.low_precision import converts_output
+from crius.config.loss_chunks import loss_chunks
+from crius.config.low_precision import (
+    TOO_SMALL,
+    LinearChoice,
+    converts_output,
+    is_enabled,
+    kind,
+    linear_choices,
+    summary,
+    table,
+)
 from crius.config.optimizer import OptimizerConfig
 from crius.config.pipeline import describe_microbatches, describe_stages, num_stages, placement, split_stages
+from crius.config.quantize import DenseQuantizeConfig
 from crius.config.run import RunConfig
+from crius.kernels.linear_cross_entropy import Chunks
 from crius.models import registry
 from crius.models.decoder import check_decoder
 from crius.models.description import ModelDescription
 from crius.models.init import init_rules
+from crius.models.layers.output import loss_of
 from crius.parallel.apply import Applied, materialize, parallelize
+from crius.parallel.compile import compile_loss
 from crius.parallel.dims import ParallelDims
 from crius.parallel.fsdp import GradientSync
 from crius.parallel.gradients import Gradients
@@ -26,13 +41,146 @@ from crius.parallel.pipeline import Pipeline
 from crius.parallel.reproducible import ReproducibleGradients
 from crius.parallel.runtime import World
 from crius.parallel.stages import order_of, prune, simulate, stage_costs, stage_indices, stage_table
-from crius.quantize.convert import Converted
+from crius.quantize.convert import Converted, convert, precompute_scales
+from crius.quantize.device import missing_matmuls
 from crius.train.inputs import run_modules
-from crius.train.loss import LossChoice, choose_loss, set_up_loss
-from crius.train.precision import LowPrecision, low_precision
 from crius.train.step import Accumulation, Pipelined, Runner
 
 log = logging.getLogger("crius.train")
+
+
+@dataclass(frozen=True)
+class LowPrecision:
+    """Which linear layers run in low precision, and how.
+
+    Attributes:
+        dense: the section.
+        choices: of all linear layers of the whole model.
+        emulated: why matmuls are emulated; empty where the device does them.
+    """
+
+    dense: DenseQuantizeConfig
+    choices: list[LinearChoice]
+    emulated: str
+
+    def convert(self, part: nn.Module, shard_degree: int) -> Converted:
+        """Swap the chosen layers of a part of the model, whose weights FSDP will split over ``shard_degree`` ranks."""
+        emulate = bool(self.emulated)
+        return convert(part, self.choices, self.dense, emulate=emulate, shard_degree=shard_degree)
+
+    @property
+    def how(self) -> str:
+        """Recipe and emulation, in a few words."""
+        recipe = self.dense.float8.recipe if kind(self.dense) == "float8" else "blocks of 32"
+        parts = [recipe, f"emulated: {self.emulated}" if self.emulated else "", self.advice]
+        return "; ".join(filter(None, parts))
+
+    @property
+    def advice(self) -> str:
+        """What to do where the filter of small layers leaves nothing to convert; empty where something is."""
+        is_filtered = any(choice.reason == TOO_SMALL for choice in self.choices)
+        is_empty = not any(choice.is_converted for choice in self.choices)
+        return "--quantize.dense.auto_filter off converts small layers too" if is_filtered and is_empty else ""
+
+    def lines(self) -> list[str]:
+        """What becomes of each linear layer, as a table; the counts are the effect's to tell."""
+        *rows, total = table(self.choices)
+        rows.append(total.removeprefix(f"{summary(self.choices)}; "))
+        if self.dense.pad_inner_dim and all(choice.padded == choice.local for choice in self.choices):
+            rows.append("pad_inner_dim: no layer has to be padded; tokens are, where they are no whole blocks")
+        return [f"{kind(self.dense)}: {line}" for line in rows]
+
+
+def keep_scales(config: RunConfig, parts: Sequence[nn.Module], mesh: Mesh) -> None:
+    """Call after each update: scales of weights that are gathered in float8, where they are to be computed at once."""
+    float8 = config.quantize.dense.float8
+    if float8.enable and float8.precompute_scale:
+        precompute_scales(parts, mesh.fsdp.get_group("fsdp"))
+
+
+def low_precision(config: RunConfig, facts: ModelDescription, device_type: str) -> LowPrecision | None:
+    """Of a run on this process's device; None where no low precision is on."""
+    dense = config.quantize.dense
+    if not is_enabled(dense):
+        return None
+    missing = missing_matmuls(kind(dense), device_type)
+    asked = getattr(dense, kind(dense)).emulate
+    return planned(config, facts, accelerated=not missing, emulated="as asked" if asked else missing)
+
+
+def planned(config: RunConfig, facts: ModelDescription, *, accelerated: bool, emulated: str) -> LowPrecision:
+    """Of a run whose device is known.
+
+    Args:
+        config: the run, with some low precision on.
+        facts: sizes of the model.
+        accelerated: whether the device has such matmuls.
+        emulated: why they are emulated; empty where they are not.
+    """
+    plan = facts.plan
+    return LowPrecision(config.quantize.dense, linear_choices(config, facts, plan, accelerated=accelerated), emulated)
+
+
+@dataclass(frozen=True)
+class LossChoice:
+    """What ``[kernels] linear_cross_entropy`` comes to.
+
+    Attributes:
+        chunks: None where all logits are computed first.
+        reason: why, in a few words.
+    """
+
+    chunks: Chunks | None
+    reason: str
+
+    def line(self, num_tokens: int, vocabulary: int, itemsize: int) -> str:
+        """What to log of a microbatch of ``num_tokens`` with logits of ``itemsize`` bytes over a ``vocabulary``."""
+        name = "linear_cross_entropy"
+        logits = num_tokens * vocabulary
+        if self.chunks is None:
+            return f"{name}: off ({self.reason}): {_mib(logits * itemsize)} of logits a microbatch"
+        tokens = min(num_tokens, self.chunks.tokens)
+        eager = logits * 3 * 4  # in its backward: log-softmax, the gradient of that, the gradient of the logits
+        here = tokens * vocabulary * itemsize + min(tokens, self.chunks.block_tokens) * vocabulary * 4
+        return (
+            f"{name}: chunked ({self.reason}): at most {tokens:,} of {num_tokens:,} tokens at a time, "
+            f"{_mib(here)} of logits instead of {_mib(eager)}"
+        )
+
+
+def choose_loss(
+    config: RunConfig,
+    facts: ModelDescription,
+    device_type: str,
+    *,
+    num_ranks: int = 1,
+    in_low_precision: bool = False,
+) -> LossChoice:
+    """What ``[kernels] linear_cross_entropy`` comes to.
+
+    Args:
+        config: the run; its rules have been checked.
+        facts: sizes of the model.
+        device_type: ``cpu`` or ``cuda``.
+        num_ranks: tensor-parallel ranks that the vocabulary is split over.
+        in_low_precision: the output layer is.
+    """
+    device: Literal["cpu", "cuda"] = "cuda" if device_type == "cuda" else "cpu"
+    found = loss_chunks(config, facts.vocab_size, device, num_ranks=num_ranks, in_low_precision=in_low_precision)
+    return LossChoice(None if found.tokens is None else Chunks(found.tokens, found.block_tokens), found.reason)
+
+
+def set_up_loss(part: nn.Module, choice: LossChoice, config: RunConfig) -> None:
+    """Have a part of the model compute its loss as chosen; where asked for, compiled."""
+    loss = loss_of(part)
+    loss.chunks = choice.chunks
+    if config.compile.enable and config.compile.loss:
+        loss.token_losses = compile_loss(loss.token_losses, config.compile)
+        loss.chunks = choice.chunks and replace(choice.chunks, score=compile_loss(choice.chunks.score, config.compile))
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.1f} MiB"
 
 
 @dataclass(frozen=True)

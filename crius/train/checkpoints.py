@@ -37,8 +37,7 @@ from crius.parallel.runtime import World
 from crius.shards import laid_out, local_tensor, named_parameters
 from crius.train.guard import UpdateGuard
 from crius.train.inputs import check_steps_left, checkpoint_folder
-from crius.train.rng import restore_streams, seed_streams, streams
-from crius.train.state import TrainState
+from crius.train.state import TrainState, restore_streams, seed_streams, streams
 
 log = logging.getLogger("crius.checkpoint")
 

@@ -17,13 +17,10 @@ from crius.metrics.device import GIB
 from crius.parallel.gradients import Gradients
 from crius.parallel.runtime import World
 from crius.shards import local_tensor
-from crius.train.incident import IncidentReporter
-from crius.train.late import Late
 from crius.train.sdc import Replicas
-from crius.train.snapshot import Snapshot
-from crius.train.stability import Score, SpikeMonitor
-from crius.train.state import TrainState
-from crius.train.step import StepResult
+from crius.train.stability import IncidentReporter, Score, SpikeMonitor
+from crius.train.state import Snapshot, TrainState
+from crius.train.step import Late, StepResult
 
 ADVICE = "lower --optimizer.lr, lengthen --lr_scheduler.warmup_steps, or look at those samples"
 NAMED = 3

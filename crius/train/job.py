@@ -41,26 +41,19 @@ from crius.parallel.mesh import Mesh, build_mesh
 from crius.parallel.runtime import World, pick_device, world
 from crius.run_file import write_run_file
 from crius.shards import named_parameters
-from crius.train.after_update import AfterUpdate
-from crius.train.agreement import Preempted, one_layout
-from crius.train.build import Built, build_gradients, build_model, build_runner, run_optimizer
+from crius.train.build import Built, build_gradients, build_model, build_runner, keep_scales, run_optimizer
 from crius.train.checkpoints import Checkpoints, Parts
-from crius.train.choices import decide
+from crius.train.effects import EffectWatch
 from crius.train.guard import UpdateGuard
 from crius.train.inputs import describe_model, describe_rows, open_run_corpus, run_batch_sizes, with_boundaries
-from crius.train.kernels import run_kernels
-from crius.train.logs import start_logging
-from crius.train.loop import Loop, Meter, Validation
-from crius.train.out_of_memory import explained
-from crius.train.precision import keep_scales
-from crius.train.profiler import profiler
-from crius.train.recovery import Recovery
+from crius.train.loop import Loop, Validation
+from crius.train.progress import Preempted, Recovery, is_complete, one_layout, write_summary
+from crius.train.reports import Meter, Reports
 from crius.train.saving import log_save_plan
 from crius.train.sdc import build_copies, build_sdc
-from crius.train.state import TrainState
-from crius.train.summary import is_complete, write_summary
-from crius.train.tools import Tools, Watch
-from crius.train.watch import EffectWatch
+from crius.train.setup import decide, profiler, run_kernels, start_logging
+from crius.train.state import AfterUpdate, TrainState
+from crius.train.tools import Tools, Watch, explained
 
 log = logging.getLogger("crius.train")
 
@@ -201,7 +194,10 @@ def assemble(
     if mesh.pp is None:  # a bad gradient of a later stage would be seen on the rank of the first one
         gradients.watch(built.parts[0])
     after = build_copies(facts, parameters, mesh, ranks), AfterUpdate(built.parts, facts.buffers, ranks)
+    sdc = build_sdc(config, facts, built, runner, mesh, ranks, sizes.accumulation)
+    guard = UpdateGuard(config.stability, state, parameters, gradients, built.names, ranks, run_dir, *after)
     peak = config.metrics.peak_tflops or peak_tflops(ranks.device)
+    meter = Meter(facts.flops_per_token((training.seq_len + 1) / 2), peak, ranks)
     return Loop(
         config=config,
         dims=mesh.dims,
@@ -209,15 +205,14 @@ def assemble(
         loader=loader,
         place=functools.partial(_place, config, ranks.device, shard),
         runner=runner,
-        sdc=build_sdc(config, facts, built, runner, mesh, ranks, sizes.accumulation),
+        sdc=sdc,
         gradients=gradients,
-        guard=UpdateGuard(config.stability, state, parameters, gradients, built.names, ranks, run_dir, *after),
+        guard=guard,
         validation=_validation(config, corpus, sizes, mesh),
         world=ranks,
-        meter=Meter(facts.flops_per_token((training.seq_len + 1) / 2), peak, ranks),
         ledger=ledger,
+        reports=Reports(meter, ledger, guard, sinks),
         after_step=functools.partial(_after_step, config, built, mesh, watch, ledger),
-        sinks=sinks,
         profiler=functools.partial(profiler, config.profiler, run_dir, ranks.rank),
     )
 

@@ -27,7 +27,7 @@ from crius.parallel.mesh import Mesh
 from crius.parallel.runtime import World
 from crius.shards import local_shard, named_parameters
 from crius.train.build import Built, copied_names
-from crius.train.rng import restore_streams, streams
+from crius.train.state import restore_streams, streams
 from crius.train.step import Accumulation, Runner
 
 log = logging.getLogger("crius.train")

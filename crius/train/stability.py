@@ -1,10 +1,26 @@
-"""Spikes: a loss or gradient norm far above those of the steps before."""
+"""Steps that are not finite or spike: how they are found, and the incident that is written of them."""
 
 import itertools
+import json
+import logging
 import math
 import statistics
 from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from crius.parallel.runtime import World
+from crius.redact import redact
+from crius.run_file import write_run_file
+from crius.train.step import StepResult
+
+log = logging.getLogger("crius.train")
+
 
 # The least standard deviation, as a share of the mean. A window of nearly equal values would make a spike of every
 # ripple; these make a spike, at z 6, of at least 12 % more loss or 2.2 times the gradient norm (docs/stability.md).
@@ -91,3 +107,200 @@ def _score(value: float, seen: list[float], num_last: int, floor: float) -> Scor
     variance = statistics.fmean((late - early) ** 2 for early, late in itertools.pairwise(seen)) / 2
     std = math.sqrt(variance * (1 + 1 / num_last))  # of a value, and of the mean that it is compared with
     return Score(value, mean, max(std, floor * abs(mean)))
+
+
+_NUM_RANKS = 4  # that a message names
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """Where a value that is not finite was found.
+
+    Attributes:
+        ranks: those with such a loss, else those whose own backward pass had such a gradient; empty where only the sum
+            over ranks shows it.
+        gradient: the first parameter, in the order of the backward pass, with such a gradient.
+        weights: parameters that hold such values themselves.
+        samples: sequences that may have caused it.
+    """
+
+    ranks: list[int]
+    gradient: str | None
+    weights: list[str]
+    samples: list[int]
+
+    def __str__(self) -> str:
+        shown = ", ".join(map(str, self.ranks[:_NUM_RANKS])) + (", ..." if len(self.ranks) > _NUM_RANKS else "")
+        where = f"on rank{'' if len(self.ranks) == 1 else 's'} {shown}" if self.ranks else "in the sum over ranks"
+        if self.weights:
+            return f"found {where}; already in the weights of {', '.join(self.weights)}"
+        return f"found {where}" + (f", first in the gradient of {self.gradient}" if self.gradient else "")
+
+
+class IncidentReporter:
+    """Writes one file an incident. Every rank has to call it: norms and samples are gathered from all.
+
+    Args:
+        names: the parameters of the whole model, in order.
+        places: those of this rank among them; it may have two copies of one.
+        squared_weight_norms: this rank's share of the squared norm of each of its parameters.
+        world: all ranks.
+        folder: where the files go; made with the first one.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        places: Sequence[int],
+        squared_weight_norms: Callable[[], Tensor],
+        world: World,
+        folder: Path,
+    ) -> None:
+        self._names, self._places = list(names), list(places)
+        self._squared_weight_norms = squared_weight_norms
+        self._world = world
+        self._folder = folder
+
+    def path(self, step: int) -> Path:
+        """The file of an incident at ``step``."""
+        return self._folder / f"step-{step}.json"
+
+    def nonfinite(self, result: StepResult, facts: Mapping[str, Any]) -> Culprit:
+        """Report a loss or gradient that is not finite, with where it was found.
+
+        Args:
+            result: of the step.
+            facts: what goes first into the file.
+        """
+        losses = _not_finite(self._world.gather(result.local_losses))  # (ranks, microbatches)
+        squared_grads, squared_weights = self._squared_norms(result)
+        bad_grads, bad_weights = _not_finite(squared_grads), _not_finite(squared_weights)  # (ranks, parameters)
+        guilty = losses.any(dim=1) if losses.any() else self._bad_backward(result, bad_grads)
+        ranks = guilty.nonzero().flatten().tolist()
+        # backward runs from the output to the embedding, so the first bad gradient is the last by name
+        grads = self._named(bad_grads)[::-1]
+        ids = self._sample_ids(result)
+        if losses.any():
+            samples = ids[ranks[0]].reshape(losses.shape[1], -1)[losses[ranks[0]]]
+        else:
+            samples = ids[ranks] if ranks else ids  # any sample of the step may have caused it
+        culprit = Culprit(ranks, grads[0] if grads else None, self._named(bad_weights), _sorted(samples))
+        found = {
+            "rank": ranks[0] if ranks else None,
+            "found_in": "loss" if losses.any() else "gradient",
+            "ranks_with_bad_loss": ranks if losses.any() else [],
+            "ranks_with_bad_gradient": [] if losses.any() else ranks,
+            "first_bad_parameter": culprit.gradient,
+            "bad_parameters": grads,
+            "bad_weights": culprit.weights,
+            "sample_ids": culprit.samples,
+        }
+        self._write(result, {**facts, **found}, squared_grads, squared_weights)
+        return culprit
+
+    def spike(self, result: StepResult, scores: Mapping[str, Score], facts: Mapping[str, Any]) -> None:
+        """Report a loss or gradient norm that jumped.
+
+        Args:
+            result: of the step.
+            scores: of its loss and gradient norm.
+            facts: what goes first into the file.
+        """
+        squared_grads, squared_weights = self._squared_norms(result)
+        found = {
+            "scores": [
+                {"name": name, "value": score.value, "mean": score.mean, "std": score.std, "z": score.z}
+                for name, score in scores.items()
+            ],
+            "sample_ids": _sorted(self._sample_ids(result)),
+        }
+        self._write(result, {**facts, **found}, squared_grads, squared_weights)
+
+    def _bad_backward(self, result: StepResult, bad_grads: Tensor) -> Tensor:
+        """Which ranks brought a gradient that is not finite themselves, bool ``(ranks,)``.
+
+        Args:
+            result: of the step.
+            bad_grads: where the summed gradients are not finite, bool ``(ranks, parameters)``.
+        """
+        if result.local_peak is not None:
+            guilty = _not_finite(self._world.gather(result.local_peak.to(torch.float64)))
+            if guilty.any():
+                return guilty
+        bad = bad_grads.any(dim=0).nonzero()
+        holders = bad_grads[:, int(bad.max())] if len(bad) else bad_grads.new_zeros(len(bad_grads))
+        return holders & (holders.sum() == 1)  # several have it from their sum
+
+    def _squared_norms(self, result: StepResult) -> tuple[Tensor, Tensor]:
+        """Each rank's share of the squared norms of gradients and of weights, both ``(ranks, all parameters)``."""
+        gathered = [
+            self._world.gather(self._spread(squared))
+            for squared in (result.squared_norms, self._squared_weight_norms())
+        ]
+        return gathered[0], gathered[1]
+
+    def _spread(self, values: Tensor) -> Tensor:
+        """Values of this rank's parameters at their places among all parameters of the model, 0 elsewhere."""
+        spread = values.new_zeros(len(self._names))
+        return spread.index_add_(0, torch.tensor(self._places, device=values.device), values)
+
+    def _sample_ids(self, result: StepResult) -> Tensor:
+        return self._world.gather(torch.tensor(result.sample_ids, device=self._world.device))
+
+    def _named(self, bad: Tensor) -> list[str]:
+        return [name for name, is_bad in zip(self._names, bad.any(dim=0).tolist(), strict=True) if is_bad]
+
+    def _write(self, result: StepResult, facts: Mapping[str, Any], grads: Tensor, weights: Tensor) -> None:
+        if self._world.rank != 0:
+            return
+        parameters = dict(
+            zip(self._names, zip(grads.sum(dim=0).tolist(), weights.sum(dim=0).tolist(), strict=True), strict=True)
+        )
+        layers: dict[str, tuple[float, float]] = {}
+        for name, (grad, weight) in parameters.items():
+            so_far = layers.get(layer_of(name), (0.0, 0.0))
+            layers[layer_of(name)] = (so_far[0] + grad, so_far[1] + weight)
+        report = {**facts, "layers": _norms(layers), "parameters": _norms(parameters)}
+        write_run_file(self.path(result.step), redact(to_json(report)), log.warning, is_private=True)
+
+
+def layer_of(name: str) -> str:
+    """The layer of a parameter: its name up to the first number, or without its last part."""
+    parts = name.split(".")
+    index = next((index for index, part in enumerate(parts) if part.isdecimal()), max(0, len(parts) - 2))
+    return ".".join(parts[: index + 1])
+
+
+def to_json(report: Mapping[str, Any]) -> str:
+    """JSON with one line a key, and one an entry where the entries are objects. A float that is not finite is text."""
+    return "{\n" + ",\n".join(f'  "{key}": {_value(value)}' for key, value in report.items()) + "\n}\n"
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return "[\n" + ",\n".join(f"    {json.dumps(_finite(entry))}" for entry in value) + "\n  ]"
+    return json.dumps(_finite(value))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _norms(squares: Mapping[str, tuple[float, float]]) -> list[dict[str, Any]]:
+    """Norms by name, the largest gradient first, and before it those that are not finite."""
+    rows = [
+        {"name": name, "grad_norm": math.sqrt(grad), "weight_norm": math.sqrt(weight)}
+        for name, (grad, weight) in squares.items()
+    ]
+    return sorted(rows, key=lambda row: -row["grad_norm"] if math.isfinite(row["grad_norm"]) else -math.inf)
+
+
+def _not_finite(values: Tensor) -> Tensor:
+    return (~torch.isfinite(values)).cpu()
+
+
+def _sorted(samples: Tensor) -> list[int]:
+    """Each of them once: ranks of one tensor-parallel or pipeline group have the same ones."""
+    return sorted(set(samples.flatten().tolist()))

@@ -1,12 +1,22 @@
-"""``TrainState``: what a run is between two steps."""
+"""What training changes: the state of a run, its random streams, snapshots of it, and what follows an update."""
 
-from collections.abc import Mapping
+import random
+import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
 
-from torch import nn
+import numpy as np
+import torch
+from torch import Tensor, nn
 
+from crius.buffers import named_buffers
+from crius.models.buffer import Buffer
 from crius.optim.base import Optimizer
 from crius.optim.lr_scheduler import WarmupStableDecay
+from crius.parallel.runtime import World
+from crius.shards import local_tensor
 
 COUNTERS = ("step", "tokens", "updates", "skipped_steps", "rolled_back_steps")
 
@@ -55,3 +65,170 @@ class TrainState:
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_factor", 1.0)
         return lr
+
+
+_PYTHON_VERSION = 3  # of random.getstate()
+
+
+def seed_streams(device: torch.device, *words: int | str) -> None:
+    """Start all streams from ``words``: a seed, a rank and what else tells this stream from others."""
+    seed = zlib.crc32(repr(words).encode())
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
+
+
+def streams(device: torch.device) -> dict[str, Tensor]:
+    """The state of each stream by name, as a tensor on the host."""
+    version, words, gauss = random.getstate()
+    assert version == _PYTHON_VERSION
+    _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    found = {
+        "cpu": torch.get_rng_state(),
+        "python": torch.tensor([*words, gauss is not None], dtype=torch.int64),
+        "python_gauss": torch.tensor(gauss or 0.0, dtype=torch.float64),
+        "numpy": torch.tensor([*map(int, keys), position, has_gauss], dtype=torch.int64),
+        "numpy_gauss": torch.tensor(cached, dtype=torch.float64),
+    }
+    if device.type == "cuda":
+        found["cuda"] = torch.cuda.get_rng_state(device)
+    return found
+
+
+def restore_streams(found: dict[str, Tensor], device: torch.device) -> None:
+    """Put back what ``streams`` gave."""
+    torch.set_rng_state(found["cpu"])
+    *words, has_gauss = found["python"].tolist()
+    random.setstate((_PYTHON_VERSION, tuple(words), found["python_gauss"].item() if has_gauss else None))
+    *keys, position, has_cached = found["numpy"].tolist()
+    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_cached, found["numpy_gauss"].item()))
+    if device.type == "cuda" and "cuda" in found:
+        torch.cuda.set_rng_state(found["cuda"], device)
+
+
+_Copies = dict[str, Tensor]
+
+
+class Snapshot:
+    """Copies of this rank's parameter shards and buffers, and of the optimizer's state for them.
+
+    The state is what ``optimizer.state`` holds by parameter: tensors of any kind that says what it is made of (DTensor,
+    torchao's 8-bit states), and values that are no tensors. It is restored in place, so that whatever refers to the
+    tensors goes on to; an entry that came after the snapshot is removed.
+
+    Args:
+        tensors: parameters and buffers of this rank.
+        optimizer: that updates the parameters.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], optimizer: torch.optim.Optimizer) -> None:
+        self._tensors = list(tensors)
+        self._optimizer = optimizer
+        self._copied: list[_Copies] = []
+        self._state: list[dict[str, Any]] = []
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Copy what is there now over what was copied before. Waits for the device."""
+        none: list[dict[str, Any]] = [{}] * len(self._tensors)
+        self._copied = [_copies(tensor, old) for tensor, old in zip(self._tensors, self._copied or none, strict=True)]
+        self._state = [
+            {name: _copies(v, old.get(name, {})) if isinstance(v, Tensor) else v for name, v in held.items()}
+            for held, old in zip(self._held(), self._state or none, strict=True)
+        ]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put back what was copied last."""
+        for tensor, copies in zip(self._tensors, self._copied, strict=True):
+            _put_back(tensor, copies)
+        for held, copied in zip(self._held(), self._state, strict=True):
+            for name in list(held):
+                if name not in copied:
+                    del held[name]
+                elif isinstance(held[name], Tensor):
+                    _put_back(held[name], copied[name])
+                else:
+                    held[name] = copied[name]
+
+    def num_bytes(self) -> int:
+        """Host memory that a copy of what is there now takes, in bytes."""
+        tensors = [*self._tensors, *(value for held in self._held() for value in held.values())]
+        found = (leaf for value in tensors if isinstance(value, Tensor) for leaf in leaves(value).values())
+        return sum(leaf.numel() * leaf.element_size() for leaf in found)
+
+    def _held(self) -> list[dict[str, Any]]:
+        return [self._optimizer.state.get(tensor, {}) for tensor in self._tensors]
+
+
+def leaves(tensor: Tensor) -> dict[str, Tensor]:
+    """The plain tensors that a tensor of any class is made of, on this rank, by the path of attributes to each."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        return {"": tensor.detach()}
+    parts = {name: getattr(tensor, name) for name in flatten()[0]}
+    return {
+        f"{name}.{path}": leaf
+        for name, part in parts.items()
+        if isinstance(part, Tensor)  # a DTensor counts its mesh among them
+        for path, leaf in leaves(part).items()
+    }
+
+
+def _copies(tensor: Tensor, old: _Copies) -> _Copies:
+    now = leaves(tensor)
+    if {path: leaf.shape for path, leaf in now.items()} != {path: copy.shape for path, copy in old.items()}:
+        return {path: leaf.to("cpu", copy=True) for path, leaf in now.items()}
+    for path, copy in old.items():
+        copy.copy_(now[path])
+    return old
+
+
+def _put_back(tensor: Tensor, copies: _Copies) -> None:
+    # a part that came later, such as a scale that was computed from the weights, is computed anew from them
+    now = leaves(tensor)
+    for path, copy in copies.items():
+        if path in now:
+            now[path].copy_(copy)
+
+
+class AfterUpdate:
+    """Sums the counters of the step over all ranks, then calls ``after_update()`` of each module that has one.
+
+    Ranks that hold a layer count each their part of its tokens, in int64, so that every rank has the same sums to the
+    last bit whatever the layout. They take one collective for all layers, and none where nothing is counted.
+
+    Args:
+        parts: this rank's stages of the model, materialised.
+        buffers: of the whole model.
+        world: all ranks.
+    """
+
+    def __init__(self, parts: Sequence[nn.Module], buffers: Sequence[Buffer], world: World) -> None:
+        self._world = world
+        # not hasattr of the module: what wraps one may have the attributes of it
+        modules = (module for part in parts for module in part.modules() if hasattr(type(module), "after_update"))
+        self._modules = list(modules)
+        counted = [buffer for buffer in buffers if not buffer.persistent]
+        *starts, self._total = accumulate((buffer.numel for buffer in counted), initial=0)
+        start_of = {buffer.name: start for buffer, start in zip(counted, starts, strict=True)}
+        held = named_buffers(parts, persistent=False)
+        self._counters = [local_tensor(counter).view(-1) for _, counter in held]
+        places = [range(start_of[name], start_of[name] + counter.numel()) for name, counter in held]
+        self._places = torch.tensor([place for of_one in places for place in of_one], device=world.device)
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        """Call once after each update, on every rank."""
+        if self._total:
+            totals = torch.zeros(self._total, dtype=torch.int64, device=self._world.device)
+            if self._counters:  # a stage of a pipeline may have none
+                totals[self._places] = torch.cat(self._counters)
+            self._world.sum(totals)
+            if self._counters:
+                own = totals[self._places].split([counter.numel() for counter in self._counters])
+                torch._foreach_copy_(self._counters, list(own))
+        for module in self._modules:
+            module.after_update()  # type: ignore[operator]

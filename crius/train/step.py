@@ -1,5 +1,9 @@
 """One optimizer step: accumulate, sum, clip, update."""
 
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -7,14 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from crius.buffers import counters, zero
-from crius.data.batch import Batch
+from crius.data.batch import IGNORE_INDEX, Batch
 from crius.launch.status import status
+from crius.metrics.record import ValidationMetrics
 from crius.parallel.dims import ParallelDims
-from crius.parallel.fsdp import GradientSync
+from crius.parallel.fsdp import GradientSync, fsdp_modules
 from crius.parallel.gradients import Gradients
 from crius.parallel.pipeline import Pipeline
 from crius.parallel.runtime import World
-from crius.train.loss import count_valid
+
+log = logging.getLogger("crius.train")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +126,11 @@ class Pipelined:
         return self._pipeline.evaluate(batch.tokens_BT, batch.positions_BT, batch.labels_BT)
 
 
+def count_valid(labels_BT: Tensor) -> Tensor:
+    """Number of labels that count, a float64 scalar (exact up to 2**53)."""
+    return (labels_BT != IGNORE_INDEX).sum().to(torch.float64)
+
+
 def train_step(
     step: int, batch: Batch, runner: Runner, gradients: Gradients, world: World, dims: ParallelDims, max_norm: float
 ) -> StepResult:
@@ -154,3 +165,99 @@ def largest_loss(result: StepResult, batch: Batch, world: World, dims: ParallelD
     shares, tokens = parts.unbind(1)
     valid_tokens = tokens.sum() / (dims.tp * dims.pp)
     return (shares * valid_tokens / tokens.clamp(min=1)).max()
+
+
+class Late:
+    """Numbers on their way to the host. The device may go on before they are read.
+
+    Args:
+        values: float64, any shape; a copy is made, in page-locked memory where they are on a GPU.
+    """
+
+    def __init__(self, values: Tensor) -> None:
+        self._values = values.to("cpu", non_blocking=True)
+        self._arrived = torch.cuda.Event() if values.is_cuda else None
+        if self._arrived:
+            self._arrived.record()
+
+    def has_arrived(self) -> bool:
+        """Whether reading would not wait."""
+        return self._arrived is None or self._arrived.query()
+
+    def arrives_within(self, seconds: float) -> bool:
+        """Wait for the numbers, but not longer; whether they are there."""
+        end = time.monotonic() + seconds
+        while not self.has_arrived():
+            if time.monotonic() >= end:
+                return False
+            time.sleep(0.01)
+        return True
+
+    def read(self) -> list[float]:
+        """The numbers; waits for the device as far as it has not computed them yet, and for nothing queued later."""
+        if self._arrived:
+            self._arrived.synchronize()
+        values: list[float] = self._values.tolist()
+        return values
+
+
+@torch.no_grad()
+def evaluate(
+    parts: Sequence[nn.Module],
+    runner: Runner,
+    batches: Iterable[Batch],
+    place: Callable[[Batch], Batch],
+    token_bytes: Tensor,
+    world: World,
+    dims: ParallelDims,
+    step: int,
+    must_stop: Callable[[], bool],
+) -> ValidationMetrics | None:
+    """Score ``batches``, of which every rank brings as many; None where the run was asked to stop meanwhile.
+
+    Args:
+        parts: this rank's stages; left in training mode, their gathered weights freed.
+        runner: scores a batch with them.
+        batches: this rank's rows; rows that only fill up have no valid label.
+        place: gives this rank its tokens of the rows, on the device.
+        token_bytes: bytes of text that each token id stands for, int ``(vocabulary,)`` on the host.
+        world: ranks to sum over.
+        dims: the degrees, to count once what several ranks have.
+        step: the optimizer step after which this runs.
+        must_stop: asked before each batch; all ranks get the same answer.
+    """
+    started = time.monotonic()
+    nats = torch.zeros((), dtype=torch.float64, device=world.device)
+    counts = torch.zeros(3, dtype=torch.float64)
+    for part in parts:
+        part.eval()
+    is_whole = True
+    for batch in batches:
+        if must_stop():
+            is_whole = False
+            break
+        status.update()  # a long validation is no hang
+        labels = batch.labels_BT
+        valid = labels != IGNORE_INDEX
+        seen = (count_valid(labels), token_bytes[labels[valid]].sum(), valid.any(dim=1).sum())
+        counts += torch.stack([count.to(torch.float64) for count in seen])
+        nats += runner.score(place(batch))
+    for part in parts:
+        part.train()
+        for module in fsdp_modules(part):
+            module.reshard()
+    if not is_whole:
+        log.info("validation at step %d is given up: the run is asked to stop", step)
+        return None
+    same_rows = dims.num_ranks // dims.batch
+    sums = world.sum(torch.cat((nats[None] / dims.tp, counts.to(world.device) / same_rows)))
+    total, tokens, num_bytes, rows = sums.tolist()
+    loss = total / tokens
+    return ValidationMetrics(
+        step=step,
+        val_loss=loss,
+        val_perplexity=math.exp(min(loss, 700.0)),
+        val_bits_per_byte=total / math.log(2) / num_bytes if num_bytes else math.nan,
+        val_samples=int(rows),
+        val_seconds=time.monotonic() - started,
+    )

@@ -1,30 +1,122 @@
 """What stands around a run and is no part of it: the command line hands it over, and a run without it is whole."""
 
 import contextlib
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+
+import torch
 
 from crius.config.run import RunConfig
+from crius.errors import CriusError, OutOfMemoryError
+from crius.host_memory import free_host_bytes
 from crius.launch.environment import Placement
+from crius.launch.status import status
 from crius.machine import Machine
 from crius.metrics.ledger import TimeLedger
-from crius.metrics.sinks.base import Sink
+from crius.metrics.sinks.base import Watch
 from crius.models.description import ModelDescription
-from crius.train.choices import Recomputation
+from crius.redact import redact
+from crius.train.inputs import with_dtype
 from crius.train.loop import Loop
-from crius.train.out_of_memory import Explain
+from crius.train.setup import Recomputation
+
+_CPU_WORDS = re.compile(
+    r"DefaultCPUAllocator: (can't allocate|not enough) memory|Cannot allocate memory|std::bad_alloc"
+)
+_GPU_WORDS = re.compile(r"out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED")
+_ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+) ([KMG]iB|bytes)")
+_UNITS = {"bytes": 2**-30, "KiB": 2**-20, "MiB": 2**-10, "GiB": 1.0}
 
 
-class Watch(Sink, Protocol):
-    """A sink that holds the records of a run against its plan."""
+@dataclass
+class Story:
+    """What is known of a run when its memory is used up; filled in as the run gets to know it.
 
-    def line(self) -> str:
-        """How the plan did, for the log; empty where there is nothing to say."""
+    Attributes:
+        run_dir: gets ``incidents/out-of-memory-rank-R.json``.
+        rank: this process.
+        device: its device, None until it is chosen.
+        capacity: bytes that this rank can have.
+        config: of the run, with what is decided decided.
+        facts: of its model.
+        machine: where it is.
+    """
 
-    def as_dict(self) -> dict[str, Any] | None:
-        """The same for ``summary.json``."""
+    run_dir: Path
+    rank: int
+    device: torch.device | None = None
+    capacity: float = 0.0
+    config: RunConfig | None = None
+    facts: ModelDescription | None = None
+    machine: Machine | None = None
+
+    def begin(self, device: torch.device, machine: Machine, config: RunConfig, facts: ModelDescription) -> None:
+        """Note what a run knows before it takes memory."""
+        self.device, self.machine, self.facts = device, machine, facts
+        self.config = with_dtype(config, on_gpu=machine.on_gpu)
+        if machine.on_gpu:
+            self.capacity = float(torch.cuda.get_device_properties(device).total_memory)
+        else:
+            self.capacity = free_host_bytes() / machine.local_ranks
+
+
+Explain = Callable[[Story, str, str], OutOfMemoryError]
+
+
+@contextlib.contextmanager
+def explained(run_dir: Path, rank: int, explain: Explain | None) -> Iterator[Story]:
+    """Turn an out-of-memory error from inside into one that says where it was and what would help.
+
+    Args:
+        run_dir: of the run.
+        rank: this process.
+        explain: makes one of what is known of the run, what happened and the words of the error.
+
+    Raises:
+        OutOfMemoryError: memory was used up inside.
+    """
+    story = Story(run_dir, rank)
+    try:
+        yield story
+    except CriusError:
+        raise
+    except Exception as error:
+        found = next((one for one in _causes(error) if is_out_of_memory(one)), None)
+        if found is None:
+            raise
+        raise _explained(story, found, explain) from error
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """``error`` and what it came from: a pipeline's stage wraps what its model raised."""
+    seen: BaseException | None = error
+    while seen is not None:
+        yield seen
+        seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device, or the host, had no memory left for what was asked."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    if not isinstance(error, RuntimeError):
+        return False
+    text = str(error)
+    return bool(_CPU_WORDS.search(text) or (re.search("CUDA|CUBLAS|CUDNN|NCCL|HIP", text) and _GPU_WORDS.search(text)))
+
+
+def _explained(story: Story, error: BaseException, explain: Explain | None) -> OutOfMemoryError:
+    where = f"{status.phase} of step {status.step}" if status.step is not None else f"{status.phase}, before step 1"
+    words = redact(str(error)).strip().splitlines()
+    said = words[0][:300] if words else type(error).__name__
+    asked = _ASKED.search(said)
+    more = f": {float(asked[1]) * _UNITS[asked[2]]:,.2f} GiB more were asked for." if asked else "."
+    what = f"out of memory on rank {story.rank} in {where}{more}"
+    if explain is None or story.config is None:
+        return OutOfMemoryError(what, where=said, fix="a smaller model, or --training.local_batch_size 1")
+    return explain(story, what, said)
 
 
 @dataclass(frozen=True, kw_only=True)

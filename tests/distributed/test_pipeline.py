@@ -24,7 +24,7 @@ from crius.parallel.runtime import world
 from crius.parallel.stages import order_of, prune, stage_indices
 from crius.shards import local_tensor, named_parameters
 from crius.train.inputs import describe_model
-from crius.train.loss import count_valid
+from crius.train.step import count_valid
 
 SCHEDULES = ["gpipe", "1f1b", "interleave_1f1b", "interleave_zero_bubble", "zbv_zero_bubble", "dualpipev"]
 SEED, TOKENS = 3, 16

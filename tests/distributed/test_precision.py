@@ -13,7 +13,7 @@ from crius.config.quantize import FORMATS
 from crius.models.layers.linear import LowPrecisionLinear
 from crius.tools.verify import precision as verb
 from crius.tools.verify.precision import Judge, precision
-from crius.train import precision as train_precision
+from crius.train import build as train_precision
 
 LINEARS = 7  # of a block; the output layer is kept
 TINY = [

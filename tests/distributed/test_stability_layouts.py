@@ -11,7 +11,7 @@ from harness import SMALL, layout_flags, num_ranks, parse, read_metrics, run_job
 
 from crius.launch.local import run_workers
 from crius.train.guard import UpdateGuard
-from crius.train.snapshot import leaves
+from crius.train.state import leaves
 
 STEPS = 10
 FLAGS = [*SMALL, "--model.num_layers", "2", "--training.steps", str(STEPS), "--metrics.log_interval", "1"]

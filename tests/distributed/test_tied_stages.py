@@ -10,7 +10,7 @@ from harness import TIED, num_ranks, parse, run_job
 
 from crius.launch.local import run_workers
 from crius.shards import local_tensor, named_parameters
-from crius.train.snapshot import leaves
+from crius.train.state import leaves
 
 NAME = "tok_embeddings.weight"
 SMALL_STATES = ("--optimizer.state_dtype", "8bit")

@@ -22,10 +22,10 @@ from crius.parallel.dims import ParallelDims
 from crius.parallel.mesh import build_mesh
 from crius.parallel.runtime import world
 from crius.shards import local_tensor
-from crius.train import evaluate, job, loop
-from crius.train.choices import decide
+from crius.train import job, loop
 from crius.train.inputs import describe_model, open_run_corpus
-from crius.train.logs import start_logging
+from crius.train.setup import decide, start_logging
+from crius.train.step import Accumulation
 
 SHORT = [*SMALL, "--model.num_layers", "2", "--training.steps", "4", "--validation.interval", "0"]
 SHORT += ["--metrics.log_interval", "1"]
@@ -201,7 +201,7 @@ def slow_clock():
     time.monotonic = lambda: real() + skipped[0]
     BatchLoader.__next__ = taking(DATA_SECONDS, BatchLoader.__next__)
     loop.train_step = taking(COMPUTE_SECONDS, loop.train_step)
-    evaluate.count_valid = taking(SCORE_SECONDS, evaluate.count_valid)
+    Accumulation.score = taking(SCORE_SECONDS, Accumulation.score)
 
 
 def test_summary_and_metrics_account_for_the_wall_time(tmp_path):

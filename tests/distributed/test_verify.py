@@ -18,7 +18,7 @@ from crius.tools.verify.parity import parity
 from crius.tools.verify.tolerance import tolerances
 from crius.tools.verify.uneven import uneven_documents, uneven_labels
 from crius.train import job
-from crius.train.loss import count_valid
+from crius.train.step import count_valid
 
 TINY = [
     *("--recipe", "verify", "--model.num_layers", "2", "--training.seq_len", "16", "--training.global_batch_size", "8"),

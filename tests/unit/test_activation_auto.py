@@ -22,7 +22,7 @@ from crius.tools.verify import worker
 from crius.tools.verify.parameters import Shards
 from crius.tools.verify.run import run as run_task
 from crius.tools.verify.worker import Task
-from crius.train import choices
+from crius.train import setup
 from crius.train.inputs import describe_model, with_dtype
 
 MODE = "activation_checkpoint.mode"
@@ -79,7 +79,7 @@ def run(flags, run_dir, gib):
     """Train where a rank can have ``gib``."""
 
     def target(placement):
-        choices._memory = lambda ranks: gib * 2**30 / choices.USABLE
+        setup._memory = lambda ranks: gib * 2**30 / setup.USABLE
         run_job(parse(flags), run_dir, time.monotonic(), placement)
 
     run_dir.mkdir()

@@ -15,7 +15,7 @@ from crius.kernels import blocked_attention as blocked
 from crius.kernels.attention import causal_attention
 from crius.kernels.choice import Choice, applied, resolve
 from crius.tools.plan.activations import layer_bytes
-from crius.train.kernels import run_kernels
+from crius.train.setup import run_kernels
 
 BLOCKED = Choice(attention=("blocked",))
 FLOAT32 = {"rtol": 2e-5, "atol": 2e-5}  # sums of up to 160 products in another order

@@ -10,8 +10,8 @@ from crius import host_cpu
 from crius.config import dtype as dtype_rule
 from crius.config.dtype import auto_dtype
 from crius.errors import ConfigError
-from crius.train.choices import decide
 from crius.train.inputs import describe_model, resumed_dtype, with_dtype
+from crius.train.setup import decide
 
 PARAM = "--training.mixed_precision_param"
 

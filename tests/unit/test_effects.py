@@ -12,6 +12,7 @@ from crius.parallel.async_tensor import AsyncTensorParallel
 from crius.parallel.compile import CompileReport
 from crius.parallel.runtime import World
 from crius.quantize.convert import Converted
+from crius.train.build import low_precision, planned
 from crius.train.effects import (
     Effect,
     check,
@@ -21,7 +22,6 @@ from crius.train.effects import (
     over_stages,
 )
 from crius.train.inputs import describe_model
-from crius.train.precision import low_precision, planned
 
 CHECKPOINT = Effect(
     name="activation_checkpoint",

@@ -10,8 +10,8 @@ from crius.config.parallelism import ParallelismConfig
 from crius.data.batch import Batch
 from crius.launch.stop import StopRequest
 from crius.parallel.dims import ParallelDims
-from crius.train import agreement
-from crius.train.evaluate import evaluate
+from crius.train import progress
+from crius.train.step import evaluate
 
 CPU = torch.device("cpu")
 
@@ -30,13 +30,13 @@ class Scores:
 
 def validation(last, num_batches, monkeypatch):
     """The record, and how many batches were scored."""
-    monkeypatch.setattr(agreement.dist, "all_reduce", lambda values, op: None)
+    monkeypatch.setattr(progress.dist, "all_reduce", lambda values, op: None)
     request = StopRequest()
     runner, part = Scores(request, last), nn.Linear(1, 1)
     tokens = torch.zeros(2, 4, dtype=torch.int64)
     batches = itertools.repeat(Batch(tokens, tokens, tokens, (0, 1)), num_batches)
     dims = ParallelDims.build(ParallelismConfig(), 1)
-    must_stop = lambda: agreement.stop_number(request, 2) > 0  # noqa: E731
+    must_stop = lambda: progress.stop_number(request, 2) > 0  # noqa: E731
     record = evaluate([part], runner, batches, lambda b: b, torch.ones(1), Alone(0, 1, CPU), dims, 3, must_stop)
     assert part.training
     return record, runner.count
@@ -52,4 +52,4 @@ def test_a_validation_that_nobody_stops_is_whole(monkeypatch):
 
 
 def test_nobody_is_asked_where_no_signal_is_caught():
-    assert agreement.stop_number(None, 2) == 0
+    assert progress.stop_number(None, 2) == 0

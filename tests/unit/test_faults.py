@@ -25,7 +25,7 @@ from crius.launch.status import status as status_of_process
 from crius.tools.faults import planted
 from crius.tools.faults.fault import GRAMMAR, DiskFault, DropoutFault, LossFault, ProcessFault, read_faults
 from crius.tools.faults.planted import DiskFaults, plant_in_loss, planted_in_process
-from crius.train.incident import layer_of, to_json
+from crius.train.stability import layer_of, to_json
 
 CPU = torch.device("cpu")
 

@@ -19,7 +19,7 @@ from crius.config.changes import changes
 from crius.data.stream import StreamSource
 from crius.errors import CheckpointError
 from crius.redact import printable
-from crius.train.logs import _Formatter
+from crius.train.setup import _Formatter
 from crius.train.stability import SpikeMonitor
 
 STEP = 20

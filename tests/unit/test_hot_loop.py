@@ -24,11 +24,11 @@ from crius.parallel import apply
 from crius.parallel.gradients import Gradients
 from crius.parallel.ties import allocate
 from crius.shards import local_tensor, named_parameters
-from crius.train import job, loop
+from crius.train import job, loop, reports
 from crius.train.checkpoints import Checkpoints
 from crius.train.guard import UpdateGuard
-from crius.train.late import Late
 from crius.train.loop import Loop
+from crius.train.step import Late
 
 TINY = [*SMALL, "--model.num_layers", "2", "--validation.interval", "0"]
 # whose result the host reads, or whose shape depends on the numbers: on a GPU it waits for them
@@ -185,7 +185,7 @@ def test_a_run_that_ends_badly_reports_its_last_healthy_step_and_no_broken_one(e
 
 
 def test_an_error_is_raised_although_the_numbers_of_the_last_step_never_come(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(loop, "RESCUE_SECONDS", 0.05)
+    monkeypatch.setattr(reports, "RESCUE_SECONDS", 0.05)
     assert [record["step"] for record in reports_of_a_bad_end(tmp_path, "data", looks=1_000_000)] == [1, 2]
     assert "DataError: the disk is gone." in capfd.readouterr().err
 

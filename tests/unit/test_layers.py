@@ -196,6 +196,10 @@ def test_files_and_functions_are_short():
     assert too_long(ROOT, LONGER) == []
 
 
+def test_the_training_room_has_few_files():
+    assert len(list((ROOT / "crius" / "train").glob("[!_]*.py"))) <= 16
+
+
 def doubled_lines(root: Path) -> list[str]:
     """Lines that stand twice in a row, as an edit gone wrong leaves them."""
     found = []

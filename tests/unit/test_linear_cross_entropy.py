@@ -10,8 +10,8 @@ from crius.config.rules_quantize import chunked_loss_has_its_layer
 from crius.kernels.linear_cross_entropy import IGNORE_INDEX, Chunks, linear_cross_entropy, reference
 from crius.models import registry
 from crius.tools.dry_run.recorder import Recorder
+from crius.train.build import choose_loss, set_up_loss
 from crius.train.inputs import describe_model
-from crius.train.loss import choose_loss, set_up_loss
 
 CHUNKS = [Chunks(1, 1), Chunks(7, 3), Chunks(17, 17), Chunks(1000, 8)]  # of 34 tokens: 7 leaves a rest
 

@@ -25,7 +25,7 @@ from crius.metrics.sinks.console import ConsoleSink
 from crius.metrics.sinks.jsonl import JsonlSink
 from crius.parallel.dims import ParallelDims
 from crius.parallel.runtime import World
-from crius.train.loop import Meter
+from crius.train.reports import Meter
 from crius.train.state import TrainState
 from crius.train.step import StepResult, largest_loss
 
@@ -160,7 +160,7 @@ from pathlib import Path
 import sys
 from crius.metrics.record import StepMetrics
 from crius.metrics.sinks.console import ConsoleSink
-from crius.train.logs import start_logging
+from crius.train.setup import start_logging
 start_logging(0, Path(sys.argv[1]), is_own_file=False)
 sink = ConsoleSink(3, None, show_bar=sys.argv[2] == "bar")
 for step in (1, 2, 3):

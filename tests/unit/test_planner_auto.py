@@ -16,8 +16,8 @@ from crius.tools.plan.from_config import from_config
 from crius.tools.plan.hardware import KNOWN
 from crius.tools.plan.legal import violations
 from crius.tools.plan.memory import memory
-from crius.train.agreement import one_layout
 from crius.train.inputs import describe_model
+from crius.train.progress import one_layout
 
 
 def test_auto_fills_a_legal_layout_that_fits_and_leaves_the_batch_and_what_was_given(user_cache):

@@ -30,7 +30,7 @@ from crius.tools.plan.remedies import remedies
 from crius.tools.plan.validated_range import validated_range
 from crius.tools.plan.watch import SLOW, WINDOW_STEPS, Load, PlanWatch, blame, hardware_of
 from crius.train.inputs import describe_model
-from crius.train.out_of_memory import explained, is_out_of_memory
+from crius.train.tools import explained, is_out_of_memory
 
 GIB = 1 << 30
 PAGE = Path(__file__).parents[2] / "docs" / "planner_runs.md"

@@ -15,7 +15,7 @@ from test_metrics import STEP
 from crius import run_file
 from crius.metrics.sinks.jsonl import JsonlSink
 from crius.run_file import RunFile, write_run_file
-from crius.train.logs import start_logging
+from crius.train.setup import start_logging
 
 
 @pytest.fixture

@@ -16,12 +16,9 @@ from crius.config.stability import StabilityConfig
 from crius.errors import NonFiniteError, SpikeError
 from crius.optim.lr_scheduler import WarmupStableDecay
 from crius.parallel.gradients import Gradients
-from crius.train.after_update import AfterUpdate
 from crius.train.guard import UpdateGuard
-from crius.train.incident import Culprit
-from crius.train.snapshot import Snapshot
-from crius.train.stability import SpikeMonitor
-from crius.train.state import TrainState
+from crius.train.stability import Culprit, SpikeMonitor
+from crius.train.state import AfterUpdate, Snapshot, TrainState
 from crius.train.step import StepResult
 
 CPU = torch.device("cpu")

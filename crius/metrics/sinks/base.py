@@ -1,6 +1,6 @@
 """The interface of a sink."""
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from crius.metrics.record import Record
 
@@ -13,3 +13,13 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """Flush and release what is open."""
+
+
+class Watch(Sink, Protocol):
+    """A sink that holds the records of a run against its plan."""
+
+    def line(self) -> str:
+        """How the plan did, for the log; empty where there is nothing to say."""
+
+    def as_dict(self) -> dict[str, Any] | None:
+        """The same for ``summary.json``."""

@@ -21,9 +21,9 @@ from crius.parallel.init import init_parameters
 from crius.parallel.ties import allocate
 from crius.tools.bench.contestant import Channel, Turns
 from crius.tools.bench.train_job import run_facts, wait_for
+from crius.train.build import choose_loss, set_up_loss
 from crius.train.inputs import describe_model, open_run_corpus, run_batch_sizes
 from crius.train.job import set_up_torch
-from crius.train.loss import choose_loss, set_up_loss
 
 
 def check_bare(config: RunConfig, num_ranks: int) -> None:

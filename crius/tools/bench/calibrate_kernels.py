@@ -22,7 +22,7 @@ from crius.launch.local import run_workers
 from crius.models.layers.linear import Linear
 from crius.parallel.runtime import pick_device, world
 from crius.tools.bench.machine import seconds_of
-from crius.train.kernels import run_kernels
+from crius.train.setup import run_kernels
 
 BUDGET_SECONDS = 1.0
 """Spent on one kind of operation, at least three of it."""

@@ -125,12 +125,12 @@ def _held(channel: Channel, warmup: int, loop: Loop) -> Loop:
     ranks, first = loop.world, loop.after_step
     reports = _Reports(lambda: loop.ledger.seconds.get("data", 0.0), ranks.device)
     if ranks.rank == 0:
-        loop.sinks.append(reports)
+        loop.reports.sinks.append(reports)
     batch = loop.loader.global_batch_size
     facts = run_facts(loop.config, ranks.device, ranks.size, batch * loop.config.training.seq_len)
 
     def settle() -> None:
-        loop.finish_reports()  # of a GPU they come a step late
+        loop.reports.finish()  # of a GPU they come a step late
         wait_for(ranks.device)
 
     turns = Turns(_RanksChannel(channel, ranks, reports), warmup, facts, settle)

@@ -26,8 +26,7 @@ from crius.parallel.ties import allocate
 from crius.shards import local_tensor, named_parameters
 from crius.tools.dry_run.memory import Values
 from crius.tools.dry_run.recorder import Recorder
-from crius.train.build import build_gradients, build_part, copied_names, run_optimizer
-from crius.train.precision import LowPrecision, keep_scales
+from crius.train.build import LowPrecision, build_gradients, build_part, copied_names, keep_scales, run_optimizer
 from crius.train.step import Accumulation, Runner, train_step
 
 STAGE_MICROBATCHES = 3

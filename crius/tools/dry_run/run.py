@@ -25,9 +25,9 @@ from crius.tools.dry_run.measure import Job, measure_whole
 from crius.tools.dry_run.memory import Values, kinds_of
 from crius.tools.dry_run.stages import pipeline, stage_report
 from crius.tools.dry_run.table import DryRunReport, RankReport, StageReport
+from crius.train.build import LowPrecision, planned
 from crius.train.inputs import describe_model, run_batch_sizes, run_modules, with_dtype
-from crius.train.kernels import run_kernels
-from crius.train.precision import LowPrecision, planned
+from crius.train.setup import run_kernels
 
 
 def dry_run(config: RunConfig, num_ranks: int, rank: int, started: float, *, extrapolate: bool = True) -> DryRunReport:

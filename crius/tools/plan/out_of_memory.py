@@ -15,8 +15,8 @@ from crius.tools.plan.memory import memory
 from crius.tools.plan.of_run import GIB, RunPlan, plan_run, summed
 from crius.tools.plan.remedies import LEAST_SAVED, Remedy, remedies
 from crius.tools.plan.watch import hardware_of
-from crius.train.incident import to_json
-from crius.train.out_of_memory import Story
+from crius.train.stability import to_json
+from crius.train.tools import Story
 
 USABLE = 0.9
 """Share of a device's memory that a remedy may plan with; the rest is for fragments and the kernels' workspaces."""

@@ -22,7 +22,7 @@ MODES: tuple[Checkpointing, ...] = ("none", "selective", "full")
 def recomputation(
     config: RunConfig, facts: ModelDescription, num_ranks: int, budget: float, *, on_gpu: bool
 ) -> Checkpointing:
-    """See ``crius.train.choices.Recomputation``. Logs as rank 0 does; the other ranks have files of their own."""
+    """See ``crius.train.setup.Recomputation``. Logs as rank 0 does; the other ranks have files of their own."""
     found = estimates(config, facts, num_ranks, on_gpu=on_gpu)
     mode = choose_mode(found, budget)
     for name, one in found.items():

@@ -35,13 +35,11 @@ from crius.parallel.runtime import World, world
 from crius.tools.plan.recomputation import recomputation
 from crius.tools.verify.parameters import Shards, checksums, compare
 from crius.tools.verify.uneven import uneven_attention, uneven_documents, uneven_labels
-from crius.train.build import build_model, copied_names
-from crius.train.choices import decide
+from crius.train.build import build_model, copied_names, low_precision
 from crius.train.inputs import describe_model, open_run_corpus, run_batch_sizes
 from crius.train.job import assemble, set_up_torch
-from crius.train.logs import start_logging
 from crius.train.loop import Loop
-from crius.train.precision import low_precision
+from crius.train.setup import decide, start_logging
 
 RESULT = "result.json"
 

@@ -1,0 +1,241 @@
+"""What is reported of the steps: rates over them, when the device has their numbers and the guard let them pass."""
+
+import contextlib
+import copy
+import math
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from crius.launch.status import status
+from crius.metrics.device import peak_memory
+from crius.metrics.ledger import TimeLedger
+from crius.metrics.record import Record, StepMetrics
+from crius.metrics.sinks.base import Sink
+from crius.parallel.runtime import World
+from crius.train.guard import UpdateGuard
+from crius.train.state import TrainState
+from crius.train.step import Late
+
+FACTOR = 3.0
+LEAST_SECONDS = 10.0
+LEAST_STEPS = 10
+_WARM_STEPS = 2  # with compilation and first allocations in them
+_WINDOW = 1000
+
+
+class Pace:
+    """The times of the last steps."""
+
+    def __init__(self) -> None:
+        self._done = 0
+        self._seconds: deque[float] = deque(maxlen=_WINDOW)
+
+    def count(self, seconds: float) -> None:
+        """Add one step."""
+        self._done += 1
+        if self._done > _WARM_STEPS:
+            self._seconds.append(seconds)
+
+    def limit_seconds(self) -> float:
+        """3 times the 99th percentile, at least 10 s; 0 while fewer than 10 steps are done."""
+        if self._done < LEAST_STEPS:
+            return 0.0
+        ordered = sorted(self._seconds)
+        return max(LEAST_SECONDS, FACTOR * ordered[int(0.99 * (len(ordered) - 1))])
+
+
+PACE_INTERVAL = 20
+"""Steps between looks at how long a step takes."""
+
+RESCUE_SECONDS = 30.0
+"""How long a run that fails waits for the numbers of its last step: a device that hangs must not hide the failure."""
+
+
+class Meter:
+    """Rates over the steps since the last report."""
+
+    def __init__(self, flops_per_token: float, peak_tflops: float | None, world: World) -> None:
+        self._flops, self._peak, self._world = flops_per_token, peak_tflops, world
+        self._tokens = self._steps = 0
+        self._seconds = self._data_seconds = 0.0
+
+    def count(self, tokens: int, seconds: float, data_seconds: float) -> None:
+        """Add one step: tokens of all ranks, its seconds, and those of them spent waiting for data."""
+        self._tokens += tokens
+        self._steps += 1
+        self._seconds += seconds
+        self._data_seconds += data_seconds
+
+    def wait(self, seconds: float) -> None:
+        """Add time of the steps since the last report that ``count`` has not had."""
+        self._seconds += seconds
+
+    def report(
+        self, state: TrainState, loss: float, grad_norm: float, lr: float, goodput: float, max_loss: float | None = None
+    ) -> StepMetrics:
+        """Metrics averaged over the steps since the last report; the arguments are those of the newest step."""
+        per_rank = self._tokens / self._seconds / self._world.size
+        tflops = per_rank * self._flops / 1e12
+        record = StepMetrics(
+            step=state.step,
+            loss=loss,
+            grad_norm=grad_norm,
+            lr=lr,
+            tokens=state.tokens,
+            tokens_per_second=self._tokens / self._seconds,
+            tokens_per_second_per_rank=per_rank,
+            mfu=tflops / self._peak if self._peak else None,
+            tflops=tflops,
+            step_seconds=self._seconds / self._steps,
+            data_seconds=self._data_seconds / self._steps,
+            skipped_steps=state.skipped_steps,
+            rolled_back_steps=state.rolled_back_steps,
+            goodput=goodput,
+            max_loss=max_loss,
+            **vars(peak_memory(self._world.device)),
+        )
+        self._tokens = self._steps = 0
+        self._seconds = self._data_seconds = 0.0
+        return record
+
+
+class Clock:
+    """Cuts the host's time into that of steps. It runs on between two steps where the device is at work on the first.
+
+    There the host's work between steps costs the device nothing, and what it takes of a step's time must not be missing
+    from it. Where the device has done its work, on a CPU always, a step's time is that of ``Loop._step``.
+    """
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+
+    def start(self) -> None:
+        """Run from here, unless it runs already."""
+        if self._since is None:
+            self._since = time.monotonic()
+
+    def lap(self) -> float:
+        """Seconds since the last lap, or since the start."""
+        assert self._since is not None
+        before, self._since = self._since, time.monotonic()
+        return self._since - before
+
+    def stop(self) -> None:
+        """What passes until the next start is nobody's."""
+        self._since = None
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What is known of a reported step when its loss is not yet."""
+
+    state: TrainState
+    lr: float
+    totals: Late
+
+
+class Reports:
+    """Times the steps of one process, and writes what is reported of them.
+
+    Args:
+        meter: rates over the steps.
+        ledger: of this process.
+        guard: lets a step pass, or not.
+        sinks: take the records; more may be added to the list.
+    """
+
+    def __init__(self, meter: Meter, ledger: TimeLedger, guard: UpdateGuard, sinks: list[Sink]) -> None:
+        self.meter, self.sinks = meter, sinks
+        self._ledger, self._guard = ledger, guard
+        self._clock, self._pace = Clock(), Pace()  # the pace tells the watchdog how long a step takes
+        self._unwritten: list[_Report] = []
+
+    def start(self) -> float:
+        """A step begins: gives the time of the host's clock."""
+        self._clock.start()
+        return time.monotonic()
+
+    def count(self, step: int, tokens: int, started: float, data_seconds: float) -> None:
+        """A step of ``tokens``, of all ranks, that ``start`` began and that waited so long for data, is done here."""
+        self.meter.count(tokens, self._clock.lap(), data_seconds)
+        self._pace.count(time.monotonic() - started)
+        if step % PACE_INTERVAL == 0 or not status.limit_seconds:
+            status.limit_seconds = self._pace.limit_seconds()
+
+    def add(self, state: TrainState, lr: float, numbers: Sequence[Tensor]) -> None:
+        """Report this step when its numbers, loss, gradient norm and perhaps the largest loss, have arrived."""
+        self._unwritten.append(_Report(copy.copy(state), lr, Late(torch.stack(list(numbers)))))
+
+    def settle(self, step: int) -> None:
+        """Write what can be written after ``step``."""
+        self._write_arrived()
+        if not self._unwritten and self._guard.passed_step == step:  # nothing waits for the device
+            self._clock.stop()
+
+    def finish(self) -> None:
+        """Wait for the device, look at its last result, and write the reports of all steps so far.
+
+        Raises:
+            NonFiniteError, SpikeError: as ``UpdateGuard.check``.
+        """
+        self._clock.start()
+        self.catch_up()
+        self._clock.stop()
+
+    def catch_up(self) -> None:
+        """Look at the result of the last step, and write its report: its time ends where the device was done with it.
+
+        Before the guard's next update, which on a GPU can wait for the step after.
+        """
+        with self._ledger.phase("compute"):
+            self._guard.check()
+            for report in self._unwritten:
+                report.totals.read()
+        self.meter.wait(self._clock.lap())
+        self._write_arrived()
+
+    def write(self, record: Record) -> None:
+        """Give a record to all sinks."""
+        for sink in self.sinks:
+            sink.write(record)
+
+    @contextlib.contextmanager
+    def rescued(self) -> Iterator[None]:
+        """Where an error ends the run, the healthy step before it is still reported."""
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(Exception):  # the device or the disk may be what failed: the first error counts
+                self._rescue()
+            raise
+
+    def _write_arrived(self) -> None:
+        """Write those whose numbers have arrived and whose step the guard let pass: a broken one is not a record."""
+        while self._unwritten:
+            report = self._unwritten[0]
+            if report.state.step > self._guard.passed_step or not report.totals.has_arrived():
+                return
+            self._write_next()
+
+    def _write_next(self) -> None:
+        with self._ledger.phase("report"):
+            report = self._unwritten.pop(0)
+            loss, grad_norm, *largest = report.totals.read()
+            goodput, max_loss = self._ledger.goodput(), largest[0] if largest else None
+            self.write(self.meter.report(report.state, loss, grad_norm, report.lr, goodput, max_loss))
+
+    def _rescue(self) -> None:
+        # the guard is not asked: its report of a broken step is a collective, and other ranks may be elsewhere. Where
+        # it looks late it stops for what is not finite and for nothing else
+        for report in tuple(self._unwritten):
+            if not report.totals.arrives_within(RESCUE_SECONDS):
+                return
+            if report.state.step > self._guard.passed_step and not all(map(math.isfinite, report.totals.read())):
+                return
+            self.meter.wait(self._clock.lap())
+            self._write_next()

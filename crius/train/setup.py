@@ -1,0 +1,213 @@
+"""What a process of a run sets up, and what it decides for its machine: logs, kernels, the profiler, dtypes."""
+
+import contextlib
+import logging
+import platform
+import socket
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from crius.config.attention import keeps_probabilities
+from crius.config.dtype import auto_dtype
+from crius.config.layout import replace_fields
+from crius.config.profiler import ProfilerConfig
+from crius.config.run import RunConfig
+from crius.errors import ConfigError
+from crius.host_memory import free_host_bytes
+from crius.kernels import choice
+from crius.models.description import ModelDescription
+from crius.parallel.runtime import World
+from crius.redact import printable, redact
+from crius.run_file import RunFile
+from crius.train.inputs import with_dtype
+
+log = logging.getLogger("crius.train")
+
+
+class _ConsoleHandler(logging.Handler):
+    """Prints to whatever ``sys.stdout`` is now, so that a progress bar can redirect it.
+
+    A terminal that was closed, or a disk that is full, ends no run: what cannot be printed is lost.
+    """
+
+    _has_failed = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one line."""
+        try:
+            sys.stdout.write(self.format(record) + "\n")
+            sys.stdout.flush()
+        except OSError as error:
+            if not self._has_failed:
+                self._has_failed = True  # before the next line, which comes here too
+                log.warning("standard output cannot be written (%s): its lines are lost", error.strerror or error)
+
+
+class _FileHandler(logging.Handler):
+    """Adds lines to a log file of the run folder."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._file = RunFile(path, self._warn, "its lines are lost, and the run goes on")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Add one line."""
+        self._file.append(self.format(record) + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+        super().close()
+
+    def _warn(self, text: str) -> None:
+        with contextlib.suppress(OSError):
+            sys.stderr.write(f"warning: {text}\n")
+
+
+class _Formatter(logging.Formatter):
+    """Takes secrets and control characters out of lines, and out of the tracebacks that belong to them."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line that is printed."""
+        return printable(redact(super().format(record)))
+
+
+def start_logging(rank: int, run_dir: Path, is_own_file: bool) -> None:
+    """Route the lines of the ``crius`` loggers.
+
+    Args:
+        rank: 0 speaks; others keep to warnings, with their rank and host before them.
+        run_dir: run folder; rank 0's lines also go to ``logs/rank-0.log``.
+        is_own_file: standard output of this rank is its own log file already.
+    """
+    logger = logging.getLogger("crius")
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+        handler.close()
+    logger.propagate = False
+    logger.setLevel(logging.INFO if rank == 0 or is_own_file else logging.WARNING)
+    prefix = "" if rank == 0 else f"[rank {rank}, host {socket.gethostname()}] "
+    handlers: list[logging.Handler] = [_ConsoleHandler()]
+    if not is_own_file:
+        handlers.append(_FileHandler(run_dir / "logs" / f"rank-{rank}.log"))
+    for handler in handlers:
+        handler.setFormatter(_Formatter(prefix.replace("%", "%%") + "%(message)s"))
+        logger.addHandler(handler)
+
+
+def run_kernels(config: RunConfig, device: torch.device) -> choice.Choice:
+    """The kernels that ``config`` takes on ``device``.
+
+    Args:
+        config: the run.
+        device: of this process; of a GPU that is stood in for, one without an index.
+
+    Raises:
+        ConfigError: what is asked for by name does not run there.
+    """
+    asked = config.kernels
+    is_at_hand = device.type == "cuda" and device.index is not None
+    return choice.resolve(
+        asked.linear,
+        asked.pointwise,
+        asked.attention,
+        device_type=device.type,
+        capability=torch.cuda.get_device_capability(device) if is_at_hand else None,
+        has_mask=config.model.attention_mask == "document",
+        keeps_probabilities=keeps_probabilities(config),
+    )
+
+
+@contextmanager
+def profiler(config: ProfilerConfig, run_dir: Path, rank: int) -> Iterator[Callable[[], None]]:
+    """Call what this yields after each step; steps ``start_step`` and on are written to ``traces/rank-N.json``."""
+    if not config.enable:
+        yield lambda: None
+        return
+    folder = run_dir / "traces"
+    folder.mkdir(parents=True, exist_ok=True)
+    before = config.start_step - 1  # the profiler warms up on the step before, where there is one
+    with profile(
+        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])],
+        schedule=schedule(wait=max(0, before - 1), warmup=min(1, before), active=config.num_steps, repeat=1),
+        on_trace_ready=lambda trace: trace.export_chrome_trace(str(folder / f"rank-{rank}.json")),
+    ) as active:
+        yield active.step
+
+
+class Recomputation(Protocol):
+    """The mode that ``activation_checkpoint.mode auto`` is."""
+
+    def __call__(
+        self, config: RunConfig, facts: ModelDescription, num_ranks: int, budget: float, *, on_gpu: bool
+    ) -> str:
+        """Decide, and say what and why.
+
+        Args:
+            config: the run.
+            facts: of its model.
+            num_ranks: of the run.
+            budget: bytes of a rank that may be planned with.
+            on_gpu: where it computes.
+        """
+
+
+USABLE = 0.9
+"""Share of a device's memory that is planned with; the rest is for what the plan does not see, and for its error."""
+
+
+def decide(config: RunConfig, facts: ModelDescription, ranks: World, recomputation: Recomputation | None) -> RunConfig:
+    """``config`` with every ``auto`` that depends on the machine decided; says what and why.
+
+    Args:
+        config: the run; its rules have been checked.
+        facts: of its model.
+        ranks: all ranks, which decide alike.
+        recomputation: decides what is recomputed; without it nothing is.
+
+    Raises:
+        ConfigError: ``auto`` means another dtype on another rank.
+    """
+    on_gpu = ranks.device.type == "cuda"
+    config = with_dtype(config, on_gpu=on_gpu)
+    _check_one_dtype(config, ranks)
+    dtype, why = auto_dtype(on_gpu=on_gpu)
+    stored, param = config.training.dtype, config.training.mixed_precision_param
+    log.info("precision: %s weights, computed in %s; auto is %s here, on %s", stored, param, dtype, why)
+    if config.activation_checkpoint.mode != "auto":
+        return config
+    budget = USABLE * _memory(ranks)
+    mode = recomputation(config, facts, ranks.size, budget, on_gpu=on_gpu) if recomputation else "none"
+    return replace_fields(config, {"activation_checkpoint.mode": mode})
+
+
+def _check_one_dtype(config: RunConfig, ranks: World) -> None:
+    """Refuse ranks that would hang: one computes in another dtype than the others, on another CPU for example."""
+    name = "training.mixed_precision_param"
+    found: list[str] = ranks.gather_json(config.training.mixed_precision_param)
+    if len(set(found)) == 1:
+        return
+    first = ", ".join(f"{dtype} on {found.count(dtype)}, first rank {found.index(dtype)}" for dtype in sorted({*found}))
+    raise ConfigError(
+        f"{name} differs between ranks: {first}.",
+        where=f"--{name}",
+        why="auto is decided on each machine, by what its device multiplies",
+        fix=f"the same on all of them, e.g. --{name} {found[0]}",
+    )
+
+
+def _memory(ranks: World) -> float:
+    """Bytes that a rank can have, the least over all ranks: of its GPU, or its share of what its host has free."""
+    if ranks.device.type == "cuda":
+        own = float(torch.cuda.get_device_properties(ranks.device).total_memory)
+        return min(ranks.gather_json(own))
+    free = ranks.gather_json([platform.node(), free_host_bytes()])
+    neighbours = Counter(host for host, _ in free)
+    return min(nbytes / neighbours[host] for host, nbytes in free)
