@@ -204,7 +204,7 @@ def pass_time(config, run_dir, started, placement, is_gpu):
         passed[0] += VALIDATION
         return evaluate(*args)
 
-    loop.time = types.SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0])
+    reports.time = loop.time = types.SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0])
     Loop._step, loop.evaluate = step, validate
     run_job(config, run_dir, started, placement)
 
