@@ -18,8 +18,9 @@ from scipy.optimize import least_squares
 from crius.tools.plan import memory_constants
 from crius.tools.plan.measurements import Measurement, read_measurements
 from crius.tools.plan.memory import Counting, memory
-from crius.tools.plan.memory_constants import GIB, MemoryConstants
+from crius.tools.plan.memory_constants import MemoryConstants
 from crius.tools.plan.validate import Errors
+from crius.units import GIB
 
 NUM_SPLITS = 10
 JUDGED = ROWS.with_name("judged_memory.json")

@@ -22,7 +22,6 @@ from crius.cli import app
 from crius.config.load import normalized_argv
 from crius.config.run import RunConfig
 from crius.data.loader import BatchLoader
-from crius.metrics.device import GIB
 from crius.models import registry
 from crius.models.init import init_rules
 from crius.parallel.init import init_parameters
@@ -30,6 +29,7 @@ from crius.parallel.runtime import pick_device, world
 from crius.tools.bench.contestant import Channel, Turns
 from crius.tools.bench.train_job import run_facts, wait_for
 from crius.train.inputs import describe_model, open_run_corpus, run_batch_sizes
+from crius.units import GIB
 
 
 def parse(flags: list[str]) -> RunConfig:

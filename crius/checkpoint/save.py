@@ -25,9 +25,9 @@ from crius.checkpoint.writer import ShardWriter, Written
 from crius.config.checkpoint import CheckpointConfig
 from crius.errors import CriusError
 from crius.host_memory import free_host_bytes
+from crius.units import MIB
 
 POLL_SECONDS = 0.02
-MIB = 2**20
 
 log = logging.getLogger("crius.checkpoint")
 

@@ -39,11 +39,10 @@ from crius.config.tokenizer import TokenizerConfig
 from crius.errors import ConfigError, CriusError
 from crius.models.registry import IMPORTED
 from crius.redact import redact_value
+from crius.units import GIB
 
 if TYPE_CHECKING:
     from crius.launch.doctor import Report
-
-GIB = 2**30
 
 
 @config_app.command

@@ -8,6 +8,7 @@ import torch
 
 from crius.host_cpu import cpu_with_cores
 from crius.machine import Machine
+from crius.units import GIB
 
 # Dense bf16 peak in TFLOP/s, without sparsity, from the vendors' data sheets. The first name that fits counts.
 PEAK_TFLOPS = (
@@ -24,8 +25,6 @@ PEAK_TFLOPS = (
     ("MI300X", 1307.4),
     ("MI250X", 191.5),  # one of its two dies, which is what torch calls a device
 )
-
-GIB = 1 << 30
 
 
 def machine_of(device: torch.device, ranks: int, local_ranks: int) -> Machine:

@@ -13,7 +13,6 @@ from torch import nn
 from crius.buffers import named_buffers, named_state
 from crius.config.stability import StabilityConfig
 from crius.errors import NonFiniteError, SpikeError
-from crius.metrics.device import GIB
 from crius.parallel.gradients import Gradients
 from crius.parallel.runtime import World
 from crius.shards import local_tensor
@@ -21,6 +20,7 @@ from crius.train.sdc import Replicas
 from crius.train.stability import IncidentReporter, Score, SpikeMonitor
 from crius.train.state import Snapshot, TrainState
 from crius.train.step import Late, StepResult
+from crius.units import GIB
 
 ADVICE = "lower --optimizer.lr, lengthen --lr_scheduler.warmup_steps, or look at those samples"
 NAMED = 3

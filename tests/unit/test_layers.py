@@ -14,7 +14,7 @@ TOOLS = ("plan", "dry_run", "verify", "bench", "faults", "report", "data_audit")
 LAYER = {
     **{"config": 0, "models": 1, "kernels": 1, "__main__": 6, "cli": 5, "help": 0, "buffers": 0},
     **dict.fromkeys(("host_cpu", "host_memory", "install", "plugins", "redact", "run_file", "shards", "signals"), -1),
-    **dict.fromkeys(("machine", "silence", "strict_json", "table"), -1),
+    **dict.fromkeys(("machine", "units", "silence", "strict_json", "table"), -1),
     **dict.fromkeys(("parallel", "quantize", "data", "optim", "checkpoint", "metrics"), 2),
     "interop": 3,
     **dict.fromkeys(("train", "launch"), 3),
@@ -61,6 +61,7 @@ TORCH_FREE = (
     "redact.py",
     "strict_json.py",
     "table.py",
+    "units.py",
     *("models/registry.py", "models/spec.py", "models/*/__init__.py", "launch/*.py", "data/*.py", "train/inputs.py"),
     "train/saving.py",
     "machine.py",

@@ -38,8 +38,8 @@ from crius.tools.plan.memory import memory
 from crius.tools.plan.time import step_time
 from crius.tools.plan.workload import Workload
 from crius.train.inputs import describe_model, with_dtype
+from crius.units import GIB
 
-GIB = 1 << 30
 LIMIT_SECONDS = 58
 """After which a short run is given up: of all together."""
 

@@ -29,8 +29,9 @@ from crius.checkpoint.save import Place, Saver
 from crius.config.checkpoint import CheckpointConfig
 from crius.errors import ConfigError
 from crius.table import aligned
-from crius.tools.bench.machine import GIB, Machine
+from crius.tools.bench.machine import Machine
 from crius.tools.bench.samples import Samples
+from crius.units import GIB
 
 TENSOR_BYTES = 16 << 20
 """A weight of 2048 x 2048 in float32."""

@@ -15,7 +15,6 @@ import torch
 from crius.host_cpu import cpu_name
 from crius.host_memory import free_host_bytes
 
-GIB = 1 << 30
 _PROC = Path("/proc/self")
 
 

@@ -21,9 +21,10 @@ from crius.optim.build import build_optimizer
 from crius.optim.storage import nbytes
 from crius.parallel.runtime import pick_device
 from crius.table import aligned
-from crius.tools.bench.machine import GIB, Machine, PeakMemory, free_bytes, peak_source, seconds_of
+from crius.tools.bench.machine import Machine, PeakMemory, free_bytes, peak_source, seconds_of
 from crius.tools.bench.samples import Samples
 from crius.train.inputs import describe_model
+from crius.units import GIB
 
 BASELINE = "for-loop"
 

@@ -14,7 +14,7 @@ from crius.config.checkpoint import CheckpointConfig
 from crius.config.run import RunConfig
 from crius.launch.environment import single_placement
 from crius.launch.local import run_single, run_workers
-from crius.metrics.device import GIB, peak_tflops
+from crius.metrics.device import peak_tflops
 from crius.metrics.record import Record, StepMetrics
 from crius.parallel.runtime import World
 from crius.tools.bench.contestant import Channel, Turns
@@ -23,6 +23,7 @@ from crius.train import job
 from crius.train.inputs import describe_model
 from crius.train.loop import Loop
 from crius.train.tools import Tools
+from crius.units import GIB
 
 
 def train_job(config: RunConfig, run_dir: Path, num_ranks: int, warmup: int) -> int:

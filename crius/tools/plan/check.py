@@ -9,8 +9,7 @@ from crius.models.description import ModelDescription
 from crius.table import aligned
 from crius.tools.plan.from_config import from_config
 from crius.tools.plan.memory import memory, rank_bytes
-
-GIB = 2**30
+from crius.units import GIB
 
 ACTIVATIONS_WITHIN = 0.05
 """Share by which activations may differ. Parameters, gradients and the optimizer's state have to be the same."""

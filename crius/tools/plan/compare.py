@@ -13,7 +13,8 @@ from crius.errors import ConfigError
 from crius.machine import Machine
 from crius.models.description import ModelDescription
 from crius.tools.plan.hardware import Hardware
-from crius.tools.plan.of_run import GIB, RunPlan, hardware_of_machine, plan_run, summed
+from crius.tools.plan.of_run import RunPlan, hardware_of_machine, plan_run, summed
+from crius.units import GIB
 
 PLAN = "plan.json"
 """In the folder of a run: what its settings do not say of it."""

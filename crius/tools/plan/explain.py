@@ -13,8 +13,7 @@ from crius.tools.plan.rank import NAMES, TIE, axes_named, best, why_slower, why_
 from crius.tools.plan.search import AXES, MEMORY_MARGIN, Candidate, Family, Found, family_of, judge, usable_bytes
 from crius.tools.plan.variants import MODES
 from crius.tools.plan.workload import Workload
-
-GIB = 2**30
+from crius.units import GIB
 
 WHY = {
     "tp": "splits each layer within a node, where a rank's batch or a layer's own buffers are too large",

@@ -8,10 +8,10 @@ from typing import Literal, get_args
 
 from crius.config.load import did_you_mean
 from crius.errors import ConfigError, CriusError
+from crius.units import GIB
 
 GB = 10**9
 TERA = 10**12
-GIB = 2**30
 
 Generation = Literal["ampere", "ada", "hopper", "blackwell", "blackwell_ultra", "cdna3", "cpu", "other"]
 

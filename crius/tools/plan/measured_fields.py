@@ -4,8 +4,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
-from crius.tools.plan.hardware import GB, GIB, KNOWN, Hardware
+from crius.tools.plan.hardware import GB, KNOWN, Hardware
 from crius.tools.plan.workload import Checkpointing, Layout, Precision
+from crius.units import GIB
 
 GPUS = (  # by what the column's text begins with; other forms with PCIe or NVL links are not known
     ("a100_40g", "a100-40g"),

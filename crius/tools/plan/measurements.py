@@ -14,7 +14,7 @@ from typing import Literal, cast
 
 from crius.errors import ConfigError
 from crius.models.description import ModelDescription
-from crius.tools.plan.hardware import GIB, Hardware
+from crius.tools.plan.hardware import Hardware
 from crius.tools.plan.measured_fields import (
     YES,
     RowError,
@@ -31,6 +31,7 @@ from crius.tools.plan.measured_fields import (
 )
 from crius.tools.plan.shapes import PlannedConfig, planned
 from crius.tools.plan.workload import Framework, Loss, Workload
+from crius.units import GIB
 
 NEEDED = (
     *("id", "model", "layers", "dim", "ffn", "heads", "kv_heads", "vocab", "seq_len", "gpu", "n_gpus"),

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from crius.tools.plan.workload import Framework, Pointwise
-
-GIB = 2**30
+from crius.units import GIB
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,8 +16,6 @@ from crius.tools.plan.time import step_time
 from crius.tools.plan.validated_range import is_narrow_on_cpu
 from crius.tools.plan.workload import Workload
 
-GIB = 1 << 30
-
 LEAST_PART = 0.01
 """Share of the whole below which a part is left out of a line."""
 

@@ -12,11 +12,12 @@ from crius.redact import redact
 from crius.run_file import write_whole
 from crius.tools.plan.hardware import KNOWN
 from crius.tools.plan.memory import memory
-from crius.tools.plan.of_run import GIB, RunPlan, plan_run, summed
+from crius.tools.plan.of_run import RunPlan, plan_run, summed
 from crius.tools.plan.remedies import LEAST_SAVED, Remedy, remedies
 from crius.tools.plan.watch import hardware_of
 from crius.train.stability import to_json
 from crius.train.tools import Story
+from crius.units import GIB
 
 USABLE = 0.9
 """Share of a device's memory that a remedy may plan with; the rest is for fragments and the kernels' workspaces."""

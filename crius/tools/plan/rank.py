@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from crius.tools.plan.hardware import Hardware
 from crius.tools.plan.search import AXES, Candidate, Family, Found, family_of, usable_bytes
 from crius.tools.plan.workload import Layout
+from crius.units import GIB
 
 TIE = 0.03
 """Share of tokens/s below which the model does not tell two layouts apart, and that each axis costs in the order: one
@@ -19,7 +20,6 @@ OPTION_STEP = 0.01
 
 MOST_ROWS = 5
 
-GIB = 2**30
 
 NAMES = {"tp": "TP", "pp": "PP", "cp": "CP", "ep": "EP", "dp_replicate": "replicas"}
 """Of the axes beside FSDP's shards."""

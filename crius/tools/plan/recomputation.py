@@ -10,8 +10,7 @@ from crius.tools.plan.estimate import Estimate
 from crius.tools.plan.from_config import from_config
 from crius.tools.plan.memory import memory
 from crius.tools.plan.workload import Checkpointing
-
-GIB = 2**30
+from crius.units import GIB
 
 log = logging.getLogger("crius.train")
 

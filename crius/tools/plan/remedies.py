@@ -21,8 +21,7 @@ from crius.tools.plan.legal import violations
 from crius.tools.plan.memory import memory
 from crius.tools.plan.time import step_time
 from crius.tools.plan.workload import Workload
-
-GIB = 1 << 30
+from crius.units import GIB
 
 ROUNDING_PRICE = 0.05
 """What another rounding of numbers counts as, in shares of a step: a loss curve that stays is worth that."""

@@ -15,8 +15,8 @@ from crius.tools.plan.rank import TIE, score, spelled
 from crius.tools.plan.remedies import Remedy
 from crius.tools.plan.search import Candidate, judge, usable_bytes
 from crius.tools.plan.workload import Workload
+from crius.units import GIB
 
-GIB = 2**30
 MOST_LINES = 12
 """Lines of a plan without ``--explain``; a command with many flags may take it beyond."""
 

@@ -10,8 +10,7 @@ from crius.tools.plan.rank import best
 from crius.tools.plan.search import Candidate, judge, search
 from crius.tools.plan.variants import MODES
 from crius.tools.plan.workload import Layout, Workload
-
-GIB = 2**30
+from crius.units import GIB
 
 
 @dataclass(frozen=True)

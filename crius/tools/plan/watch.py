@@ -20,7 +20,8 @@ from crius.models.description import ModelDescription
 from crius.run_file import write_run_file
 from crius.tools.plan.compare import PLAN, Comparison, Reports
 from crius.tools.plan.hardware import Hardware
-from crius.tools.plan.of_run import GIB, RunPlan, hardware_of_machine, plan_run, summed
+from crius.tools.plan.of_run import RunPlan, hardware_of_machine, plan_run, summed
+from crius.units import GIB
 
 SLOW = 1.3
 """Times the planned step that are worth a warning."""
