@@ -20,7 +20,7 @@ from crius.checkpoint.verify import damages
 from crius.errors import CheckpointError, ConfigError
 from crius.interop.dcp import METADATA, read_dcp
 from crius.interop.foreign import Foreign, ForeignTensor, as_array
-from crius.interop.foreign_names import SKIPPED, Rename, Row, assign, folded, is_rotated, step_of
+from crius.interop.foreign_names import SKIPPED, KeyRow, Rename, assign, folded, is_rotated, step_of
 from crius.interop.safetensors_file import SUFFIX, read_safetensors
 
 FILE_BYTES = 4 << 30
@@ -46,11 +46,11 @@ class Imported:
     step: int
     step_from: str
     num_bytes: int
-    rows: list[Row]
+    rows: list[KeyRow]
     notes: list[str]
 
     @property
-    def unknown(self) -> list[Row]:
+    def unknown(self) -> list[KeyRow]:
         """Keys that have no place in a Crius checkpoint, and of which nobody said that they may be left."""
         return [row for row in self.rows if not row.is_known]
 
@@ -250,7 +250,7 @@ def _write(
     return f"{disk.where}/{step_name(step)}"
 
 
-def _family(row: Row) -> str:
+def _family(row: KeyRow) -> str:
     """The first part of the key of a row, with a star for the rest; the whole key where somebody named it."""
     first, dot, _ = row.source.removeprefix("app.").partition(".")
     return row.source if row.reason == SKIPPED else f"{first}.*" if dot else first

@@ -29,7 +29,7 @@ _STEP_KEYS = ("train_state.step", "app.train_state.step", "step", "global_step")
 
 
 @dataclass(frozen=True)
-class Row:
+class KeyRow:
     """What becomes of a key.
 
     Attributes:
@@ -83,7 +83,7 @@ class Rename:
         return "".join(next(filled) if part == "*" else part for part in re.split(r"(\*)", self.new))
 
 
-def assign(foreign: Foreign, renames: Sequence[Rename], skips: Sequence[str]) -> list[Row]:
+def assign(foreign: Foreign, renames: Sequence[Rename], skips: Sequence[str]) -> list[KeyRow]:
     """What becomes of every key, in the order of the keys.
 
     Args:
@@ -108,9 +108,9 @@ def assign(foreign: Foreign, renames: Sequence[Rename], skips: Sequence[str]) ->
     rows = []
     for key in keys:
         if any(fits(skip, key) or fnmatchcase(key, skip) for skip in skips):
-            rows.append(Row(key, reason=SKIPPED))
+            rows.append(KeyRow(key, reason=SKIPPED))
         elif key in foreign.unreadable:
-            rows.append(Row(key, reason=foreign.unreadable[key], is_known=False))
+            rows.append(KeyRow(key, reason=foreign.unreadable[key], is_known=False))
         else:
             rows.append(_row(key, key in foreign.tensors, has_root, renamed))
     unused |= {f"--skip {skip}" for skip in skips if not any(fits(skip, key) or fnmatchcase(key, skip) for key in keys)}
@@ -125,35 +125,35 @@ def assign(foreign: Foreign, renames: Sequence[Rename], skips: Sequence[str]) ->
     return _without_orphans(_distinct(rows), foreign)
 
 
-def _row(key: str, is_tensor: bool, has_root: bool, renamed: Callable[[str], str]) -> Row:
+def _row(key: str, is_tensor: bool, has_root: bool, renamed: Callable[[str], str]) -> KeyRow:
     if is_tensor and (name := renamed(key)):
-        return Row(key, f"model.{name}")
+        return KeyRow(key, f"model.{name}")
     if root := next((root for root in OPTIMIZER_ROOTS if key.startswith(root)), ""):
         return _optimizer_row(key, key.removeprefix(root), is_tensor, renamed)
     first = key.removeprefix("app.").split(".")[0]
     if first in _LEFT:
-        return Row(key, reason=_LEFT[first])
+        return KeyRow(key, reason=_LEFT[first])
     if not is_tensor:
-        return Row(key, reason="no tensor, and none that is known", is_known=False)
+        return KeyRow(key, reason="no tensor, and none that is known", is_known=False)
     root = next((root for root in MODEL_ROOTS if key.startswith(root)), "")
     if has_root and not root:
-        return Row(key, reason=f"not below {' or '.join(MODEL_ROOTS)}", is_known=False)
+        return KeyRow(key, reason=f"not below {' or '.join(MODEL_ROOTS)}", is_known=False)
     name = key.removeprefix(root)
-    return Row(key, f"model.{renamed(name) or name}")
+    return KeyRow(key, f"model.{renamed(name) or name}")
 
 
-def _optimizer_row(key: str, rest: str, is_tensor: bool, renamed: Callable[[str], str]) -> Row:
+def _optimizer_row(key: str, rest: str, is_tensor: bool, renamed: Callable[[str], str]) -> KeyRow:
     if rest.startswith("param_groups."):
-        return Row(key, reason="settings of the optimizer are of the config")
+        return KeyRow(key, reason="settings of the optimizer are of the config")
     name, _, state = rest.removeprefix("state.").rpartition(".")
     if not rest.startswith("state.") or not name or state not in STATES:
-        return Row(key, reason="no state of an optimizer that Crius has", is_known=False)
+        return KeyRow(key, reason="no state of an optimizer that Crius has", is_known=False)
     if not is_tensor:
-        return Row(key, reason="a state that is no tensor", is_known=False)
-    return Row(key, f"optim.{renamed(name) or name}.{state}")
+        return KeyRow(key, reason="a state that is no tensor", is_known=False)
+    return KeyRow(key, f"optim.{renamed(name) or name}.{state}")
 
 
-def _distinct(rows: list[Row]) -> list[Row]:
+def _distinct(rows: list[KeyRow]) -> list[KeyRow]:
     sources: dict[str, str] = {}
     for row in rows:
         if row.target and sources.setdefault(row.target, row.source) != row.source:
@@ -165,7 +165,7 @@ def _distinct(rows: list[Row]) -> list[Row]:
     return rows
 
 
-def _without_orphans(rows: list[Row], foreign: Foreign) -> list[Row]:
+def _without_orphans(rows: list[KeyRow], foreign: Foreign) -> list[KeyRow]:
     """Rows, with the states of no parameter, and those of another shape, marked."""
     shapes = {
         row.target.removeprefix("model."): _shape(foreign, row) for row in rows if row.target.startswith("model.")
@@ -176,15 +176,15 @@ def _without_orphans(rows: list[Row], foreign: Foreign) -> list[Row]:
         if not row.target.startswith("optim."):
             checked.append(row)
         elif name not in shapes:
-            checked.append(Row(row.source, reason=f"there is no parameter {name}", is_known=False))
+            checked.append(KeyRow(row.source, reason=f"there is no parameter {name}", is_known=False))
         elif _shape(foreign, row) != (() if state == "step" else shapes[name]):
-            checked.append(Row(row.source, reason=f"not of the shape of {name}", is_known=False))
+            checked.append(KeyRow(row.source, reason=f"not of the shape of {name}", is_known=False))
         else:
             checked.append(row)
     return checked
 
 
-def _shape(foreign: Foreign, row: Row) -> tuple[int, ...]:
+def _shape(foreign: Foreign, row: KeyRow) -> tuple[int, ...]:
     return foreign.tensors[row.source].shape
 
 

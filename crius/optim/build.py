@@ -11,7 +11,7 @@ from crius.config.optimizer import OptimizerConfig
 from crius.models.plan import ShardingPlan
 from crius.optim.adamw import MOMENTS, AdamW, CompactAdamW
 from crius.optim.base import Joint, Optimizer
-from crius.optim.groups import Group, parameter_groups
+from crius.optim.groups import ParameterGroup, parameter_groups
 from crius.optim.muon import Muon
 from crius.optim.storage import Storage, nbytes
 from crius.shards import local_tensor
@@ -56,7 +56,7 @@ def build_optimizer(
     return parts[0] if len(parts) == 1 else Joint(parts)
 
 
-def _adamw(groups: list[Group], storage: Storage, config: OptimizerConfig) -> Optimizer:
+def _adamw(groups: list[ParameterGroup], storage: Storage, config: OptimizerConfig) -> Optimizer:
     betas, how = (config.beta1, config.beta2), IMPLEMENTATIONS[config.implementation]
     weights = (parameter for group in groups for parameter in group.members)
     if config.state_dtype == "float32" and all(weight.dtype == torch.float32 for weight in weights):
@@ -64,7 +64,7 @@ def _adamw(groups: list[Group], storage: Storage, config: OptimizerConfig) -> Op
     return CompactAdamW(_torch_groups(groups, config), storage, betas=betas, eps=config.eps, **how)
 
 
-def _muon(groups: list[Group], storage: Storage, config: OptimizerConfig) -> Optimizer:
+def _muon(groups: list[ParameterGroup], storage: Storage, config: OptimizerConfig) -> Optimizer:
     return Muon(
         _torch_groups(groups, config),
         storage,
@@ -75,7 +75,7 @@ def _muon(groups: list[Group], storage: Storage, config: OptimizerConfig) -> Opt
     )
 
 
-def _torch_groups(groups: list[Group], config: OptimizerConfig) -> list[dict[str, Any]]:
+def _torch_groups(groups: list[ParameterGroup], config: OptimizerConfig) -> list[dict[str, Any]]:
     return [
         {
             "params": list(group.members),
@@ -88,7 +88,7 @@ def _torch_groups(groups: list[Group], config: OptimizerConfig) -> list[dict[str
     ]
 
 
-def _memory(groups: list[Group], storage: Storage, config: OptimizerConfig) -> str:
+def _memory(groups: list[ParameterGroup], storage: Storage, config: OptimizerConfig) -> str:
     """What this rank holds between two steps; gradients have the dtype of the weights."""
     states = sum(
         storage.state_bytes(parameter, 1 if group.optimizer == "muon" else len(MOMENTS))

@@ -11,7 +11,7 @@ from crius.models.plan import ShardingPlan, match
 
 
 @dataclass
-class Group:
+class ParameterGroup:
     """Parameters with the same settings.
 
     Attributes:
@@ -38,7 +38,7 @@ class Group:
 
 def parameter_groups(
     parameters: Iterable[tuple[str, nn.Parameter]], plan: ShardingPlan, config: OptimizerConfig
-) -> list[Group]:
+) -> list[ParameterGroup]:
     """All parameters, each in one group; the groups without a pattern first.
 
     Raises:
@@ -46,7 +46,7 @@ def parameter_groups(
     """
     specs = [parse_group(text) for text in config.param_groups]
     order = {"decayed": 0, "muon": 1, "embeddings": 2, "1d": 3}
-    groups: dict[tuple[int, int], Group] = {}
+    groups: dict[tuple[int, int], ParameterGroup] = {}
     for name, parameter in parameters:
         spec = group_of(specs, name)
         base = decay_class(name, parameter, plan, config)
@@ -58,7 +58,7 @@ def parameter_groups(
         label = "muon" if optimizer == "muon" and base == "decayed" else base
         place = (1 + specs.index(spec) if spec else 0, order[label] + len(order) * (optimizer == "muon"))
         full_name = f"{spec.pattern}/{label}" if spec else label
-        group = groups.setdefault(place, Group(full_name, optimizer, factor, decay))
+        group = groups.setdefault(place, ParameterGroup(full_name, optimizer, factor, decay))
         group.members[parameter] = name
     return [groups[place] for place in sorted(groups)]
 

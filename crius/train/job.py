@@ -29,7 +29,7 @@ from crius.launch.stop import PREEMPTED, catch_stop_signals
 from crius.metrics.build import build_sinks
 from crius.metrics.device import machine_of, peak_tflops, total_memory_gib
 from crius.metrics.ledger import TimeLedger
-from crius.metrics.sinks.base import Sink
+from crius.metrics.sinks.base import PlanSink, Sink
 from crius.models import registry
 from crius.models.description import ModelDescription
 from crius.optim.build import build_optimizer
@@ -48,12 +48,12 @@ from crius.train.guard import UpdateGuard
 from crius.train.inputs import describe_model, describe_rows, open_run_corpus, run_batch_sizes, with_boundaries
 from crius.train.loop import Loop, Validation
 from crius.train.progress import Preempted, Recovery, is_complete, one_layout, write_summary
-from crius.train.reports import Meter, Reports
+from crius.train.reports import Meter, StepReports
 from crius.train.saving import log_save_plan
 from crius.train.sdc import build_copies, build_sdc
 from crius.train.setup import decide, profiler, run_kernels, start_logging
 from crius.train.state import AfterUpdate, TrainState
-from crius.train.tools import Tools, Watch, explained
+from crius.train.tools import Tools, explained
 
 log = logging.getLogger("crius.train")
 
@@ -132,7 +132,7 @@ def _world(config: RunConfig, placement: Placement, device: torch.device) -> con
     return world(placement.rank, placement.world_size, device, placement.rendezvous, seconds)
 
 
-def _run(loop: Loop, run_dir: Path, placement: Placement, watch: Watch | None) -> None:
+def _run(loop: Loop, run_dir: Path, placement: Placement, watch: PlanSink | None) -> None:
     """Train and write the summary; leave with an exit code of its own where the run was asked to stop."""
     step, steps = loop.state.step, loop.config.training.steps
     was_complete = loop.world.gather_json(is_complete(run_dir, step, steps))[0]
@@ -211,7 +211,7 @@ def assemble(
         validation=_validation(config, corpus, sizes, mesh),
         world=ranks,
         ledger=ledger,
-        reports=Reports(meter, ledger, guard, sinks),
+        reports=StepReports(meter, ledger, guard, sinks),
         after_step=functools.partial(_after_step, config, built, mesh, watch, ledger),
         profiler=functools.partial(profiler, config.profiler, run_dir, ranks.rank),
     )

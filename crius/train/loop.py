@@ -26,7 +26,7 @@ from crius.parallel.runtime import World
 from crius.train.checkpoints import Checkpoints
 from crius.train.guard import UpdateGuard
 from crius.train.progress import Agreement, Decision, Preempted, stop_number
-from crius.train.reports import Reports
+from crius.train.reports import StepReports
 from crius.train.sdc import SdcCheck
 from crius.train.state import TrainState
 from crius.train.step import Runner, evaluate, largest_loss, train_step
@@ -71,7 +71,7 @@ class Loop:
     validation: Validation | None
     world: World
     ledger: TimeLedger
-    reports: Reports
+    reports: StepReports
     after_step: Callable[[int, int], None]
     profiler: Callable[[], contextlib.AbstractContextManager[Callable[[], None]]]
     samples: SampleLog | None = None

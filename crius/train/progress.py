@@ -17,7 +17,7 @@ from crius.launch.environment import Placement
 from crius.launch.stop import StopRequest
 from crius.metrics.ledger import TimeLedger
 from crius.metrics.record import ValidationMetrics
-from crius.metrics.sinks.base import Watch
+from crius.metrics.sinks.base import PlanSink
 from crius.parallel.dims import ParallelDims
 from crius.parallel.runtime import World
 from crius.run_file import write_run_file
@@ -230,7 +230,7 @@ def write_summary(
     ledger: TimeLedger,
     state: TrainState,
     validation: ValidationMetrics | None,
-    watch: Watch | None,
+    watch: PlanSink | None,
     stopped: Preempted | None,
 ) -> None:
     """Log where the time went and how the plan did, and write ``summary.json``; for rank 0."""

@@ -139,7 +139,7 @@ class _Report:
     totals: Late
 
 
-class Reports:
+class StepReports:
     """Times the steps of one process, and writes what is reported of them.
 
     Args:

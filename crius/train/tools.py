@@ -15,7 +15,7 @@ from crius.launch.environment import Placement
 from crius.launch.status import status
 from crius.machine import Machine
 from crius.metrics.ledger import TimeLedger
-from crius.metrics.sinks.base import Watch
+from crius.metrics.sinks.base import PlanSink
 from crius.models.description import ModelDescription
 from crius.redact import redact
 from crius.train.inputs import with_dtype
@@ -133,7 +133,7 @@ class Tools:
     """
 
     recomputation: Recomputation | None = None
-    watch: Callable[[RunConfig, ModelDescription, Machine, TimeLedger, Path], Watch] | None = None
+    watch: Callable[[RunConfig, ModelDescription, Machine, TimeLedger, Path], PlanSink] | None = None
     explain: Explain | None = None
     around: Callable[[RunConfig, Placement], contextlib.AbstractContextManager[None]] = lambda config, placement: (
         contextlib.nullcontext()

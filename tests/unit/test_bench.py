@@ -48,7 +48,7 @@ def test_an_optimizer_really_changes_the_weights_that_it_is_timed_on():
     parameters = optimizer.make_parameters(facts, torch.float32, CPU)
     assert {name: tuple(parameter.shape) for name, parameter in parameters} == facts.parameter_shapes
     before = [parameter.detach().clone() for _, parameter in parameters]
-    row = optimizer.Row("fused")
+    row = optimizer.OptimizerRow("fused")
     optimizer._round(row, config, parameters, facts.plan, CPU)
     assert all(not torch.equal(old, new) for old, (_, new) in zip(before, parameters, strict=True))
 

@@ -59,7 +59,7 @@ def test_no_sample_reads_what_another_read(capsys, tmp_path, monkeypatch):
 
 
 def row_of(code, text, **options):
-    return startup.Row("row", ("-c", text), code=code, **options)
+    return startup.StartupRow("row", ("-c", text), code=code, **options)
 
 
 def test_a_command_is_timed_from_start_to_end_with_its_cpu_seconds():
@@ -127,7 +127,7 @@ def test_the_step_that_is_timed_is_one_of_the_run_that_was_asked_for(tmp_path):
 
 
 def test_the_table_and_the_json_have_every_command_and_every_part(capsys):
-    row = startup.Row("crius --help", (), wall=Samples([0.25, 0.25]), cpu=Samples([0.125, 0.125]))
+    row = startup.StartupRow("crius --help", (), wall=Samples([0.25, 0.25]), cpu=Samples([0.125, 0.125]))
     row.samples_of["first batch"] = Samples([0.0625, 0.0625])
     row.samples_of["compile"] = Samples([0.0, 0.0])
     startup._print([row], as_json=True)

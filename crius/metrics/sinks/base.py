@@ -15,7 +15,7 @@ class Sink(Protocol):
         """Flush and release what is open."""
 
 
-class Watch(Sink, Protocol):
+class PlanSink(Sink, Protocol):
     """A sink that holds the records of a run against its plan."""
 
     def line(self) -> str:

@@ -52,7 +52,7 @@ class _NoHash:
 
 
 @dataclasses.dataclass
-class Row:
+class CheckpointRow:
     """One way to save or load.
 
     Attributes:
@@ -103,7 +103,7 @@ def checkpoint(folder: Path, *, gib: float = 0.5, repeat: int = 5, as_json: bool
     return 0
 
 
-def _measured(own: Path, folder: Path, gib: float, repeat: int) -> list[Row]:
+def _measured(own: Path, folder: Path, gib: float, repeat: int) -> list[CheckpointRow]:
     free = shutil.disk_usage(folder).free
     if free < 4 * gib * GIB:
         raise ConfigError(
@@ -127,7 +127,7 @@ def _tensors(gib: float) -> dict[str, Tensor]:
     return {f"model.{number}": torch.randn(2048, 2048, generator=generator) for number in range(count)}
 
 
-def _rows(own: Path, tensors: dict[str, Tensor]) -> list[Row]:
+def _rows(own: Path, tensors: dict[str, Tensor]) -> list[CheckpointRow]:
     targets = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
     quick = {"verify_on_save": False}
 
@@ -139,14 +139,16 @@ def _rows(own: Path, tensors: dict[str, Tensor]) -> list[Row]:
             return crius("unhashed", **quick)()
 
     return [
-        Row("save, torch DCP", lambda: _dcp_save(own / "dcp", tensors)),
-        Row("save, no hash", unhashed),
-        Row("save, hashed", crius("hashed", **quick)),
-        Row("save, hashed and read again", crius("good")),
-        Row("save async, hashed and read again", _saves(own / "async", tensors, CheckpointConfig(mode="async"))),
-        Row("load, torch DCP", lambda: _dcp_load(own / "dcp", targets)),
-        Row("load, parts hashed", lambda: _load(own / "good", targets, verify=False)),
-        Row("load, every byte verified first", lambda: _load(own / "good", targets, verify=True)),
+        CheckpointRow("save, torch DCP", lambda: _dcp_save(own / "dcp", tensors)),
+        CheckpointRow("save, no hash", unhashed),
+        CheckpointRow("save, hashed", crius("hashed", **quick)),
+        CheckpointRow("save, hashed and read again", crius("good")),
+        CheckpointRow(
+            "save async, hashed and read again", _saves(own / "async", tensors, CheckpointConfig(mode="async"))
+        ),
+        CheckpointRow("load, torch DCP", lambda: _dcp_load(own / "dcp", targets)),
+        CheckpointRow("load, parts hashed", lambda: _load(own / "good", targets, verify=False)),
+        CheckpointRow("load, every byte verified first", lambda: _load(own / "good", targets, verify=True)),
     ]
 
 
@@ -196,7 +198,7 @@ def _dcp_load(folder: Path, targets: dict[str, Tensor]) -> None:
         dcp.load(dict(targets), checkpoint_id=folder, no_dist=True)
 
 
-def _print(rows: list[Row], gib: float, folder: Path, as_json: bool) -> None:
+def _print(rows: list[CheckpointRow], gib: float, folder: Path, as_json: bool) -> None:
     machine, size = Machine.of(torch.device("cpu")), gib * GIB / 1e9
     results = [
         {

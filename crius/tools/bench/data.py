@@ -26,7 +26,7 @@ MEASURED_TOKENS = 4 << 20
 
 
 @dataclasses.dataclass
-class Row:
+class DataRow:
     """One way to get tokens.
 
     Attributes:
@@ -103,7 +103,7 @@ def data(config: RunConfig, *, batches: int = 0, repeat: int = 7, as_json: bool 
     return 0
 
 
-def _rows(config: RunConfig, source: TokenSource, batch_size: int, batches: int) -> list[Row]:
+def _rows(config: RunConfig, source: TokenSource, batch_size: int, batches: int) -> list[DataRow]:
     begin = source.cursors(range(source.num_shards))
     done = 0
 
@@ -124,8 +124,8 @@ def _rows(config: RunConfig, source: TokenSource, batch_size: int, batches: int)
         return tokens
 
     ahead = config.data.prefetch or 2
-    rows = [Row("batches, prepared when asked for", lambda: read(0))]
-    rows.append(Row(f"batches, {ahead} prepared ahead by a thread", lambda: read(ahead)))
+    rows = [DataRow("batches, prepared when asked for", lambda: read(0))]
+    rows.append(DataRow(f"batches, {ahead} prepared ahead by a thread", lambda: read(ahead)))
     if config.data.source in ("stdlib", "text", "jsonl"):
         tokenizer = build_tokenizer(config.tokenizer)
 
@@ -134,11 +134,11 @@ def _rows(config: RunConfig, source: TokenSource, batch_size: int, batches: int)
                 anew = dataclasses.replace(config.data, cache_dir=folder)
                 return open_cached(anew, config.tokenizer, tokenizer).meta.num_tokens
 
-        rows.append(Row("tokenised, first time on a machine", tokenise))
+        rows.append(DataRow("tokenised, first time on a machine", tokenise))
     return rows
 
 
-def _print(rows: list[Row], description: tuple[str, ...], batch: str, as_json: bool) -> None:
+def _print(rows: list[DataRow], description: tuple[str, ...], batch: str, as_json: bool) -> None:
     machine = Machine.of(torch.device("cpu"))
     if as_json:
         record = {

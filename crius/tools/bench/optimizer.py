@@ -47,7 +47,7 @@ STATE_BYTES = 8
 
 
 @dataclass
-class Row:
+class OptimizerRow:
     """What one optimizer showed.
 
     Attributes:
@@ -93,7 +93,7 @@ def optimizer(
     check_memory(config, facts, free_bytes(device), device)
     parameters = make_parameters(facts, getattr(torch, config.training.dtype), device)
     plan = facts.plan
-    rows = [Row(name) for name in names]
+    rows = [OptimizerRow(name) for name in names]
     for _ in range(repeat):
         for row in rows:
             if not row.refusal:
@@ -157,7 +157,7 @@ def make_parameters(
 
 
 def _round(
-    row: Row,
+    row: OptimizerRow,
     config: RunConfig,
     parameters: list[tuple[str, nn.Parameter]],
     plan: ShardingPlan,
@@ -185,7 +185,12 @@ def state_bytes(built: torch.optim.Optimizer) -> int:
 
 
 def _print(
-    config: RunConfig, facts: ModelDescription, rows: list[Row], machine: Machine, device: torch.device, as_json: bool
+    config: RunConfig,
+    facts: ModelDescription,
+    rows: list[OptimizerRow],
+    machine: Machine,
+    device: torch.device,
+    as_json: bool,
 ) -> None:
     model = f"{config.model.name}/{config.model.flavor}"
     base = next((row.samples.median for row in rows if row.name == BASELINE and not row.refusal), None)
@@ -215,7 +220,7 @@ def _print(
     sys.stdout.write("\n".join(lines) + "\n")
 
 
-def _cells(row: Row, base: float | None) -> list[str]:
+def _cells(row: OptimizerRow, base: float | None) -> list[str]:
     if row.refusal:
         return [row.name, *["-"] * 5, f"not run: {row.refusal}"]
     peak = "-" if row.peak_bytes is None else _gib(row.peak_bytes)
@@ -235,7 +240,7 @@ def _gib(count: int) -> str:
     return f"{count / GIB:.4f}"
 
 
-def _json_row(row: Row, base: float | None) -> Mapping[str, Any]:
+def _json_row(row: OptimizerRow, base: float | None) -> Mapping[str, Any]:
     if row.refusal:
         return {"optimizer": row.name, "refusal": row.refusal}
     return {

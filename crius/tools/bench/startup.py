@@ -31,7 +31,7 @@ _IMPORT = re.compile(r"^import time:\s+(\d+) \|\s+\d+ \| +(\S+)$", re.MULTILINE)
 
 
 @dataclasses.dataclass
-class Row:
+class StartupRow:
     """One command, started anew each time.
 
     Attributes:
@@ -124,23 +124,23 @@ def startup(config: RunConfig, *, repeat: int = 5, as_json: bool = False) -> int
     return 0
 
 
-def _short_rows() -> list[Row]:
+def _short_rows() -> list[StartupRow]:
     crius = ("-m", "crius")
     return [
-        Row("python that does nothing", ("-c", "pass")),
-        Row("crius --help", (*crius, "--help")),
-        Row("crius train --help", (*crius, "train", "--help")),
-        Row("crius config show", (*crius, "config", "show")),
-        Row("crius train, a wrong flag", (*crius, "train", "--training.stepz", "3"), code=2),
-        Row("crius train, a wrong value", (*crius, "train", "--training.steps", "0"), code=2),
-        Row("python that imports torch", ("-c", "import torch")),
+        StartupRow("python that does nothing", ("-c", "pass")),
+        StartupRow("crius --help", (*crius, "--help")),
+        StartupRow("crius train --help", (*crius, "train", "--help")),
+        StartupRow("crius config show", (*crius, "config", "show")),
+        StartupRow("crius train, a wrong flag", (*crius, "train", "--training.stepz", "3"), code=2),
+        StartupRow("crius train, a wrong value", (*crius, "train", "--training.steps", "0"), code=2),
+        StartupRow("python that imports torch", ("-c", "import torch")),
     ]
 
 
-def _train_rows(config: RunConfig, folder: Path) -> list[Row]:
+def _train_rows(config: RunConfig, folder: Path) -> list[StartupRow]:
     """One step of ``config``, as ``crius train`` makes it, in folders that are removed before each start."""
 
-    def row(name: str, cache: Path | None, *, is_cold: bool = False) -> Row:
+    def row(name: str, cache: Path | None, *, is_cold: bool = False) -> StartupRow:
         run_dir, file = folder / f"run-{name}", folder / f"{name}.toml"
         changed = dataclasses.replace(
             config,
@@ -158,7 +158,7 @@ def _train_rows(config: RunConfig, folder: Path) -> list[Row]:
 
         given = (*command_line_flags(changed), "--job.run_dir", str(run_dir))
         command = ("-X", "importtime", "-m", "crius", "train", "--config", str(file), *given)
-        return Row(f"crius train, {name}", command, prepare=prepare, parts=lambda said: _parts(said, run_dir))
+        return StartupRow(f"crius train, {name}", command, prepare=prepare, parts=lambda said: _parts(said, run_dir))
 
     if not config.compile.enable:
         return [row("one step", None)]
@@ -196,7 +196,7 @@ def _parts(stderr: str, run_dir: Path) -> Parts:
     }
 
 
-def _print(rows: list[Row], as_json: bool) -> None:
+def _print(rows: list[StartupRow], as_json: bool) -> None:
     machine = Machine.of(torch.device("cpu"))
     if as_json:
         record = {"machine": machine.as_dict(), "argv": sys.argv[1:], "rows": [row.as_dict() for row in rows]}

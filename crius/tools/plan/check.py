@@ -24,7 +24,7 @@ COUNTED = {
 
 
 @dataclass(frozen=True)
-class Row:
+class CheckRow:
     """Bytes of one kind on one pipeline rank, planned and counted."""
 
     rank: int
@@ -50,7 +50,7 @@ class Row:
 class CheckReport:
     """All rows, and how long the dry run took in seconds."""
 
-    rows: list[Row]
+    rows: list[CheckRow]
     seconds: float
 
     @property
@@ -95,8 +95,8 @@ def compare_dry_run(
         rank = found["pp_rank"]
         stages = [stage for stage in report["stages"] if stage["pp_rank"] == rank]
         for kind, planned in rank_bytes(workload, rank).items():
-            rows.append(Row(rank, kind, planned, sum(stage[COUNTED[kind]] for stage in stages)))
+            rows.append(CheckRow(rank, kind, planned, sum(stage[COUNTED[kind]] for stage in stages)))
     largest = max(report["ranks"], key=lambda found: found["peak_bytes"])
     peak = memory(workload, counting="tensors").total
-    rows.append(Row(largest["pp_rank"], "peak", peak, largest["peak_bytes"]))
+    rows.append(CheckRow(largest["pp_rank"], "peak", peak, largest["peak_bytes"]))
     return CheckReport(rows, report["seconds"])

@@ -7,7 +7,7 @@ from crius.tools.plan.time_constants import TimeConstants
 
 
 @dataclass(frozen=True)
-class Group:
+class RankGroup:
     """Ranks of a collective.
 
     Attributes:
@@ -31,7 +31,7 @@ class Group:
         return 2 * self.gather(num_bytes)
 
 
-def group(size: int, stride: int, hardware: Hardware, constants: TimeConstants) -> Group:
+def group(size: int, stride: int, hardware: Hardware, constants: TimeConstants) -> RankGroup:
     """The group of ``size`` ranks that are ``stride`` apart.
 
     A ring over whole nodes has as many network cards as it has members in a node: FSDP over all GPUs of a node sees
@@ -40,9 +40,9 @@ def group(size: int, stride: int, hardware: Hardware, constants: TimeConstants) 
     members = max(1, min(size, hardware.gpus_per_node // stride))
     link, hop = _link(hardware, constants), _hop_seconds(hardware, constants)
     if members >= size:
-        return Group(size, link, hop * (size > 1))
+        return RankGroup(size, link, hop * (size > 1))
     nodes = -(-size // members)
-    return Group(size, min(link, members * hardware.nic_bandwidth * constants.nic), hop * nodes)
+    return RankGroup(size, min(link, members * hardware.nic_bandwidth * constants.nic), hop * nodes)
 
 
 def _link(hardware: Hardware, constants: TimeConstants) -> float:

@@ -29,7 +29,7 @@ STAND_IN: dict[str, Any] = {"model.name": "llama3", "model.flavor": "8b"}
 
 
 @dataclass(frozen=True)
-class Group:
+class VariantGroup:
     """Workloads that differ in recomputation, resharding and gradient sync alone.
 
     Attributes:
@@ -63,7 +63,7 @@ class Variants:
         self.case = case
         self._bases: dict[tuple[int, bool, bool, str], Workload] = {}
 
-    def groups(self, layout: Layout) -> Iterator["Group"]:
+    def groups(self, layout: Layout) -> Iterator["VariantGroup"]:
         """Of each schedule and microbatch the workloads."""
         mode = self.case.given(_MODE)
         for schedule, stages in schedules(self.case, layout):
@@ -79,13 +79,13 @@ class Variants:
                     stages_per_rank=stages,
                 )
                 options = [(reshard, sync) for sync in _syncs(self.case, one) for reshard in _reshards(self.case, one)]
-                yield Group(one, modes, options)
+                yield VariantGroup(one, modes, options)
 
     def smallest(self, layout: Layout) -> Iterator[Workload]:
         """Of each schedule the workloads that may need least memory: all recomputed, with the smallest microbatch or,
         since what is accumulated takes memory too, with the fewest.
         """
-        by_schedule: dict[tuple[str, int], list[Group]] = {}
+        by_schedule: dict[tuple[str, int], list[VariantGroup]] = {}
         for group in self.groups(layout):
             by_schedule.setdefault((group.common.schedule, group.common.stages_per_rank), []).append(group)
         for first, *others in by_schedule.values():

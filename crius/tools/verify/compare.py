@@ -14,7 +14,7 @@ from crius.errors import ConfigError
 from crius.tools.verify import matrix, worker
 from crius.tools.verify.matrix import Case
 from crius.tools.verify.parameters import Shards
-from crius.tools.verify.rows import Row, Table
+from crius.tools.verify.rows import LayoutRow, Table
 from crius.tools.verify.run import Outcome, Stopped, run
 from crius.tools.verify.tolerance import COMPARED_STEPS, Tolerance, precision, tolerances
 from crius.tools.verify.worker import Task
@@ -22,7 +22,7 @@ from crius.train.inputs import open_run_corpus
 
 
 @dataclass(frozen=True)
-class Group:
+class LayoutGroup:
     """Layouts that are compared with one reference.
 
     Attributes:
@@ -69,7 +69,13 @@ def checked(facts: Facts, layouts: Sequence[Layout], steps: int) -> RunConfig:
 
 
 def compare_all(
-    verb: str, groups: Sequence[Group], config: RunConfig, folder: Path, timeout: int, as_json: bool, is_asked: bool
+    verb: str,
+    groups: Sequence[LayoutGroup],
+    config: RunConfig,
+    folder: Path,
+    timeout: int,
+    as_json: bool,
+    is_asked: bool,
 ) -> int:
     """Run all groups and print the table.
 
@@ -100,20 +106,22 @@ def compare_all(
     return table.exit_code(is_asked)
 
 
-def _cases(groups: Sequence[Group]) -> list[Case]:
+def _cases(groups: Sequence[LayoutGroup]) -> list[Case]:
     return [case for group in groups for case in (group.reference, *group.others)]
 
 
-def _run_group(group: Group, bench: Bench, table: Table) -> None:
+def _run_group(group: LayoutGroup, bench: Bench, table: Table) -> None:
     shards = Shards(bench.scratch / str(group.reference.layout), group.is_whole)
     shards.folder.mkdir(parents=True)
     expected: Outcome | None = None
     for case in (group.reference, *group.others):
         name, ranks, is_reference = str(case.layout), case.layout.num_ranks, case is group.reference
         if case.config is None:
-            table.add(Row(layout=name, ranks=ranks, status="refused", note=case.refusal))
+            table.add(LayoutRow(layout=name, ranks=ranks, status="refused", note=case.refusal))
         elif not is_reference and (expected is None or expected.result is None):
-            table.add(Row(layout=name, ranks=ranks, status="FAIL", note="there is no reference to compare it with"))
+            table.add(
+                LayoutRow(layout=name, ranks=ranks, status="FAIL", note="there is no reference to compare it with")
+            )
         else:
             outcome = run(worker.train, task_of(case, bench.folder, bench.timeout, shards, is_reference), ranks)
             expected = outcome if is_reference else expected
@@ -137,12 +145,12 @@ def task_of(case: Case, folder: Path, timeout: int, shards: Shards, is_reference
     return Task(case.config, folder / str(case.layout), timeout, shards, is_reference, strict)
 
 
-def judge(case: Case, outcome: Outcome, expected: Outcome | None, is_reference: bool) -> Row:
+def judge(case: Case, outcome: Outcome, expected: Outcome | None, is_reference: bool) -> LayoutRow:
     """The row of ``case``, which ended as ``outcome``, held against its reference, which ended as ``expected``."""
     assert case.config is not None
     name, ranks, bounds = str(case.layout), case.layout.num_ranks, tolerances(case.config)
     if outcome.result is None or expected is None or expected.result is None:
-        return Row(layout=name, ranks=ranks, status="FAIL", seconds=outcome.seconds, note=outcome.note)
+        return LayoutRow(layout=name, ranks=ranks, status="FAIL", seconds=outcome.seconds, note=outcome.note)
     got, want = outcome.result, expected.result
     values = {
         "loss": _apart(got["loss"], want["loss"]),
@@ -159,7 +167,9 @@ def judge(case: Case, outcome: Outcome, expected: Outcome | None, is_reference: 
     if is_reference:
         notes.append(f"parameters move by {got['moved']:.1e}")
     status: Any = "FAIL" if beyond or got["missing"] else "reference" if is_reference else "ok"
-    return Row(layout=name, ranks=ranks, status=status, values=values, seconds=outcome.seconds, note=", ".join(notes))
+    return LayoutRow(
+        layout=name, ranks=ranks, status=status, values=values, seconds=outcome.seconds, note=", ".join(notes)
+    )
 
 
 def _apart(got: Sequence[Any], want: Sequence[Any]) -> float:

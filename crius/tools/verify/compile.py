@@ -8,7 +8,7 @@ from typing import Any
 from crius.config.facts import Facts
 from crius.config.layout import Layout, replace_fields
 from crius.tools.verify import matrix
-from crius.tools.verify.compare import Group, checked, compare_all
+from crius.tools.verify.compare import LayoutGroup, checked, compare_all
 
 NEED_COMPILE = ("async_tp", "memory_budget")
 """Options that mean nothing to an eager run."""
@@ -55,7 +55,9 @@ def compile(
     groups = []
     for layout in wanted:
         compiled = matrix.case(facts, config, replace(layout, options=(*layout.options, "compile")))
-        groups.append(Group(matrix.case(facts, eager, _without(layout, NEED_COMPILE)), (compiled,), is_whole=False))
+        groups.append(
+            LayoutGroup(matrix.case(facts, eager, _without(layout, NEED_COMPILE)), (compiled,), is_whole=False)
+        )
     return compare_all("compile", groups, config, folder, timeout, as_json, is_asked=bool(layouts))
 
 

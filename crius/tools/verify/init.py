@@ -8,7 +8,7 @@ from crius.errors import ConfigError
 from crius.tools.verify import matrix, worker
 from crius.tools.verify.matrix import Case
 from crius.tools.verify.parameters import Shards, one_hash
-from crius.tools.verify.rows import Row, Table
+from crius.tools.verify.rows import LayoutRow, Table
 from crius.tools.verify.run import Stopped, run
 from crius.tools.verify.worker import Task
 
@@ -65,15 +65,15 @@ def init(
     return table.exit_code(bool(layouts))
 
 
-def _row(case: Case, expected: dict[str, str], folder: Path, timeout: int) -> tuple[Row, dict[str, str]]:
+def _row(case: Case, expected: dict[str, str], folder: Path, timeout: int) -> tuple[LayoutRow, dict[str, str]]:
     """The row of one layout, and its checksums by parameter."""
     name, ranks = str(case.layout), case.layout.num_ranks
     if case.config is None:
-        return Row(layout=name, ranks=ranks, status="refused", note=case.refusal), {}
+        return LayoutRow(layout=name, ranks=ranks, status="refused", note=case.refusal), {}
     task = Task(case.config, folder / name, timeout, Shards(folder, is_whole=True))
     outcome = run(worker.start, task, ranks)
     if outcome.result is None:
-        return Row(layout=name, ranks=ranks, status="FAIL", seconds=outcome.seconds, note=outcome.note), {}
+        return LayoutRow(layout=name, ranks=ranks, status="FAIL", seconds=outcome.seconds, note=outcome.note), {}
     found: dict[str, str] = outcome.result["checksums"]
     wrong = [parameter for parameter, value in found.items() if not value]
     other = [parameter for parameter in expected if found.get(parameter) != expected[parameter]]
@@ -82,7 +82,7 @@ def _row(case: Case, expected: dict[str, str], folder: Path, timeout: int) -> tu
         note = f"{len(wrong)} of {len(found)} differ between ranks that hold the same part, first {wrong[0]}"
     elif other:
         note = f"{len(other)} of {len(found)} parameters differ, first {other[0]}"
-    row = Row(
+    row = LayoutRow(
         layout=name,
         ranks=ranks,
         status="FAIL" if note else "ok",

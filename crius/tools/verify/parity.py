@@ -4,7 +4,7 @@ from pathlib import Path
 
 from crius.config.facts import Facts
 from crius.tools.verify import matrix
-from crius.tools.verify.compare import Group, checked, compare_all
+from crius.tools.verify.compare import LayoutGroup, checked, compare_all
 
 
 def parity(
@@ -43,5 +43,5 @@ def parity(
     for reference in dict.fromkeys(map(matrix.reference_of, wanted)):
         own = [layout for layout in wanted if layout != reference and matrix.reference_of(layout) == reference]
         cases = tuple(matrix.case(facts, config, layout) for layout in own)
-        groups.append(Group(matrix.case(facts, config, reference), cases, is_whole=True))
+        groups.append(LayoutGroup(matrix.case(facts, config, reference), cases, is_whole=True))
     return compare_all("parity", groups, config, folder, timeout, as_json, is_asked=bool(layouts))

@@ -21,7 +21,7 @@ from crius.install import REQUIREMENTS, install_line
 from crius.tools.verify import matrix, worker
 from crius.tools.verify.matrix import Case
 from crius.tools.verify.parameters import Shards
-from crius.tools.verify.rows import Row, Table
+from crius.tools.verify.rows import LayoutRow, Table
 from crius.tools.verify.run import Outcome, Stopped, run
 from crius.tools.verify.worker import Task
 from crius.train.inputs import open_run_corpus
@@ -221,23 +221,23 @@ def _row(
     folder: Path,
     timeout: int,
     results: dict[str, Mapping[str, Any]],
-) -> Row:
+) -> LayoutRow:
     """Train one format, add its curve to ``results``, and judge it."""
     ranks = case.layout.num_ranks
     if case.config is None:
-        return Row(layout=name, ranks=ranks, status="refused", note=case.refusal)
+        return LayoutRow(layout=name, ranks=ranks, status="refused", note=case.refusal)
     if name != reference and reference not in results:
-        return Row(layout=name, ranks=ranks, status="FAIL", note="there is no reference to compare it with")
+        return LayoutRow(layout=name, ranks=ranks, status="FAIL", note="there is no reference to compare it with")
     task = Task(case.config, folder / name, timeout, Shards(folder, is_whole=True))
     outcome: Outcome = run(worker.curve, task, ranks)
     if outcome.result is None:
-        return Row(layout=name, ranks=ranks, status="FAIL", seconds=outcome.seconds, note=outcome.note)
+        return LayoutRow(layout=name, ranks=ranks, status="FAIL", seconds=outcome.seconds, note=outcome.note)
     results[name] = outcome.result
     expected = results[reference]["loss"]
     wrong = judge.complaint(name, outcome.result, expected)
     if wrong and name == reference:
         del results[reference]
-    return Row(
+    return LayoutRow(
         layout=name,
         ranks=ranks,
         status="FAIL" if wrong else "reference" if name == reference else "ok",

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class LayoutRow:
     """What one layout showed.
 
     Attributes:
@@ -41,10 +41,10 @@ class Table:
         self._columns = list(columns)
         self._width = max(map(len, [label, *layouts]))
         self._as_json, self._label = as_json, label
-        self.rows: list[Row] = []
+        self.rows: list[LayoutRow] = []
         self._say(self._line(label, "ranks", self._columns, "seconds", ""))
 
-    def add(self, row: Row) -> None:
+    def add(self, row: LayoutRow) -> None:
         """Print one row."""
         self.rows.append(row)
         seconds = f"{row.seconds:.1f}" if row.seconds else "-"
