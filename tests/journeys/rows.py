@@ -35,7 +35,7 @@ SHORT = "--training.seq_len 64 --model.num_layers 2 --validation.interval 0"
 
 J1 = [
     Row(
-        "crius train --training.steps 4",
+        "crius train --training.steps 4 --validation.num_samples 16",
         says=(
             r"checkpoint: .*\d (KiB|MiB|GiB)",
             r"step 1/4  loss (?P<first>\S+)",
@@ -49,7 +49,7 @@ J1 = [
     Row("{next_2}"),
     Row("{next_3}"),
     Row(
-        "crius train --training.steps 4 --parallelism.data_parallel_shard_degree 2",
+        "crius train --training.steps 4 --validation.num_samples 16 --parallelism.data_parallel_shard_degree 2",
         says=(r"step 1/4  loss {first}", r"step 4/4  loss {last}"),
     ),
     Row(

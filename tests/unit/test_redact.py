@@ -195,8 +195,9 @@ def test_no_secret_is_in_what_a_failing_run_prints_or_writes(ranks, tmp_path, tm
     assert "environment" in texts[str(tmp_path / "run" / "logs" / "rank-0.log")]
 
 
-def test_no_secret_is_in_a_refusal():
-    done = crius("train", "--data.source", "jsonl", "--data.path", "https://me:pa55word@host/a.jsonl")
+def test_no_secret_is_in_a_refusal(tmp_path):
+    flags = ["--data.source", "jsonl", "--data.path", "https://me:pa55word@host/a.jsonl"]
+    done = crius("train", *flags, cwd=tmp_path)
     shown = crius("config", "show", "--data.path", "https://me:pa55word@host/a.jsonl")
     assert done.returncode != 0 and "***@host" in done.stderr and shown.returncode == 0
     assert "pa55word" not in done.stdout + done.stderr + shown.stdout
