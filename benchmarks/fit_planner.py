@@ -22,13 +22,13 @@ from types import ModuleType
 from typing import Any
 
 import numpy
+from planner.measurements import Measurement, read_measurements
+from planner.validate import Judged, Report, baselines
 from scipy.optimize import least_squares
 
 from crius.tools.plan import time_constants
-from crius.tools.plan.measurements import Measurement, read_measurements
 from crius.tools.plan.time import tokens_per_second
 from crius.tools.plan.time_constants import TimeConstants
-from crius.tools.plan.validate import Judged, Report, baselines
 
 KEYS = ("n", "median", "mape", "p90")
 KINDS = ("dense", "moe")

@@ -13,13 +13,13 @@ from dataclasses import asdict
 
 import numpy
 from fit_planner import ROWS, geometric, halves, softened, three_digits, weights_of, write
+from planner.measurements import Measurement, read_measurements
+from planner.validate import Errors
 from scipy.optimize import least_squares
 
 from crius.tools.plan import memory_constants
-from crius.tools.plan.measurements import Measurement, read_measurements
 from crius.tools.plan.memory import Counting, memory
 from crius.tools.plan.memory_constants import MemoryConstants
-from crius.tools.plan.validate import Errors
 from crius.units import GIB
 
 NUM_SPLITS = 10

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
-from crius.tools.plan.measurements import Measurement, read_measurements
-
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+from planner.measurements import Measurement, read_measurements  # noqa: E402
+
 DATA = ROOT / "benchmarks" / "planner"
 GIB = 2**30
 

@@ -2,12 +2,13 @@
 
 import dataclasses
 import json
+import os
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from cyclopts import Parameter
+from cyclopts import CycloptsError, Parameter
 
 from crius.cli.app import (
     SOURCES,
@@ -24,16 +25,18 @@ from crius.cli.app import (
     need_torch,
     refuse_given,
 )
-from crius.cli.settings import config_of
+from crius.cli.settings import config_of, run_of
 from crius.config import rules
 from crius.config.export import flatten
 from crius.config.layout import replace_fields
 from crius.config.load import DEFAULT_RECIPE, PLAN_SHORT, recipe_settings
+from crius.config.mistakes import WrongSettings, explain
 from crius.config.run import RunConfig
 from crius.errors import ConfigError, CriusError
 from crius.models.registry import SPECS
 
 if TYPE_CHECKING:
+    from crius.models.description import ModelDescription
     from crius.tools.plan.alternatives import Alternative
     from crius.tools.plan.check import CheckReport
     from crius.tools.plan.hardware import Hardware
@@ -307,10 +310,25 @@ def _checked(case: "Case", plan: "Plan") -> "CheckReport":
     return compare_dry_run(run, case.facts, case.num_gpus, dry_run(run, case.num_gpus, 0, STARTED).as_dict())
 
 
+def _run_of_row(settings: Mapping[str, str]) -> tuple[RunConfig, "ModelDescription"]:
+    """A run with these settings and the defaults of all others, as it would be on a GPU, and its model."""
+    from crius.train.inputs import describe_known_model, with_dtype
+
+    try:
+        run = run_of("--config", os.devnull, *(f"--{name}={value}" for name, value in settings.items()))
+    except (CycloptsError, WrongSettings) as error:
+        raise ConfigError(explain(error).what) from None
+    run = with_dtype(run, on_gpu=run.training.device != "cpu")
+    model = describe_known_model(run)
+    if model is None:
+        raise ConfigError(f"there is no model {run.model.name}/{run.model.flavor} of these sizes.")
+    return run, model
+
+
 def _validate(file: Path, as_json: bool) -> int:
     from crius.tools.plan.validate import validate_file
 
-    report = validate_file(file)
+    report = validate_file(file, _run_of_row)
     emit(json.dumps(report.as_json(), indent=2) if as_json else "\n".join(report.table()))
     return 0 if report.judged else 1
 

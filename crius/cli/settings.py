@@ -109,10 +109,10 @@ def config_of(place: str) -> RunConfig:
             fix=f"give a folder with a run.toml, a TOML file, or one of {', '.join(recipe_names())}",
         )
     source = ["--recipe", place] if place in recipe_names() else ["--config", str(path)]
-    return _run_of(*source)
+    return run_of(*source)
 
 
-def _run_of(*flags: str) -> RunConfig:
+def run_of(*flags: str) -> RunConfig:
     """The settings of a run with these flags."""
     _, bound, _ = app.parse_args(["config", "show", *flags], exit_on_error=False, print_error=False)
     run: RunConfig = bound.arguments.get("run", RunConfig())
@@ -159,13 +159,13 @@ def _train_flags(out: Path, data: DataConfig, tokenizer: TokenizerConfig) -> lis
         for name in names:
             value, default = (getattr(settings, name) for settings in (config, type(config)()))
             flags += flag(f"{section}.{name}", value) if value != default else []
-    run = _run_of(*flags)
+    run = run_of(*flags)
     lengths = [run.training.seq_len >> shift for shift in range(run.training.seq_len.bit_length())]
     without_validation = [*flag("validation.interval", 0), *flag("validation.fraction", 0)]
     for seq_len, off in ((seq_len, off) for off in ([], without_validation) for seq_len in lengths):
         more = [*flags, *(flag("training.seq_len", seq_len) if seq_len != run.training.seq_len else []), *off]
         with contextlib.suppress(DataError):  # too few tokens for sequences of this length
-            open_run_corpus(with_tokens(_run_of(*more), rows_are_given=False), 1)
+            open_run_corpus(with_tokens(run_of(*more), rows_are_given=False), 1)
             return more
     return flags
 

@@ -1,10 +1,14 @@
 """What the tests of several verbs share."""
 
 import json
+import sys
 
 import pytest
+from harness import ROOT
 
 from crius import cli
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
 
 
 @pytest.fixture

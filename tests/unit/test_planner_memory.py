@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from harness import llama, parse
+from planner.measurements import read_measurements
 
 from crius.config.parallelism import ParallelismConfig
 from crius.config.pipeline import is_layer, split_stages
@@ -19,7 +20,6 @@ from crius.tools.plan.from_config import from_config
 from crius.tools.plan.hardware import hardware
 from crius.tools.plan.holdings import held_by
 from crius.tools.plan.logits import loss_bytes
-from crius.tools.plan.measurements import read_measurements
 from crius.tools.plan.memory import memory, model_parameters, rank_bytes
 from crius.tools.plan.memory_constants import MEMORY
 from crius.tools.plan.shapes import NOT_TRAINABLE_YET

@@ -8,17 +8,21 @@ from operator import attrgetter
 from pathlib import Path
 
 import pytest
-from harness import llama
+from harness import llama, parse
+from planner.measurements import judge_rows, read_measurements
+from planner.validate import main, validate, validate_file
 
 from crius import cli
+from crius.config.layout import replace_fields
 from crius.errors import ConfigError
+from crius.tools.plan.errors import Errors
+from crius.tools.plan.from_config import from_config
 from crius.tools.plan.hardware import KNOWN
-from crius.tools.plan.measurements import judge_rows, read_measurements
 from crius.tools.plan.time import tokens_per_second
 from crius.tools.plan.time_constants import TIME, TimeConstants
-from crius.tools.plan.validate import Errors, validate, validate_file
 from crius.tools.plan.validated_range import validated_range
 from crius.tools.plan.workload import Layout, Workload
+from crius.train.inputs import with_dtype
 
 ROOT = Path(__file__).parent.parent.parent
 ROWS = ROOT / "benchmarks" / "planner" / "measurements.csv"
@@ -281,7 +285,7 @@ def test_what_separates_columns_is_read_off_the_header(tmp_path, delimiter):
 
 def test_a_file_of_which_nothing_can_be_judged_is_no_success(tmp_path, capsys):
     file = written(tmp_path, {**ROW, "gpu": "abacus"})
-    assert cli.main(["plan", "--validate", str(file)]) == 1
+    assert main([str(file)]) == 1
     assert "GPU 'abacus' is not known" in capsys.readouterr().out
 
 
@@ -323,12 +327,48 @@ def test_only_layouts_that_differ_by_more_than_ten_percent_are_ordered():
     assert validate(other).ordering().n == 0
 
 
-def test_the_command_prints_the_table_and_json(capsys):
-    assert cli.main(["plan", "--validate", str(ROWS)]) == 0
+def test_the_script_prints_the_table_and_json(capsys):
+    assert main([str(ROWS)]) == 0
     assert "constant MFU" in capsys.readouterr().out
-    assert cli.main(["plan", "--validate", str(ROWS), "--json"]) == 0
+    assert main([str(ROWS), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert {"n", "median", "mape", "p90"} <= set(found["dense"]["tps"]) & set(found["moe"]["memory"])
+
+
+OWN = {
+    **{"id": "a", "model.flavor": "8b", "training.seq_len": "8192", "training.local_batch_size": "1"},
+    **{"training.global_batch_size": "8", "parallelism.data_parallel_shard_degree": "8", "compile.enable": "true"},
+    **{"gpu": "h100", "num_gpus": "8", "tokens_per_second_per_rank": "7000", "memory_gib": "50"},
+}
+
+
+def test_runs_of_crius_are_judged_by_their_settings(tmp_path, capsys):
+    rows = [OWN, {**OWN, "id": "b", "memory_gib": "", "training.seq_len": "4096"}, {**OWN, "id": "c"}]
+    rows[2]["model.flavor"] = "9b"
+    rows.append({**OWN, "id": "d", "training.seq_len": "many"})
+    rows.append({**OWN, "id": "e", "num_gpus": "7"})
+    rows.append({**OWN, "id": "f", "gpu": "abacus"})
+    assert cli.main(["plan", "--validate", str(written(tmp_path, *rows)), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [one["name"] for one in found["rows"]] == ["a", "b"]
+    assert (found["tokens_per_second"]["n"], found["memory"]["n"]) == (2, 1)
+    config = parse(["--model.flavor", "8b", "--training.seq_len", "8192", "--training.local_batch_size", "1"])
+    sizes = {"training.global_batch_size": 8, "parallelism.data_parallel_shard_degree": 8, "compile.enable": True}
+    work = from_config(with_dtype(replace_fields(config, sizes), on_gpu=True), llama("8b"), 8)
+    assert found["rows"][0]["planned_speed"] == pytest.approx(tokens_per_second(work, KNOWN["h100-80g"]))
+    reasons = {one["id"]: one["reason"] for one in found["not_judged"]}
+    assert "no model llama3/9b" in reasons["c"] and "training.seq_len" in reasons["d"]
+    assert "multiply to 8 ranks, but there are 7" in reasons["e"] and "abacus" in reasons["f"]
+    assert cli.main(["plan", "--validate", str(written(tmp_path, OWN))]) == 0
+    assert "tokens per second: 1 runs, median" in capsys.readouterr().out
+
+
+def test_a_table_of_other_trainers_is_sent_to_the_script(tmp_path, capsys):
+    assert cli.main(["plan", "--validate", str(written(tmp_path, ROW))]) == 2
+    assert f"python benchmarks/planner/validate.py {tmp_path}" in capsys.readouterr().err
+    short = {key: value for key, value in OWN.items() if key not in ("gpu", "memory_gib")}
+    assert cli.main(["plan", "--validate", str(written(tmp_path, short))]) == 2
+    assert "lack the columns gpu, memory_gib" in capsys.readouterr().err
 
 
 EIGHT_B = Workload(model=llama("8b"), layout=Layout(dp_shard=8), seq_len=8192, compile=True)

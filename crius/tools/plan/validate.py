@@ -1,98 +1,60 @@
-"""How far plans are from published measurements: ``crius plan --validate FILE``. Torch-free."""
+"""How far plans are from runs that were measured: ``crius plan --validate FILE``. Torch-free.
 
-import math
-import statistics
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import combinations
+A row of the file is a run of Crius. Columns with a dot are settings; the others are ``gpu``, ``num_gpus``,
+``tokens_per_second_per_rank`` and ``memory_gib``, as ``metrics.jsonl`` has them, of which one may be blank, and ``id``.
+"""
+
+import csv
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from crius.config.run import RunConfig
+from crius.errors import ConfigError, CriusError
+from crius.models.description import ModelDescription
 from crius.table import aligned
-from crius.tools.plan.hardware import Hardware
-from crius.tools.plan.measurements import Measurement, Unjudged, read_measurements
-from crius.tools.plan.memory import Counting, memory
-from crius.tools.plan.time import tokens_per_second
-from crius.tools.plan.validated_range import validated_range as validated_range
-from crius.tools.plan.workload import Workload
+from crius.tools.plan.errors import Errors
+from crius.tools.plan.from_config import from_config
+from crius.tools.plan.hardware import hardware
+from crius.tools.plan.memory import memory
+from crius.tools.plan.time import step_time
+from crius.units import GIB
 
-GAP = 0.10
-"""Two layouts whose tokens/s differ by less than this share are not put in order."""
+SPEED, MEMORY = "tokens_per_second_per_rank", "memory_gib"
+NEEDED = ("gpu", "num_gpus", SPEED, MEMORY)
+OTHERS = ("tps_per_gpu", "peak_mem_gib")
+"""Columns of the tables of published runs of other trainers."""
 
-WORST = 10
-Pair = tuple[float, float]  # predicted, measured
-
-
-@dataclass(frozen=True)
-class Errors:
-    """Of predictions, as shares of what was measured: ``abs(predicted / measured - 1)``.
-
-    Attributes:
-        n: rows.
-        median: of the errors; NaN where there are no rows.
-        mape: their mean.
-        p90: nine of ten are at most this.
-        bias: median of ``predicted / measured - 1``, with its sign.
-    """
-
-    n: int
-    median: float
-    mape: float
-    p90: float
-    bias: float
-
-    @classmethod
-    def of(cls, pairs: Iterable[Pair]) -> "Errors":
-        """Errors of (predicted, measured)."""
-        signed = [predicted / measured - 1 for predicted, measured in pairs]
-        if not signed:
-            return cls(0, math.nan, math.nan, math.nan, math.nan)
-        sizes = sorted(map(abs, signed))
-        ninth = sizes[math.ceil(0.9 * len(sizes)) - 1]
-        return cls(len(sizes), statistics.median(sizes), statistics.fmean(sizes), ninth, statistics.median(signed))
-
-    def as_json(self) -> dict[str, Any]:
-        """The same; what cannot be said is null."""
-        values = {"median": self.median, "mape": self.mape, "p90": self.p90, "bias": self.bias}
-        return {"n": self.n, **{name: round(value, 4) if self.n else None for name, value in values.items()}}
-
-
-@dataclass(frozen=True)
-class Ordering:
-    """Pairs of layouts of a model on a GPU whose measured speeds differ by more than ``GAP``.
-
-    Attributes:
-        n: pairs.
-        right: that the plan puts in the same order.
-    """
-
-    n: int
-    right: int
-
-    def as_json(self) -> dict[str, Any]:
-        """The same, and the share that is right."""
-        return {"n": self.n, "right": self.right, "accuracy": round(self.right / self.n, 4) if self.n else None}
+Read = Callable[[Mapping[str, str]], tuple[RunConfig, ModelDescription]]
+"""Settings, by dotted name, to a run and its model. Raises CriusError where they are wrong."""
 
 
 @dataclass(frozen=True)
 class Judged:
-    """A row and what the plan says of it: tokens/s of a GPU by plan and by the baseline, and bytes.
+    """A run: what was measured, None where it was not, and what the plan says."""
 
-    ``too_large_memory``: with the microbatch that is known to be too large; 0 where none is.
-    """
+    name: str
+    speed: float | None
+    planned_speed: float
+    memory: float | None
+    planned_memory: float
 
-    row: Measurement
-    speed: float
-    baseline: float
-    memory: float
-    too_large_memory: float = 0.0
-
-    @property
-    def error(self) -> float:
-        """Of the speed, else of the memory, as a share with its sign."""
-        if self.row.tokens_per_second is not None:
-            return self.speed / self.row.tokens_per_second - 1
-        return self.memory / (self.row.memory_bytes or math.nan) - 1
+    def cells(self) -> list[str]:
+        """A row of the table: tokens/s of a rank, GiB, and how far off the plan is."""
+        pairs = ((self.planned_speed, self.speed, ",.0f"), (self.planned_memory, self.memory, ".2f"))
+        return [
+            self.name,
+            *(
+                cell
+                for plan, found, form in pairs
+                for cell in (
+                    (f"{plan:{form}}", f"{found:{form}}", f"{plan / found - 1:+.1%}")
+                    if found
+                    else (f"{plan:{form}}", "-", "-")
+                )
+            ),
+        ]
 
 
 @dataclass(frozen=True)
@@ -100,201 +62,106 @@ class Report:
     """All rows of a file.
 
     Attributes:
-        judged: rows with their predictions.
-        unjudged: rows that cannot be planned.
+        judged: runs and their plans.
+        not_judged: names of the others, and why.
     """
 
     judged: Sequence[Judged]
-    unjudged: Sequence[Unjudged] = field(default_factory=list)
+    not_judged: Sequence[tuple[str, str]]
 
-    def speed(self, wanted: Callable[[Judged], bool] = lambda _: True, *, baseline: bool = False) -> Errors:
-        """Errors of tokens/s over the rows that are ``wanted``."""
-        rows = [one for one in self.judged if one.row.tokens_per_second is not None and wanted(one)]
-        return Errors.of((one.baseline if baseline else one.speed, one.row.tokens_per_second or 0.0) for one in rows)
-
-    def memory(self, wanted: Callable[[Judged], bool] = lambda _: True) -> Errors:
-        """Errors of peak memory over the rows that are ``wanted``."""
-        rows = [one for one in self.judged if one.row.memory_bytes is not None and wanted(one)]
-        return Errors.of((one.memory, one.row.memory_bytes or 0.0) for one in rows)
-
-    def ordering(self, wanted: Callable[[Judged], bool] = lambda _: True) -> Ordering:
-        """How often the faster of two layouts is known; repetitions of one layout are no pair."""
-        groups: dict[tuple[str, str, str], list[Judged]] = {}
-        for one in self.judged:
-            if one.row.tokens_per_second is not None and wanted(one):
-                groups.setdefault((one.row.workload.model.name, one.row.gpu, one.row.family), []).append(one)
-        total = right = 0
-        for group in groups.values():
-            for a, b in combinations(group, 2):
-                measured = (a.row.tokens_per_second or 0.0) / (b.row.tokens_per_second or 1.0)
-                if 1 / (1 + GAP) <= measured <= 1 + GAP or _same_layout(a.row.workload, b.row.workload):
-                    continue
-                total += 1
-                right += (measured - 1) * (a.speed - b.speed) > 0  # a tie is wrong
-        return Ordering(total, right)
-
-    def refused(self) -> tuple[int, int]:
-        """Rows that ran although the plan says that they do not fit, and rows that ran and say what they recompute."""
-        ran = [one for one in self.judged if one.row.says_checkpointing and not one.row.ran_out]
-        return sum(one.memory > one.row.hardware.memory_bytes for one in ran), len(ran)
-
-    def ran_out(self) -> tuple[int, list[str]]:
-        """Number of runs that ran out of memory, and the names of those that the plan says to fit."""
-        known = [one for one in self.judged if one.row.too_large]
-        missed = [one.row.name for one in known if one.too_large_memory <= one.row.hardware.memory_bytes]
-        return len(known), missed
-
-    def worst(self) -> list[Judged]:
-        """Rows that are furthest off."""
-        measured = [one for one in self.judged if not one.row.ran_out]
-        return sorted(measured, key=lambda one: -abs(math.log1p(max(one.error, -0.999))))[:WORST]
+    def errors(self) -> dict[str, Errors]:
+        """Of tokens/s and of memory."""
+        return {
+            "tokens_per_second": Errors.of((one.planned_speed, one.speed) for one in self.judged if one.speed),
+            "memory": Errors.of((one.planned_memory, one.memory) for one in self.judged if one.memory),
+        }
 
     def as_json(self) -> dict[str, Any]:
-        """Errors as fractions, by kind of model."""
-        kinds = {"dense": lambda one: not one.row.has_experts, "moe": lambda one: one.row.has_experts}
-        by_kind = {
-            name: {
-                "tps": self.speed(wanted).as_json(),
-                "memory": self.memory(wanted).as_json(),
-                "constant_mfu": self.speed(wanted, baseline=True).as_json(),
-            }
-            for name, wanted in kinds.items()
-        }
-        orders = {name: self.ordering(wanted).as_json() for name, wanted in kinds.items()}
-        (refused, ran), (ran_out, missed) = self.refused(), self.ran_out()
-        calls = {"ran": ran, "refused": refused, "ran_out": ran_out, "flagged": ran_out - len(missed), "missed": missed}
+        """Errors as shares of what was measured."""
         return {
-            **by_kind,
-            "ordering": {**self.ordering().as_json(), **orders},
-            "families": {family: self._of_family(family) for family in sorted({one.row.family for one in self.judged})},
-            "memory_calls": calls,
-            "judged": len(self.judged),
-            "not_judged": [{"id": one.name, "reason": one.reason} for one in self.unjudged],
+            **{name: errors.as_json() for name, errors in self.errors().items()},
+            "rows": [vars(one) for one in self.judged],
+            "not_judged": [{"id": name, "reason": reason} for name, reason in self.not_judged],
         }
-
-    def _of_family(self, family: str) -> dict[str, Any]:
-        def wanted(one: Judged) -> bool:
-            return one.row.family == family
-
-        return {"tps": self.speed(wanted).as_json(), "memory": self.memory(wanted).as_json()}
 
     def table(self) -> list[str]:
         """Lines to print."""
-        order, (refused, ran), (ran_out, missed) = self.ordering(), self.refused(), self.ran_out()
-        lines = [
-            *aligned([_HEADER, *self._rows()], left=(0, 1)),
-            "",
-            "error: share of what was measured; constant MFU: the median of the family's other rows on that GPU",
-            f"ordering: {order.right} of {order.n} pairs of layouts right (same model, GPU and family, > 10 % apart)",
-            f"memory: {refused} of {ran} runs that did run are said not to fit; "
-            f"{ran_out - len(missed)} of {ran_out} that ran out of memory are",
-            *([f"  said to fit although they ran out of memory: {', '.join(missed)}"] if missed else []),
-            "",
-            "furthest off:",
-            *aligned([_worst_row(one) for one in self.worst()], left=(0, 1, 2)),
-        ]
-        if self.unjudged:
-            lines += ["", f"not judged: {len(self.unjudged)}"]
-            lines += aligned([(f"  {one.name}", one.reason) for one in self.unjudged], left=None)
-        return lines
-
-    def _rows(self) -> list[list[str]]:
-        rows = []
-        for kind, experts in (("dense", False), ("experts", True)):
-            families = sorted({one.row.family for one in self.judged if one.row.has_experts == experts})
-            for family in ("all", *families):
-
-                def wanted(one: Judged, family: str = family, experts: bool = experts) -> bool:
-                    return one.row.has_experts == experts and family in ("all", one.row.family)
-
-                speed, baseline = self.speed(wanted), self.speed(wanted, baseline=True)
-                rows += [[kind, family, "tokens/s", *_cells(speed), *_cells(baseline)[1:]]] if speed.n else []
-                held = self.memory(wanted)
-                rows += [[kind, family, "memory", *_cells(held), "", "", ""]] if held.n else []
-        return rows
+        head = ["run", "tokens/s planned", "measured", "error", "GiB planned", "measured", "error"]
+        lines = aligned([head, *(one.cells() for one in self.judged)], left=(0,))
+        for name, found in self.errors().items():
+            if found.n:
+                share = f"median {found.median:.1%}, mean {found.mape:.1%}, nine of ten at most {found.p90:.1%}"
+                lines.append(f"{name.replace('_', ' ')}: {found.n} runs, {share}, bias {found.bias:+.1%}")
+        return [*lines, *(f"not judged: {name}: {reason}" for name, reason in self.not_judged)]
 
 
-_HEADER = ["model", "family", "", "n", "median", "mean", "p90", "constant MFU: median", "mean", "p90"]
+def validate_file(path: Path, read: Read) -> Report:
+    """The runs of a CSV file beside their plans.
 
-
-def _cells(errors: Errors) -> list[str]:
-    return [str(errors.n), *(f"{100 * value:.1f} %" for value in (errors.median, errors.mape, errors.p90))]
-
-
-def _worst_row(one: Judged) -> list[str]:
-    row, layout = one.row, one.row.workload.layout
-    return [
-        f"  {row.name}",
-        f"{row.workload.model.name} {row.gpu} {layout.layout}",
-        row.notes[:60],
-        f"{100 * one.error:+.0f} %",
-    ]
-
-
-def _same_layout(a: Workload, b: Workload) -> bool:
-    """Published twice; a later release is no other layout."""
-    return replace(a, compile=b.compile) == b if a.framework == "megatron" else a == b
-
-
-def validate_file(path: str | Path) -> Report:
-    """All rows of a CSV file against their plans with the committed constants.
+    Args:
+        path: of the file.
+        read: of the settings of a row.
 
     Raises:
-        ConfigError: the file cannot be read, or columns are missing.
+        ConfigError: the file cannot be read, or lacks columns.
     """
-    return validate(*read_measurements(path))
-
-
-def validate(rows: Sequence[Measurement], unjudged: Sequence[Unjudged] = ()) -> Report:
-    """The rows against their plans."""
-    judged, failed = [], list(unjudged)
-    for row in rows:
+    judged, failed = [], []
+    for number, row in enumerate(_rows(path), start=1):
+        name = row.get("id") or f"row {number}"
         try:
-            judged.append(_judged(row))
-        except (ArithmeticError, LookupError, ValueError) as error:  # sizes that no model has
-            failed.append(Unjudged(row.name, f"cannot be planned: {error}"))
-    found = baselines([one.row for one in judged])
-    return Report([replace(one, baseline=baseline) for one, baseline in zip(judged, found, strict=True)], failed)
+            judged.append(_judged(name, row, read))
+        except (CriusError, ArithmeticError, LookupError, ValueError) as error:
+            failed.append((name, str(getattr(error, "what", error)).splitlines()[0]))
+    return Report(judged, failed)
 
 
-def _judged(row: Measurement) -> Judged:
-    counting: Counting = "allocated" if row.memory_kind == "allocated" else "reserved"
-    held = memory(row.workload, row.hardware, counting=counting).total
-    larger = replace(row.workload, microbatch=row.too_large or row.workload.microbatch)
-    too_large = memory(larger, row.hardware).total if row.too_large else 0.0
-    baseline = _baseline(0, [row], [_mfu(row)])  # until the other rows are known
-    return Judged(row, tokens_per_second(row.workload, row.hardware), baseline, held, too_large)
+def _rows(path: Path) -> list[dict[str, str]]:
+    where = f"--validate {path}"
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            rows = [
+                {
+                    key.strip(): (value or "").strip()
+                    for key, value in row.items()
+                    if key and not isinstance(value, list)
+                }
+                for row in csv.DictReader(file, skipinitialspace=True)
+            ]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        fix = "give a CSV file in UTF-8"
+        raise ConfigError("the measurements cannot be read.", where=where, why=f"{error}", fix=fix) from None
+    if not rows:
+        raise ConfigError(
+            "there are no measurements.", where=where, fix="give a CSV file with a header and a row a run"
+        )
+    if set(OTHERS) <= rows[0].keys():
+        raise ConfigError(
+            "these are measurements of other trainers.",
+            where=where,
+            why=f"the header has {' and '.join(OTHERS)}",
+            fix=f"python benchmarks/planner/validate.py {path}, from the repository",
+        )
+    missing = [name for name in NEEDED if name not in rows[0]]
+    if missing:
+        raise ConfigError(
+            f"the measurements lack the columns {', '.join(missing)}.",
+            where=where,
+            why="columns with a dot in their name are settings of the run, and these four are needed beside them",
+            fix="add them: docs/planner.md has an example",
+        )
+    return rows
 
 
-def baselines(rows: Sequence[Measurement]) -> list[float]:
-    """Tokens/s of each row at the median MFU of the other rows of its family, GPU and width of numbers, else of all."""
-    shares = [_mfu(row) for row in rows]
-    return [_baseline(index, rows, shares) for index in range(len(rows))]
-
-
-def _peak(workload: Workload, hardware: Hardware) -> float:
-    return (
-        hardware.bfloat16_flops
-        if workload.precision == "bfloat16"
-        else hardware.float8_flops or hardware.bfloat16_flops
+def _judged(name: str, row: Mapping[str, str], read: Read) -> Judged:
+    if not (row[SPEED] or row[MEMORY]):
+        raise ValueError(f"neither {SPEED} nor {MEMORY} is given")
+    config, facts = read({key: value for key, value in row.items() if "." in key and value})
+    machine = hardware(row["gpu"])
+    work = from_config(config, facts, int(row["num_gpus"]), device="cpu" if machine.generation == "cpu" else "cuda")
+    return Judged(
+        name=name,
+        speed=float(row[SPEED]) if row[SPEED] else None,
+        planned_speed=work.tokens_per_rank / step_time(work, machine).total,
+        memory=float(row[MEMORY]) if row[MEMORY] else None,
+        planned_memory=memory(work, machine, counting="allocated").total / GIB,
     )
-
-
-def _mfu(row: Measurement) -> float | None:
-    if row.tokens_per_second is None:
-        return None
-    flops = row.tokens_per_second * row.workload.model.flops_per_token(row.workload.seq_len / 2)
-    return flops / _peak(row.workload, row.hardware)
-
-
-def _kind(row: Measurement) -> tuple[str, str, bool]:
-    return row.family, row.hardware.name, row.workload.precision == "bfloat16"
-
-
-def _baseline(index: int, rows: Sequence[Measurement], shares: Sequence[float | None]) -> float:
-    row = rows[index]
-    others = [(rows[i], share) for i, share in enumerate(shares) if share is not None and i != index]
-    alike = [share for other, share in others if _kind(other) == _kind(row)]
-    share = statistics.median(alike or [share for _, share in others] or [0.4])
-    flops = row.workload.model.flops_per_token(row.workload.seq_len / 2)
-    return share * _peak(row.workload, row.hardware) / flops

@@ -12,10 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
 
-from crius.errors import ConfigError
-from crius.models.description import ModelDescription
-from crius.tools.plan.hardware import Hardware
-from crius.tools.plan.measured_fields import (
+from planner.measured_fields import (
     YES,
     RowError,
     checkpointing,
@@ -29,6 +26,10 @@ from crius.tools.plan.measured_fields import (
     schedule,
     stages_per_rank,
 )
+
+from crius.errors import ConfigError
+from crius.models.description import ModelDescription
+from crius.tools.plan.hardware import Hardware
 from crius.tools.plan.shapes import PlannedConfig, planned
 from crius.tools.plan.workload import Framework, Loss, Workload
 from crius.units import GIB
@@ -110,7 +111,7 @@ def read_measurements(path: str | Path) -> tuple[list[Measurement], list[Unjudge
     Raises:
         ConfigError: no such file, not a CSV file, or columns are missing, all of them named.
     """
-    where = f"--validate {path}"
+    where = str(path)
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
             text = file.read().lstrip()
