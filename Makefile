@@ -84,7 +84,7 @@ test: lint
 REST = -m 'slow or real'
 test-full: test setup-real
 	$(BIN)/pytest $(TWO) $(REST) $(TOGETHER)
-	$(BIN)/pytest $(REST) $(ALONE)
+	$(BIN)/pytest $(REST) $(ALONE) || [ $$? -eq 5 ]  # 5: none of them is slow
 
 bench-cpu: $(BENCH_STAMP)
 	$(BIN)/python benchmarks/bench_cpu.py --out $(BENCH_OUT)
