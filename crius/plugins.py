@@ -20,12 +20,8 @@ T = TypeVar("T")
 
 def installed(group: str) -> list[str]:
     """Names of a group that installed packages give, sorted; nothing of theirs is imported."""
-    return sorted({entry.name for entry in _entries(group)})
-
-
-def _entries(group: str) -> list[importlib.metadata.EntryPoint]:
     try:
-        return list(importlib.metadata.entry_points(group=group))
+        return sorted(importlib.metadata.entry_points(group=group).names)
     except Exception:  # a package whose list is malformed; the others' cannot be read beside it
         return []
 
@@ -41,7 +37,11 @@ def load(group: str, name: str, kind: type[T] | None = None) -> T | None:
     Raises:
         ConfigError: two packages give it, it cannot be imported, or is of another kind.
     """
-    found = [entry for entry in _entries(group) if entry.name == name]
+    try:
+        found = tuple(importlib.metadata.entry_points(group=group, name=name))
+    except Exception as error:  # see installed
+        what = f"the entry points of installed packages cannot be read: {type(error).__name__}: {error}"
+        raise ConfigError(what, where=f"{group} {name}", fix="mend the entry_points.txt that is malformed") from None
     if not found:
         return None
     packages = sorted({(entry.dist and entry.dist.name) or entry.value for entry in found})

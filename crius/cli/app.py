@@ -51,6 +51,9 @@ STARTED = time.monotonic()
 
 def _read_model(path: str, name: str, where: str) -> tuple[str, dict[str, Any]]:
     asked = find_spec(name) if name else None
+    if name and not (asked and asked.hf):
+        what = f"{name} has no name of Hugging Face." if asked else f"no model is called {name}."
+        raise ConfigError(what, where=where, fix="leave out --model.from_hf" if asked else "leave out --model.name")
     families = {spec.name: spec.hf for spec in ([asked] if asked else SPECS.values()) if spec.hf}
     return read_model_settings(path, families, where)
 
@@ -171,8 +174,8 @@ def _base_name(run: RunConfig) -> str:
         and SOURCES.origin(f"model.{name}") != "default"
     ]
     place = Path(source).parent if source.endswith(".json") else Path(source)
-    flavor = place.name if source else run.model.flavor
-    return plain_name("_".join([run.model.name, flavor or "custom", *changed]))
+    flavor = (plain_name(place.name) or "custom") if source else run.model.flavor
+    return plain_name("_".join([run.model.name, flavor, *changed]))
 
 
 def _run_name(run: RunConfig, placement: Any) -> str:

@@ -195,7 +195,7 @@ def doctor(
 ) -> int:
     """Say what this machine has, what is missing and the exact line that installs it, and whether it holds a run.
 
-    Takes the flags of train; the run is not started.
+    Takes the flags of train; the run is not started. Flags that cannot be read are refused as by any verb.
     """
     from crius.launch.doctor import examine
 
@@ -223,14 +223,18 @@ def _examine_run(report: "Report", facts: Facts) -> None:
     report.facts["this run"] = f"{line}: {gibibytes}"
     if needed > there:
         names = [name for name in flatten(facts.config) if name.startswith("model.")]
-        given = [name for name in names if SOURCES.origin(name) not in ("default",) and not _is_of_file(name)]
-        sizes = [part for name in given for part in flag(name, flatten(facts.config)[name])]
+        values = flatten(facts.config)
+        sizes = [part for name in names if _is_typed(name, values[name]) for part in flag(name, values[name])]
         plan = ["crius", "plan", *sizes, *(word for name in IMPORTED for word in ("--import", name))]
         report.missing.append(f"memory for {line}, {gibibytes}: {shlex.join(plan)} says which GPUs hold it")
 
 
-def _is_of_file(name: str) -> bool:
-    return SOURCES.origin(name).endswith(OF_MODEL)
+def _is_typed(name: str, value: Any) -> bool:
+    """Whether a command for the same model has to say this setting of it."""
+    origin = SOURCES.origin(name)
+    if name == "model.from_hf":  # of a run.toml, which has the sizes beside it
+        return origin == "command line"
+    return origin != "default" and not origin.endswith(OF_MODEL) and value not in (-1, "", None)
 
 
 def _memory(facts: Facts, gpu_bytes: int) -> tuple[float, float]:

@@ -3,6 +3,7 @@
 Order: defaults < recipe (``--recipe NAME``) < ``--config a.toml`` (repeatable, the last one wins) < flags.
 """
 
+import contextlib
 import functools
 import importlib.resources
 import shlex
@@ -105,7 +106,7 @@ class RunSources:
         takes_layout = "verify" not in commands  # there it is another option
         if takes_layout:
             yield from spread_layout(named)
-        yield from self._spread_model(named)
+        yield from self._spread_model(named, {})
         sources = [*(functools.partial(_config_file, file) for file in reversed(files))]
         for read in [*sources, *(functools.partial(_recipe, recipe) for recipe in recipes)]:
             try:
@@ -116,48 +117,52 @@ class RunSources:
             settings, twice = _settings(table)
             for name in twice:
                 yield ConfigError(f"{name} is given twice, once under another spelling.", where=source, fix="keep one")
+            if settings.get("model.from_hf"):
+                _leave_open(named)
             yield from _fill(named, settings, source, is_read_only="config" in commands)
-            yield from self._spread_model(named)
+            yield from self._spread_model(named, settings)
         if takes_layout:
             yield from spread_microbatches(named)
         for argument in arguments:
             if argument.tokens:
                 yield from self._settle(argument, commands)
 
-    def _spread_model(self, named: Mapping[str, Argument]) -> Iterator[CriusError]:
+    def _spread_model(self, named: Mapping[str, Argument], settings: Mapping[str, Any]) -> Iterator[CriusError]:
         """Give what a ``model.from_hf`` stands for to the arguments of ``[model]`` that nothing has set yet.
 
-        A run.toml says ``flavor custom`` and all sizes beside it: its file is not read again.
+        Args:
+            named: arguments by their flag.
+            settings: of the file that was read last. A run.toml says ``flavor custom`` and all sizes: the file that it
+                names is not read again.
         """
         token = next(iter(named[FROM_HF].tokens), None) if FROM_HF in named else None
         if token is None or not token.value or self._model_file:
             return
         self._model_file = token.value
         said = {field: next(iter(named[f"--model.{field}"].tokens), None) for field in ("name", "flavor")}
-        others = [field for field, one in said.items() if one and one.source != token.source]
-        flavor = said["flavor"]
-        if flavor and flavor.value == CUSTOM and flavor.source == token.source != "cli" and not others:
-            return
+        name = said["name"].value if said["name"] else ""
         where = f"{FROM_HF} ({'command line' if token.source == 'cli' else token.source})"
-        try:
-            file, settings = self._read_model(token.value, said["name"].value if said["name"] else "", where)
-        except ConfigError as error:
-            yield error
-            return
+        has_sizes = settings.get("model.flavor") == CUSTOM and {"model.dim", "model.num_layers"} <= settings.keys()
+        found: dict[str, Any] = {"name": str(settings.get("model.name")), "flavor": CUSTOM}
+        file = ""
+        if not (has_sizes and settings.get("model.from_hf") == token.value):
+            try:
+                file, found = self._read_model(token.value, self._spelled("model.name", name) or name, where)
+            except ConfigError as error:
+                yield error
+                return
         for field, one in said.items():
-            if one and one.value.lower() != settings[field].lower():
+            if one and _plain(one.value) != _plain(found[field]):
                 yield ConfigError(
-                    f"model.{field} {one.value} is given beside model.from_hf {token.value}, "
-                    f"which is of {settings['name']}, with sizes of its own.",
+                    f"model.{field} {one.value or ascii('')} is given beside model.from_hf {token.value}, "
+                    f"which is of {found['name']}, with sizes of its own.",
                     where="command line" if one.source == "cli" else one.source,
                     fix=f"leave out model.{field}, or model.from_hf",
                 )
-        for name in settings:  # -1 and an empty text leave it to the file
-            argument = named[f"--model.{name}"]
-            if argument.tokens and argument.tokens[0].value in ("-1", "-1.0", ""):
-                argument.tokens = []
-        values = {f"model.{name}": value for name, value in settings.items()}
-        yield from _fill(named, values, f"{file}{OF_MODEL}", is_read_only=False)
+        if file:
+            _leave_open(named)
+            values = {f"model.{name}": value for name, value in found.items()}
+            yield from _fill(named, values, f"{file}{OF_MODEL}", is_read_only=False)
 
     def rows_are_given(self) -> bool:
         """Whether somebody gave ``model.vocab_size``, and not only a file of ``model.from_hf``."""
@@ -199,6 +204,16 @@ class RunSources:
             yield error
         except CycloptsError as error:
             yield conversion(error, commands)
+
+
+def _leave_open(named: Mapping[str, Argument]) -> None:
+    """Forget sizes of a model that are -1, and a ``rope_scaling`` that is empty: they leave it to ``model.from_hf``."""
+    for name, argument in named.items():
+        if argument.tokens and name.startswith("--model."):
+            text = argument.tokens[0].value
+            with contextlib.suppress(ValueError):
+                if (name == "--model.rope_scaling" and not text) or float(text) == -1:
+                    argument.tokens = []
 
 
 def _plain(text: str) -> str:

@@ -32,7 +32,7 @@ class ForeignSink:
         build = plugins.load(plugins.SINKS, name)
         try:
             self._sink = build(run_dir, resumed_step)  # type: ignore[misc]
-        except Exception as error:  # of code that is not ours
+        except (Exception, SystemExit) as error:  # of code that is not ours
             self._leave(error)
 
     def write(self, record: Record) -> None:
@@ -40,7 +40,7 @@ class ForeignSink:
         try:
             if self._sink is not None:
                 self._sink.write(record)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._leave(error)
 
     def close(self) -> None:
@@ -48,12 +48,12 @@ class ForeignSink:
         try:
             if self._sink is not None:
                 self._sink.close()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._leave(error)
 
-    def _leave(self, error: Exception) -> None:
+    def _leave(self, error: BaseException) -> None:
         left, self._sink = self._sink, None
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception, SystemExit):
             if left is not None:
                 left.close()
         _log.warning(

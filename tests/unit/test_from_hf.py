@@ -166,6 +166,8 @@ def test_the_folder_of_a_run_is_a_short_name_below_runs(tmp_path):
     assert _base_name(config) == f"llama3_{tmp_path.name}_num_layers_3"[:60]
     (tmp_path / "run.toml").write_text(to_toml(config).replace(str(tmp_path), "x/../../../escaped"))
     assert _base_name(parse(["--config", str(tmp_path / "run.toml"), "--checkpoint.no_enable"])) == "llama3_escaped"
+    (tmp_path / "run.toml").write_text(to_toml(config).replace(str(tmp_path), ".."))
+    assert _base_name(parse(["--config", str(tmp_path / "run.toml"), "--checkpoint.no_enable"])) == "llama3_custom"
     assert plain_name(f"{'a/' * 90}b") == ("a-" * 30)
 
 
@@ -175,10 +177,30 @@ def test_another_flavor_or_name_over_a_file_that_a_run_wrote_is_refused(tmp_path
         assert "model.from_hf" in refused(capsys, ["--config", str(tmp_path / "run.toml"), *other])
 
 
-@pytest.mark.parametrize(("flag", "value"), [("vocab_size", "-1"), ("rope_theta", "-1"), ("ffn_dim", "-1")])
+@pytest.mark.parametrize(
+    ("flag", "value"), [("vocab_size", "-1"), ("rope_theta", "-1.00"), ("ffn_dim", "-1"), ("rope_scaling", "")]
+)
 def test_a_size_that_is_left_open_by_a_flag_is_the_files(tmp_path, flag, value):
-    flags = write(tmp_path)
-    assert describe_model(parse([*flags, f"--model.{flag}", value])) == describe_model(parse(flags))
+    """Also where a run wrote the sizes."""
+    flags = write(tmp_path, rope_scaling=LLAMA3_SCALING)
+    (tmp_path / "run.toml").write_text(to_toml(parse(flags)))
+    for source in (flags, ["--config", str(tmp_path / "run.toml"), "--checkpoint.no_enable"]):
+        assert describe_model(parse([*source, f"--model.{flag}={value}"])) == describe_model(parse(flags))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_switch_wins_over_the_file(tmp_path, tied):
+    flags = [*write(tmp_path, tie_word_embeddings=not tied), f"--model.{'' if tied else 'no_'}tied_embeddings"]
+    assert describe_model(parse(flags)).config.tied_embeddings is tied
+
+
+def test_names_beside_it_are_taken_ignoring_case_and_hyphens(tmp_path):
+    (tmp_path / "run.toml").write_text(to_toml(parse(write(tmp_path))))
+    for name in ("llama-3", "LLAMA3"):
+        assert parse([*write(tmp_path), "--model.name", name]).model.name == "llama3"
+    (tmp_path / "config.json").unlink()
+    same = ["--model.name", "Llama-3", "--model.flavor", "CUSTOM"]
+    assert parse(["--config", str(tmp_path / "run.toml"), "--checkpoint.no_enable", *same]).model.dim == 48
 
 
 def test_a_written_minus_one_leaves_the_rows_to_the_tokenizer(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 import csv
 import importlib.util
 import json
+import os
 from dataclasses import fields, replace
 from operator import attrgetter
 from pathlib import Path
@@ -352,7 +353,8 @@ def test_runs_of_crius_are_judged_by_their_settings(tmp_path, capsys):
     found = json.loads(capsys.readouterr().out)
     assert [one["name"] for one in found["rows"]] == ["a", "b"]
     assert (found["tokens_per_second"]["n"], found["memory"]["n"]) == (2, 1)
-    config = parse(["--model.flavor", "8b", "--training.seq_len", "8192", "--training.local_batch_size", "1"])
+    flags = ["--model.flavor", "8b", "--training.seq_len", "8192", "--training.local_batch_size", "1"]
+    config = parse(["--config", os.devnull, *flags])
     sizes = {"training.global_batch_size": 8, "parallelism.data_parallel_shard_degree": 8, "compile.enable": True}
     work = from_config(with_dtype(replace_fields(config, sizes), on_gpu=True), llama("8b"), 8)
     assert found["rows"][0]["planned_speed"] == pytest.approx(tokens_per_second(work, KNOWN["h100-80g"]))

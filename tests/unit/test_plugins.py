@@ -12,7 +12,12 @@ SHORT = ["--training.seq_len", "16", "--steps", "2", "--metrics.log_interval", "
 BROKEN = {
     "crius.models": {"broken": "broken:SPEC", "other": "losses:Losses", "llama3": "broken:SPEC"},
     "crius.data": {"failing": "failing:KIND", "strange": "losses:Losses", "odd": "odd:KIND"},
-    "crius.sinks": {"failing": "failing:Sink", "number": "failing:NUMBER", "leaves": "leaves:Sink"},
+    "crius.sinks": {
+        "failing": "failing:Sink",
+        "exits": "failing:Exits",
+        "number": "failing:NUMBER",
+        "leaves": "leaves:Sink",
+    },
 }
 FAILING = """
 from crius.data.documents import FileKind
@@ -20,6 +25,10 @@ def read(file, text_field):
     yield "no piece at all"
 KIND = FileKind(suffix=".md", read=read)
 NUMBER = 5
+class Exits:
+    def __init__(self, run_dir, resumed_step): pass
+    def write(self, record): raise SystemExit(0)
+    def close(self): pass
 class Sink:
     def __init__(self, run_dir, resumed_step): pass
     def write(self, record): raise OSError("the line is dead")
@@ -64,7 +73,8 @@ def place(tmp_path_factory):
 def test_the_example_trains(place):
     here, environ = place
     flags = ["--data.source", "Mark-Down", "--data.path", "notes", "--metrics.sinks", "losses"]
-    run = ["train", "--model.name", "mymodel", *flags, *SHORT, "--validation.fraction", "0", "--job.run_dir", "r"]
+    short = [*SHORT, "--validation.interval", "1", "--validation.path", "notes", "--validation.num_samples", "2"]
+    run = ["train", "--model.name", "mymodel", *flags, *short, "--validation.fraction", "0", "--job.run_dir", "r"]
     done = crius(*run, cwd=here, **environ)
     assert done.returncode == 0, done.stderr
     assert "model: mymodel/small" in done.stdout + done.stderr
@@ -93,11 +103,13 @@ def test_a_malformed_list_of_entry_points_ends_no_run_that_names_none(place, tmp
     assert done.returncode == 0, done.stderr
 
 
-def test_a_sink_that_fails_ends_no_run(place):
+@pytest.mark.parametrize(("name", "why"), [("failing", "OSError: the line is dead"), ("exits", "SystemExit: 0")])
+def test_a_sink_that_fails_ends_no_run(place, name, why):
     here, environ = place
-    done = crius("train", "--metrics.sinks", "failing", *SHORT, "--job.run_dir", "f", cwd=here, **environ)
+    done = crius("train", "--metrics.sinks", name, *SHORT, "--job.run_dir", name, cwd=here, **environ)
     assert done.returncode == 0, done.stderr
-    assert (done.stdout + done.stderr).count("failing failed and gets no more records: OSError: the line is dead") == 1
+    said = done.stdout + done.stderr
+    assert said.count(f"{name} failed and gets no more records: {why}") == 1 and "step 2/2" in said
 
 
 @pytest.mark.parametrize(
