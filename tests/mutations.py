@@ -284,7 +284,7 @@ def average_the_copies_of_a_tied_weight(patch):
 
 
 def count_both_copies_of_a_tied_weight(patch):
-    patch.setattr(build, "copied_names", lambda facts, dims: [])
+    patch.setattr(build, "copied_names", lambda facts, layout: [])
 
 
 BFLOAT16 = ("--training.mixed_precision_param", "bfloat16")

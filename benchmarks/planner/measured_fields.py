@@ -4,8 +4,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
+from crius.config.layout import Layout
 from crius.tools.plan.hardware import GB, KNOWN, Hardware
-from crius.tools.plan.workload import Checkpointing, Layout, Precision
+from crius.tools.plan.workload import Checkpointing, Precision
 from crius.units import GIB
 
 GPUS = (  # by what the column's text begins with; other forms with PCIe or NVL links are not known

@@ -201,7 +201,7 @@ def _worst_row(one: Judged) -> list[str]:
     row, layout = one.row, one.row.workload.layout
     return [
         f"  {row.name}",
-        f"{row.workload.model.name} {row.gpu} {layout.layout}",
+        f"{row.workload.model.name} {row.gpu} {replace(layout, ep=1)}",
         row.notes[:60],
         f"{100 * one.error:+.0f} %",
     ]

@@ -14,10 +14,9 @@ from crius.checkpoint.folder import CheckpointFolder
 from crius.checkpoint.names import step_name
 from crius.cli.app import COMMAND, emit
 from crius.config.facts import Facts
-from crius.config.layout import replace_fields
 from crius.config.load import normalized_argv
 from crius.config.rules import RULES
-from crius.config.run import RunConfig
+from crius.config.run import RunConfig, replace_fields
 from crius.errors import CriusError
 from crius.launch.environment import Placement
 from crius.launch.stop import STOPPED

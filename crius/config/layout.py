@@ -1,18 +1,26 @@
-"""The spelling of a layout, such as ``hsdp2x2_tp2`` or ``pp4+zbv_zero_bubble``, and what it changes in a run."""
+"""``Layout``: degrees, their arithmetic and spelling, such as ``hsdp2x2_tp2`` or ``pp4+zbv_zero_bubble``."""
 
 import dataclasses
-import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
 from crius.config.batch import batch_sizes
 from crius.config.names import did_you_mean
-from crius.config.parallelism import Schedule
+from crius.config.parallelism import ParallelismConfig, Schedule
 from crius.config.pipeline import microbatch_unit
-from crius.config.run import RunConfig
+from crius.config.run import RunConfig, replace_fields
 from crius.errors import ConfigError, LayoutError
+
+DEGREES = {
+    "pp": "parallelism.pipeline_parallel_degree",
+    "dp_replicate": "parallelism.data_parallel_replicate_degree",
+    "dp_shard": "parallelism.data_parallel_shard_degree",
+    "cp": "parallelism.context_parallel_degree",
+    "tp": "parallelism.tensor_parallel_degree",
+    "ep": "parallelism.expert_parallel_degree",
+}
+"""The dotted field of each axis, outermost first."""
 
 OPTIONS: dict[str, dict[str, Any]] = {
     **{schedule: {"parallelism.pipeline_parallel_schedule": schedule} for schedule in get_args(Schedule)},
@@ -62,9 +70,10 @@ _EXAMPLES = "1, fsdp8, hsdp2x4, pp2_fsdp2_tp2, cp2_accum4 or pp4+zbv_zero_bubble
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Degrees of the mesh axes, microbatches and options; every number is at least 1.
+    """Degrees of the mesh axes, outermost first, microbatches and options; every number is at least 1.
 
     Attributes:
+        ep: of expert parallelism, which lies within the other axes and adds no ranks.
         accum: microbatches a step; under a pipeline, times the fewest that keep its schedule busy.
         options: names as in ``OPTIONS`` and ``NUMBERED``, in the order given.
     """
@@ -78,12 +87,56 @@ class Layout:
     accum: int = 1
     options: tuple[str, ...] = ()
 
+    @classmethod
+    def of(cls, config: ParallelismConfig, num_ranks: int) -> "Layout":
+        """The degrees of ``config`` on ``num_ranks`` ranks.
+
+        Raises:
+            LayoutError: the degrees do not multiply to ``num_ranks``.
+        """
+        degrees = {axis: getattr(config, name.partition(".")[2]) for axis, name in DEGREES.items()}
+        layout = cls(**degrees | {"dp_shard": config.shard_degree(num_ranks)})
+        if layout.num_ranks != num_ranks:
+            raise LayoutError(
+                f"the degrees multiply to {layout.num_ranks} ranks, but there are {num_ranks}: {layout.axes}.",
+                fix=f"start {layout.num_ranks} ranks",
+            )
+        return layout
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """Axis name to degree, outermost first; that of experts is the last."""
+        return {axis: getattr(self, axis) for axis in DEGREES}
+
     @property
     def num_ranks(self) -> int:
-        """Processes it runs on; experts are spread over ranks that the other axes have."""
-        return math.prod((self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp))
+        """Processes it runs on."""
+        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
+
+    @property
+    def fsdp(self) -> int:
+        """Ranks that weights are split over by FSDP: those of a sequence too."""
+        return self.dp_shard * self.cp
+
+    @property
+    def batch(self) -> int:
+        """Ranks that read different sequences."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def axes(self) -> str:
+        """The degrees of the axes that multiply, such as ``pp 1 x dp_replicate 1 x dp_shard 2 x cp 1 x tp 1``."""
+        return " x ".join(f"{axis} {degree}" for axis, degree in self.degrees.items() if axis != "ep")
+
+    def settings(self) -> dict[str, Any]:
+        """Dotted fields of a run that the degrees and options set, and to what."""
+        found: dict[str, Any] = {DEGREES[axis]: degree for axis, degree in self.degrees.items()}
+        for option in self.options:
+            found |= option_changes(option, str(self))
+        return found
 
     def __str__(self) -> str:
+        """As it is spelled everywhere, such as ``pp2_hsdp2x2_tp2``; ``1`` for one device."""
         data = "hsdp" if min(self.dp_replicate, self.dp_shard) > 1 else "ddp" if self.dp_replicate > 1 else "fsdp"
         terms = []
         for term, names in _TERMS.items():
@@ -157,27 +210,16 @@ def apply_layout(config: RunConfig, layout: Layout) -> RunConfig:
     Raises:
         LayoutError: the global batch does not split so; or the schedule file cannot be read.
     """
-    changes: dict[str, Any] = {
-        "parallelism.pipeline_parallel_degree": layout.pp,
-        "parallelism.data_parallel_replicate_degree": layout.dp_replicate,
-        "parallelism.data_parallel_shard_degree": layout.dp_shard,
-        "parallelism.context_parallel_degree": layout.cp,
-        "parallelism.tensor_parallel_degree": layout.tp,
-        "parallelism.expert_parallel_degree": layout.ep,
-    }
-    for option in layout.options:
-        changes |= option_changes(option, str(layout))
-    placed = replace_fields(config, changes)
+    placed = replace_fields(config, layout.settings())
     pieces = batch_unit(config, layout)
     total = config.training.global_batch_size
     if total == -1:
         total = batch_sizes(dataclasses.replace(config.training, local_batch_size=-1), pieces).total
     if total % pieces:
-        ranks = layout.dp_replicate * layout.dp_shard
         above = -(-total // pieces) * pieces
         raise LayoutError(
-            f"global_batch_size {total} is no multiple of {ranks} data-parallel ranks x {pieces // ranks} microbatches "
-            f"of {layout}.",
+            f"global_batch_size {total} is no multiple of {layout.batch} data-parallel ranks x "
+            f"{pieces // layout.batch} microbatches of {layout}.",
             why="every microbatch of every rank has as many sequences",
             fix=f"--training.global_batch_size {above}, or another accumN",
         )
@@ -191,28 +233,8 @@ def batch_unit(config: RunConfig, layout: Layout) -> int:
     Raises:
         LayoutError: the schedule file of ``config`` cannot be read.
     """
-    changes = {"parallelism.pipeline_parallel_degree": layout.pp}
-    for option in layout.options:
-        changes |= option_changes(option, str(layout))
-    unit = microbatch_unit(replace_fields(config, changes).parallelism)
-    return layout.dp_replicate * layout.dp_shard * layout.accum * unit
-
-
-def replace_fields(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
-    """``config`` with the dotted fields of ``changes`` replaced."""
-    return _replaced(config, {tuple(name.split(".")): value for name, value in changes.items()})
-
-
-def _replaced(node: Any, changes: Mapping[tuple[str, ...], Any]) -> Any:
-    inner: dict[str, dict[tuple[str, ...], Any]] = {}
-    values = {}
-    for (first, *rest), value in changes.items():
-        if rest:
-            inner.setdefault(first, {})[tuple(rest)] = value
-        else:
-            values[first] = value
-    values |= {name: _replaced(getattr(node, name), below) for name, below in inner.items()}
-    return dataclasses.replace(node, **values)
+    unit = microbatch_unit(replace_fields(config, layout.settings()).parallelism)
+    return layout.batch * layout.accum * unit
 
 
 def _nearest_term(term: str) -> str:

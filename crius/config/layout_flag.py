@@ -5,8 +5,8 @@ from typing import Any
 
 from cyclopts.argument import Argument, Token
 
-from crius.config.layout import apply_layout, option_changes, parse_layout, replace_fields
-from crius.config.run import RunConfig
+from crius.config.layout import apply_layout, parse_layout
+from crius.config.run import RunConfig, replace_fields
 from crius.errors import ConfigError, CriusError
 
 FLAG = "--layout"
@@ -26,18 +26,7 @@ def spread_layout(named: Mapping[str, Argument]) -> Iterator[CriusError]:
     except ConfigError as error:
         yield error
         return
-    degrees = {
-        "pipeline_parallel_degree": layout.pp,
-        "data_parallel_replicate_degree": layout.dp_replicate,
-        "data_parallel_shard_degree": layout.dp_shard,
-        "context_parallel_degree": layout.cp,
-        "tensor_parallel_degree": layout.tp,
-        "expert_parallel_degree": layout.ep,
-    }
-    changes: dict[str, Any] = {f"parallelism.{name}": degree for name, degree in degrees.items()}
-    for option in layout.options:
-        changes |= option_changes(option, text)
-    yield from _give(named, changes, text)
+    yield from _give(named, layout.settings(), text)
 
 
 def spread_microbatches(named: Mapping[str, Argument]) -> Iterator[CriusError]:

@@ -1,6 +1,9 @@
 """``RunConfig``: one run, as data. Frozen; nothing changes it after parsing."""
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from crius.config.activation_checkpoint import ActivationCheckpointConfig
 from crius.config.checkpoint import CheckpointConfig
@@ -52,3 +55,20 @@ class RunConfig:
     debug: DebugConfig = field(default_factory=DebugConfig)
     comm: CommConfig = field(default_factory=CommConfig)
     job: JobConfig = field(default_factory=JobConfig)
+
+
+def replace_fields(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
+    """``config`` with the dotted fields of ``changes`` replaced."""
+    return _replaced(config, {tuple(name.split(".")): value for name, value in changes.items()})
+
+
+def _replaced(node: Any, changes: Mapping[tuple[str, ...], Any]) -> Any:
+    inner: dict[str, dict[tuple[str, ...], Any]] = {}
+    values = {}
+    for (first, *rest), value in changes.items():
+        if rest:
+            inner.setdefault(first, {})[tuple(rest)] = value
+        else:
+            values[first] = value
+    values |= {name: _replaced(getattr(node, name), below) for name, below in inner.items()}
+    return dataclasses.replace(node, **values)

@@ -55,18 +55,18 @@ def parallelize(model: nn.Module, facts: ModelDescription, mesh: Mesh, config: R
 
 
 def _shard(model: nn.Module, plan: ShardingPlan, mesh: Mesh, config: RunConfig) -> Iterator[str]:
-    dims, training = mesh.dims, config.training
-    if not needs_fsdp(dims, config):
+    layout, training = mesh.layout, config.training
+    if not needs_fsdp(layout, config):
         yield f"fsdp: none: one rank holds all weights, computes in their {training.dtype}, and sums with nobody"
         return
     units = plan_units(plan, model, config.parallelism)
     shard(model, units, mesh, training)
     offloaded = ", offloaded to host memory" if training.enable_cpu_offload else ""
     yield (
-        f"fsdp: {len(units)} units, weights split over {dims.fsdp} ranks, {dims.dp_replicate} replicas, "
+        f"fsdp: {len(units)} units, weights split over {layout.fsdp} ranks, {layout.dp_replicate} replicas, "
         f"param {training.mixed_precision_param}, reduce {training.mixed_precision_reduce}{offloaded}"
     )
-    yield from describe_units(units, dims, config.parallelism, training)
+    yield from describe_units(units, layout, config.parallelism, training)
 
 
 def _say(lines: Iterable[str]) -> None:

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from crius.config.layout import Layout
 from crius.config.parallelism import ParallelismConfig
 from crius.config.run import RunConfig
 from crius.config.training import TrainingConfig
 from crius.models.plan import ShardingPlan
 from crius.parallel.bits import HashedReduceScatter, PlainReduceScatter
-from crius.parallel.dims import ParallelDims
 from crius.parallel.mesh import Mesh
 from crius.parallel.reproducible import TreeAccumulation, TreeReduceScatter, describe_trees, install_trees
 from crius.shards import local_tensor, num_shards
@@ -39,7 +39,7 @@ class FsdpUnit:
     numel: int
 
 
-def needs_fsdp(dims: ParallelDims, config: RunConfig) -> bool:
+def needs_fsdp(layout: Layout, config: RunConfig) -> bool:
     """Whether FSDP does anything: splits, sums, casts or offloads weights, rounds or shows their gradients.
 
     Where it does not, it would still copy every weight twice a microbatch and every gradient once.
@@ -49,7 +49,7 @@ def needs_fsdp(dims: ParallelDims, config: RunConfig) -> bool:
     accumulates_apart = training.gradient_sync == "deferred" and reduce != stored
     rounds_gradients = reduce.itemsize < stored.itemsize  # a wider one is cast back before it is added
     return (
-        dims.num_ranks > 1
+        layout.num_ranks > 1
         or training.mixed_precision_param != training.dtype
         or accumulates_apart
         or rounds_gradients
@@ -77,12 +77,12 @@ def _numel(model: nn.Module, names: tuple[str, ...]) -> int:
 
 
 def describe_units(
-    units: list[FsdpUnit], dims: ParallelDims, parallelism: ParallelismConfig, training: TrainingConfig
+    units: list[FsdpUnit], layout: Layout, parallelism: ParallelismConfig, training: TrainingConfig
 ) -> list[str]:
     """For each decision on resharding a line: why, for which units, and what it costs."""
     groups: dict[tuple[bool | int, str], list[FsdpUnit]] = {}
     mode = parallelism.reshard_after_forward_mode
-    if dims.fsdp == 1:
+    if layout.fsdp == 1:
         return [f"reshard_after_forward {mode}: no communication, each rank has whole weights"]
     for unit in units:
         groups.setdefault((unit.reshard_after_forward, unit.reason), []).append(unit)
@@ -93,7 +93,7 @@ def describe_units(
         size = sum(unit.numel for unit in members) * getattr(torch, training.mixed_precision_param).itemsize / 2**20
         cost = {
             True: "gathered twice a microbatch, no gathered weights stay",
-            False: f"gathered once a {'step' if mode == 'never' or dims.pp > 1 else 'microbatch'}, "
+            False: f"gathered once a {'step' if mode == 'never' or layout.pp > 1 else 'microbatch'}, "
             f"{size:,.1f} MiB stay gathered",
         }
         what = cost[kept] if isinstance(kept, bool) else f"gathered twice, {size / kept:,.1f} MiB stay in {kept} parts"
@@ -151,7 +151,7 @@ def show_gradients(
     """
     shown = {}
     for unit in units:
-        inner = TreeReduceScatter(mesh.dims.cp) if training.reproducible else PlainReduceScatter()
+        inner = TreeReduceScatter(mesh.layout.cp) if training.reproducible else PlainReduceScatter()
         shown["+".join(unit.modules)] = scatter = HashedReduceScatter(inner)
         module = model.get_submodule(unit.modules[0])  # the modules of a unit share its state
         assert isinstance(module, FSDPModule)
@@ -188,16 +188,16 @@ class GradientSync:
         self._reduce_dtype = getattr(torch, training.mixed_precision_reduce)
         self._keep_weights = parallelism.reshard_after_forward_mode == "never"
 
-    def describe(self, dims: ParallelDims, num_microbatches: int) -> str:
+    def describe(self, layout: Layout, num_microbatches: int) -> str:
         """What the mode does to a step of ``num_microbatches`` on this layout, and what it costs."""
         if self._trees:
-            return describe_trees(dims, num_microbatches)
+            return describe_trees(layout, num_microbatches)
         scatters = 1 if self._mode == "deferred" else num_microbatches
         reduces = num_microbatches if self._mode == "immediate" else 1
         counts = []
-        if dims.fsdp > 1:
+        if layout.fsdp > 1:
             counts.append(f"{scatters} reduce-scatter")
-        if dims.dp_replicate > 1:
+        if layout.dp_replicate > 1:
             counts.append(f"{reduces} all-reduce")
         unsharded = self._numel * self._reduce_dtype.itemsize / 2**20
         kept = {

@@ -5,8 +5,8 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor, nn
 
+from crius.config.layout import Layout
 from crius.kernels.squared_norm import squared_norms
-from crius.parallel.dims import ParallelDims
 from crius.parallel.runtime import World
 from crius.shards import local_tensor, num_shards
 
@@ -77,16 +77,16 @@ class Gradients:
     def _squared(self, tensors: Sequence[Tensor]) -> Tensor:
         return squared_norms(tensors).to(self._device) * self._share
 
-    def totals(self, losses: Tensor, squared_norms: Tensor, world: World, dims: ParallelDims) -> Tensor:
+    def totals(self, losses: Tensor, squared_norms: Tensor, world: World, layout: Layout) -> Tensor:
         """Loss and squared gradient norm of a step, float64 ``(2,)``, the same on all ranks.
 
         Args:
             losses: this rank's share of the loss by microbatch. Ranks of one tensor-parallel group have the same.
             squared_norms: this rank's, from ``squared_norms``.
             world: all ranks.
-            dims: the degrees.
+            layout: the degrees.
         """
-        return world.sum(torch.stack((losses.sum() / dims.tp, squared_norms.sum())))
+        return world.sum(torch.stack((losses.sum() / layout.tp, squared_norms.sum())))
 
     def clip(self, norm: Tensor, max_norm: float) -> None:
         """Scale all gradients by ``min(1, max_norm / norm)``, without waiting for the device.

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from crius.parallel.dims import ParallelDims
+from crius.config.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -13,16 +13,16 @@ class Mesh:
     """Views of the ranks, of which this rank is one.
 
     Attributes:
-        dims: the degrees.
+        layout: the degrees.
         fsdp: what ``fully_shard`` takes: one axis of ``dp_shard * cp`` shards, or ``(dp_replicate, fsdp)``.
         shards: the axis ``fsdp`` alone: ranks that weights are split over.
         tp: ranks that share the matmuls of a layer; None at degree 1.
         cp: ranks that share a sequence; None at degree 1.
         pp: ranks that hold the stages of one pipeline; None at degree 1.
-        batch_rank: which of the ``dims.batch`` slices of the global batch this rank reads.
+        batch_rank: which of the ``layout.batch`` slices of the global batch this rank reads.
     """
 
-    dims: ParallelDims
+    layout: Layout
     fsdp: DeviceMesh
     shards: DeviceMesh
     tp: DeviceMesh | None
@@ -31,26 +31,31 @@ class Mesh:
     batch_rank: int
 
 
-def build_mesh(dims: ParallelDims, device_type: str) -> Mesh:
+def build_mesh(layout: Layout, device_type: str) -> Mesh:
     """The mesh of all ranks; axes of degree 1 are left out, but for ``fsdp``, which every layout has.
 
     FSDP splits weights over the ranks of a sequence as well, so ``dp_shard`` and ``cp`` are one axis of the mesh that
     ``fully_shard`` and tensor parallelism share; the ranks of one sequence, neighbours on it, have a mesh beside it.
     """
-    degrees = {"pp": dims.pp, "dp_replicate": dims.dp_replicate, "fsdp": dims.dp_shard * dims.cp, "tp": dims.tp}
+    degrees = {
+        "pp": layout.pp,
+        "dp_replicate": layout.dp_replicate,
+        "fsdp": layout.dp_shard * layout.cp,
+        "tp": layout.tp,
+    }
     axes = {axis: degree for axis, degree in degrees.items() if degree > 1 or axis == "fsdp"}
     mesh = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
     cp = None
-    if dims.cp > 1:
-        ranks = torch.arange(dims.num_ranks).view(-1, dims.cp, dims.tp).transpose(1, 2).reshape(-1, dims.cp)
+    if layout.cp > 1:
+        ranks = torch.arange(layout.num_ranks).view(-1, layout.cp, layout.tp).transpose(1, 2).reshape(-1, layout.cp)
         cp = DeviceMesh(device_type, ranks, mesh_dim_names=("sequence", "cp"))["cp"]
     replica = mesh.get_local_rank("dp_replicate") if "dp_replicate" in axes else 0
     return Mesh(
-        dims=dims,
+        layout=layout,
         fsdp=mesh["dp_replicate", "fsdp"] if "dp_replicate" in axes else mesh["fsdp"],
         shards=mesh["fsdp"],
         tp=mesh["tp"] if "tp" in axes else None,
         cp=cp,
         pp=mesh["pp"] if "pp" in axes else None,
-        batch_rank=replica * dims.dp_shard + mesh.get_local_rank("fsdp") // dims.cp,
+        batch_rank=replica * layout.dp_shard + mesh.get_local_rank("fsdp") // layout.cp,
     )

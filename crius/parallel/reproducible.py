@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.nn import functional as F
 
-from crius.parallel.dims import ParallelDims
+from crius.config.layout import Layout
 from crius.parallel.gradients import Gradients
 from crius.parallel.mesh import Mesh
 from crius.parallel.runtime import World
@@ -120,8 +120,8 @@ class TreeAccumulation:
 
 def install_trees(model: nn.Module, mesh: Mesh) -> list[TreeAccumulation]:
     """Have FSDP sum the gradients of ``model``, which is sharded over ``mesh.shards``, as trees."""
-    replicas = mesh.fsdp.get_group("dp_replicate") if mesh.dims.dp_replicate > 1 else None
-    scatter = TreeReduceScatter(mesh.dims.cp)
+    replicas = mesh.fsdp.get_group("dp_replicate") if mesh.layout.dp_replicate > 1 else None
+    scatter = TreeReduceScatter(mesh.layout.cp)
     trees = []
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -131,10 +131,10 @@ def install_trees(model: nn.Module, mesh: Mesh) -> list[TreeAccumulation]:
     return trees
 
 
-def describe_trees(dims: ParallelDims, num_microbatches: int) -> str:
+def describe_trees(layout: Layout, num_microbatches: int) -> str:
     """What the trees do to a step of ``num_microbatches``, and what they cost, for the log."""
-    counts = [f"{num_microbatches} all-to-all instead of a reduce-scatter"] if dims.fsdp > 1 else []
-    if dims.dp_replicate > 1:
+    counts = [f"{num_microbatches} all-to-all instead of a reduce-scatter"] if layout.fsdp > 1 else []
+    if layout.dp_replicate > 1:
         counts.append(f"{num_microbatches} all-to-all and all-gather over replicas")
     levels = num_microbatches.bit_length() - 1
     kept = f"{levels} sharded gradient{'' if levels == 1 else 's'} more {'stays' if levels == 1 else 'stay'}"
@@ -152,9 +152,9 @@ class ReproducibleGradients(Gradients):
 
     def __init__(self, parameters: Sequence[nn.Parameter], mesh: Mesh, world: World) -> None:
         super().__init__(parameters, world.size, world.device)
-        self._world, self._dims = world, mesh.dims
+        self._world, self._layout = world, mesh.layout
         place = {"fsdp": mesh.shards.get_local_rank()}
-        if mesh.dims.dp_replicate > 1:
+        if mesh.layout.dp_replicate > 1:
             place["dp_replicate"] = mesh.fsdp.get_local_rank("dp_replicate")
         if mesh.tp is not None:
             place["tp"] = mesh.tp.get_local_rank()
@@ -183,11 +183,11 @@ class ReproducibleGradients(Gradients):
         whole = (slices[:, 2] + slices[:, 1]) + slices[:, 0]
         return whole if self._world.rank == 0 else mine.sum(dim=1) * 0.0
 
-    def totals(self, losses: Tensor, squared_norms: Tensor, world: World, dims: ParallelDims) -> Tensor:
+    def totals(self, losses: Tensor, squared_norms: Tensor, world: World, layout: Layout) -> Tensor:
         """See ``Gradients``."""
-        by_rank = world.gather(losses).view(dims.batch, dims.cp * dims.tp, -1)
-        by_shard = by_rank.permute(2, 0, 1).reshape(-1, dims.cp * dims.tp)  # (V, ranks of one sequence)
-        return torch.stack((by_shard.sum(dim=1).sum() / dims.tp, world.sum(squared_norms.sum())))
+        by_rank = world.gather(losses).view(layout.batch, layout.cp * layout.tp, -1)
+        by_shard = by_rank.permute(2, 0, 1).reshape(-1, layout.cp * layout.tp)  # (V, ranks of one sequence)
+        return torch.stack((by_shard.sum(dim=1).sum() / layout.tp, world.sum(squared_norms.sum())))
 
 
 def slice_scales(largest: Tensor) -> Tensor:

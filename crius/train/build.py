@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from crius.config.batch import BatchSizes
+from crius.config.layout import Layout
 from crius.config.loss_chunks import loss_chunks
 from crius.config.low_precision import (
     TOO_SMALL,
@@ -33,7 +34,6 @@ from crius.models.init import init_rules
 from crius.models.layers.output import loss_of
 from crius.parallel.apply import Applied, materialize, parallelize
 from crius.parallel.compile import compile_loss
-from crius.parallel.dims import ParallelDims
 from crius.parallel.fsdp import GradientSync
 from crius.parallel.gradients import Gradients
 from crius.parallel.mesh import Mesh
@@ -243,7 +243,7 @@ def run_loss(config: RunConfig, facts: ModelDescription, mesh: Mesh, precision: 
     """How the run computes its loss on ``mesh``, the same on every rank."""
     in_low_precision = precision is not None and converts_output(precision.choices, facts.plan)
     device_type = mesh.fsdp.device_type
-    return choose_loss(config, facts, device_type, num_ranks=mesh.dims.tp, in_low_precision=in_low_precision)
+    return choose_loss(config, facts, device_type, num_ranks=mesh.layout.tp, in_low_precision=in_low_precision)
 
 
 def build_model(config: RunConfig, facts: ModelDescription, mesh: Mesh, ranks: World) -> Built:
@@ -279,14 +279,14 @@ def build_gradients(
     trained = [parameter for _, parameter in parameters]
     if config.training.reproducible:
         return ReproducibleGradients(trained, mesh, ranks)
-    copied = copied_names(facts, mesh.dims)
+    copied = copied_names(facts, mesh.layout)
     twice = [parameter for name, parameter in parameters if name in copied]
-    return Gradients(trained, ranks.size // mesh.dims.pp, ranks.device, twice)
+    return Gradients(trained, ranks.size // mesh.layout.pp, ranks.device, twice)
 
 
-def copied_names(facts: ModelDescription, dims: ParallelDims) -> list[str]:
+def copied_names(facts: ModelDescription, layout: Layout) -> list[str]:
     """The weights of which two stages of a pipeline have a copy each."""
-    return list(facts.config.ties.values()) if dims.pp > 1 else []
+    return list(facts.config.ties.values()) if layout.pp > 1 else []
 
 
 def build_runner(
@@ -301,15 +301,15 @@ def build_runner(
     parallelism, training = config.parallelism, config.training
     loss = run_loss(config, facts, mesh, built.precision)
     itemsize = getattr(torch, training.mixed_precision_param).itemsize
-    num_tokens = sizes.local * training.seq_len // mesh.dims.cp
-    log.info("%s", loss.line(num_tokens, -(-facts.vocab_size // mesh.dims.tp), itemsize))
+    num_tokens = sizes.local * training.seq_len // mesh.layout.cp
+    log.info("%s", loss.line(num_tokens, -(-facts.vocab_size // mesh.layout.tp), itemsize))
     if mesh.pp is None:
         sync = GradientSync(built.parts[0], parallelism, training, mesh)
         if training.reproducible:
             shards = f"{training.virtual_shards} virtual shards of {sizes.local} sequences, {sizes.accumulation} a rank"
-            log.info("reproducible: %s, summed as a tree: %s", shards, sync.describe(mesh.dims, sizes.accumulation))
+            log.info("reproducible: %s, summed as a tree: %s", shards, sync.describe(mesh.layout, sizes.accumulation))
         elif sizes.accumulation > 1:
-            log.info("gradient_sync %s: %s", training.gradient_sync, sync.describe(mesh.dims, sizes.accumulation))
+            log.info("gradient_sync %s: %s", training.gradient_sync, sync.describe(mesh.layout, sizes.accumulation))
         return Accumulation(built.parts[0], sync, sizes.local)
     modules = run_modules(config, facts)
     timeline = simulate(order_of(parallelism, sizes.accumulation), stage_costs(modules, built.modules))
@@ -319,7 +319,7 @@ def build_runner(
         log.info("pipeline: %s", about_stages)
     for line in stage_table(modules, built.modules, placement(parallelism), timeline):
         log.info("pipeline: %s", line)
-    for name in copied_names(facts, mesh.dims):
+    for name in copied_names(facts, mesh.layout):
         log.info("pipeline: %s is tied: the first and the last stage have a copy each, and sum its gradients", name)
     log.info("gradient_sync deferred: the schedule synchronises once a step, after the last microbatch")
     pipeline = Pipeline(built.parts, built.stages, parallelism, sizes.accumulation, mesh.pp, ranks.device)

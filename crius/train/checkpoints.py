@@ -261,7 +261,7 @@ class Checkpoints:
             run_id=self._run_id,
             versions={"crius": crius.__version__, "torch": torch.__version__, "python": platform.python_version()},
             config=shown(self._config),
-            layout=self._mesh.dims.layout,
+            layout=str(self._mesh.layout),
             num_ranks=self._ranks.size,
             dataset=self._parts.dataset,
             files={},

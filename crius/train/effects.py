@@ -247,7 +247,7 @@ class EffectWatch:
         if built.precision:
             for line in built.precision.lines():
                 log.info("%s", line)
-            effects += of_low_precision(built.precision, built.converted, self._mesh.dims.fsdp)
+            effects += of_low_precision(built.precision, built.converted, self._mesh.layout.fsdp)
             if not self._report and self._ranks.rank == 0:
                 log.warning("%s", _UNCOMPILED)
         if self._config.activation_checkpoint.mode != "none":
@@ -288,4 +288,4 @@ class EffectWatch:
 
     def _check(self, effects: list[Effect]) -> None:
         if effects:
-            check(over_stages(effects, self._ranks, self._mesh.dims.pp), self._strict, rank=self._ranks.rank)
+            check(over_stages(effects, self._ranks, self._mesh.layout.pp), self._strict, rank=self._ranks.rank)

@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 import crius
 from crius.config.batch import BatchSizes
 from crius.config.export import to_toml
+from crius.config.layout import Layout
 from crius.config.run import RunConfig
 from crius.data.batch import Batch
 from crius.data.corpus import Corpus
@@ -36,7 +37,6 @@ from crius.optim.build import build_optimizer
 from crius.optim.lr_scheduler import WarmupStableDecay
 from crius.parallel.compile import prepare_compile
 from crius.parallel.context import ContextShard
-from crius.parallel.dims import ParallelDims
 from crius.parallel.mesh import Mesh, build_mesh
 from crius.parallel.runtime import World, pick_device, world
 from crius.run_file import write_run_file
@@ -90,14 +90,14 @@ def run(
         stack.enter_context(tools.around(config, placement))
         with ledger.phase("initialise"):
             device = set_up_torch(config, placement)
-            dims = ParallelDims.build(config.parallelism, placement.world_size)
-            sizes = run_batch_sizes(config, dims.batch)
+            layout = Layout.of(config.parallelism, placement.world_size)
+            sizes = run_batch_sizes(config, layout.batch)
             facts = describe_model(config)
             machine = machine_of(device, placement.world_size, placement.local_world_size)
             story.begin(device, machine, config, facts)
-            corpus = open_run_corpus(config, dims.batch)  # before the ranks meet, so that none waits in a collective
+            corpus = open_run_corpus(config, layout.batch)  # before the ranks meet, so that none waits in a collective
             ranks = stack.enter_context(_world(config, placement, device))
-            mesh = build_mesh(one_layout(dims, ranks), device.type)
+            mesh = build_mesh(one_layout(layout, ranks), device.type)
             _log_run(config, run_dir, facts, sizes, mesh, ranks, corpus)
             sinks: list[Sink] = []
             story.config = decided = decide(config, facts, ranks, tools.recomputation)
@@ -184,7 +184,7 @@ def assemble(
         corpus.train,
         global_batch_size=sizes.total,
         rank=mesh.batch_rank,
-        num_ranks=mesh.dims.batch,
+        num_ranks=mesh.layout.batch,
         prefetch=config.data.prefetch,
         pin_memory=ranks.device.type == "cuda",
     )
@@ -200,7 +200,7 @@ def assemble(
     meter = Meter(facts.flops_per_token((training.seq_len + 1) / 2), peak, ranks)
     return Loop(
         config=config,
-        dims=mesh.dims,
+        layout=mesh.layout,
         state=state,
         loader=loader,
         place=functools.partial(_place, config, ranks.device, shard),
@@ -224,7 +224,7 @@ def _sample_log(run_dir: Path, corpus: Corpus, loop: Loop, mesh: Mesh, ranks: Wo
         attempt=ranks.gather_json(next_attempt(run_dir) if ranks.rank == 0 else None)[0],
         after=loop.state.step,
         sample=loop.loader.state_dict()["next_sample"],
-        ranks=mesh.dims.batch,
+        ranks=mesh.layout.batch,
         batch=loop.loader.global_batch_size,
         epoch_samples=corpus.train.num_samples,
         source=hashlib.sha256(corpus.train.identity.encode()).hexdigest()[:16],
@@ -289,7 +289,7 @@ def _validation(config: RunConfig, corpus: Corpus, sizes: BatchSizes, mesh: Mesh
             num_samples=config.validation.num_samples,
             batch_size=sizes.local * (sizes.accumulation if mesh.pp else 1),  # a pipeline needs all its microbatches
             rank=mesh.batch_rank,
-            num_ranks=mesh.dims.batch,
+            num_ranks=mesh.layout.batch,
         ),
         token_bytes=torch.from_numpy(corpus.token_bytes),
     )
@@ -334,7 +334,7 @@ def _log_run(
         run_dir,
     )
     log.info("kernels: %s", kernels.current())
-    log.info("mesh: %s = %d ranks", mesh.dims, mesh.dims.num_ranks)
+    log.info("mesh: %s = %d ranks", mesh.layout.axes, mesh.layout.num_ranks)
     log.info(
         "model: %s/%s, %s parameters, %s in matmuls",
         config.model.name,
@@ -352,6 +352,6 @@ def _log_run(
         sizes.total,
         config.training.seq_len,
         sizes.local,
-        mesh.dims.batch,
+        mesh.layout.batch,
         sizes.accumulation,
     )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from crius.config.layout import Layout
 from crius.config.run import RunConfig
 from crius.data.batch import Batch
 from crius.data.loader import BatchLoader
@@ -20,7 +21,6 @@ from crius.launch.status import status
 from crius.launch.stop import StopRequest
 from crius.metrics.ledger import TimeLedger
 from crius.metrics.record import ValidationMetrics
-from crius.parallel.dims import ParallelDims
 from crius.parallel.gradients import Gradients
 from crius.parallel.runtime import World
 from crius.train.checkpoints import Checkpoints
@@ -60,7 +60,7 @@ class Loop:
     """
 
     config: RunConfig
-    dims: ParallelDims
+    layout: Layout
     state: TrainState
     loader: BatchLoader
     place: Callable[[Batch], Batch]
@@ -158,7 +158,7 @@ class Loop:
             placed = self.place(batch)
             self.sdc.before_step(step, placed)
             result = train_step(
-                step, placed, self.runner, self.gradients, self.world, self.dims, config.training.max_norm
+                step, placed, self.runner, self.gradients, self.world, self.layout, config.training.max_norm
             )
         status.update(phase="optimizer")
         self.reports.catch_up()  # with the step before, while the device computes this one
@@ -173,7 +173,7 @@ class Loop:
         if is_reported:
             numbers = [result.loss, result.grad_norm]
             if config.metrics.enable_tensorboard:
-                numbers.append(largest_loss(result, placed, self.world, self.dims))
+                numbers.append(largest_loss(result, placed, self.world, self.layout))
             self.reports.add(state, lr, numbers)
         if step == config.training.steps:
             self.reports.finish()
@@ -190,7 +190,7 @@ class Loop:
                 self.place,
                 validation.token_bytes,
                 self.world,
-                self.dims,
+                self.layout,
                 self.state.step,
                 lambda: stop_number(self.stop, self.world.size) > 0,
             )

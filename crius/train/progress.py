@@ -12,13 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from crius.config.layout import Layout
 from crius.errors import LayoutError
 from crius.launch.environment import Placement
 from crius.launch.stop import StopRequest
 from crius.metrics.ledger import TimeLedger
 from crius.metrics.record import ValidationMetrics
 from crius.metrics.sinks.base import PlanSink
-from crius.parallel.dims import ParallelDims
 from crius.parallel.runtime import World
 from crius.run_file import write_run_file
 from crius.train.state import TrainState
@@ -114,13 +114,13 @@ def _greatest(words: list[int], num_ranks: int) -> list[int]:
     return tensor.tolist()
 
 
-def one_layout(dims: ParallelDims, ranks: World) -> ParallelDims:
-    """``dims``, the same on all ranks. Others would hang: their flags, or what ``parallelism.auto`` found, differ.
+def one_layout(layout: Layout, ranks: World) -> Layout:
+    """``layout``, the same on all ranks. Others would hang: their flags, or what ``parallelism.auto`` found, differ.
 
     Raises:
         LayoutError: a rank has another layout than the others.
     """
-    found: list[str] = ranks.gather_json(str(dims))
+    found: list[str] = ranks.gather_json(str(layout))
     if len(set(found)) > 1:
         first = "; ".join(f"{text} on {found.count(text)}, first rank {found.index(text)}" for text in sorted({*found}))
         raise LayoutError(
@@ -129,7 +129,7 @@ def one_layout(dims: ParallelDims, ranks: World) -> ParallelDims:
             why="each host reads its own flags and files; parallelism.auto looks at its own GPUs",
             fix="give all hosts the same degrees: crius config show prints those that parallelism.auto finds",
         )
-    return dims
+    return layout
 
 
 ATTEMPTS = "attempts.json"

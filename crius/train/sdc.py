@@ -176,7 +176,7 @@ class Replicas:
 
 def build_copies(facts: ModelDescription, parameters: Named, mesh: Mesh, ranks: World) -> Replicas | None:
     """Compares the two copies of each weight that the first and the last stage share; None where there are none."""
-    names = copied_names(facts, mesh.dims)
+    names = copied_names(facts, mesh.layout)
     where = "a tied weight, of which the first and the last pipeline stage have a copy each"
     return Replicas(parameters, [*names, *names], ranks, where) if names else None
 
@@ -269,7 +269,7 @@ def build_sdc(
             100 * share,
         )
     if sdc.replica_interval:
-        names = [*facts.state_names, *copied_names(facts, mesh.dims)]
+        names = [*facts.state_names, *copied_names(facts, mesh.layout)]
         replicas = Replicas(named_state(built.parts), names, ranks, "--sdc.replica_interval")
         log.info(
             "sdc: replicas compared every %d steps: hashes of %.1f MiB a rank, no weights are sent",

@@ -16,9 +16,8 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from crius.config.attention import keeps_probabilities
 from crius.config.dtype import auto_dtype
-from crius.config.layout import replace_fields
 from crius.config.profiler import ProfilerConfig
-from crius.config.run import RunConfig
+from crius.config.run import RunConfig, replace_fields
 from crius.errors import ConfigError
 from crius.host_memory import free_host_bytes
 from crius.kernels import choice

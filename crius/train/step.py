@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from crius.buffers import counters, zero
+from crius.config.layout import Layout
 from crius.data.batch import IGNORE_INDEX, Batch
 from crius.launch.status import status
 from crius.metrics.record import ValidationMetrics
-from crius.parallel.dims import ParallelDims
 from crius.parallel.fsdp import GradientSync, fsdp_modules
 from crius.parallel.gradients import Gradients
 from crius.parallel.pipeline import Pipeline
@@ -132,17 +132,17 @@ def count_valid(labels_BT: Tensor) -> Tensor:
 
 
 def train_step(
-    step: int, batch: Batch, runner: Runner, gradients: Gradients, world: World, dims: ParallelDims, max_norm: float
+    step: int, batch: Batch, runner: Runner, gradients: Gradients, world: World, layout: Layout, max_norm: float
 ) -> StepResult:
     """Forward, backward and clipping of one step; the update is the guard's.
 
     Two small sums over all ranks: the count of valid tokens before, loss and squared norm together after. Ranks of one
     tensor-parallel group and of one pipeline have the same tokens, which count once.
     """
-    valid_tokens = world.sum(count_valid(batch.labels_BT)) / (dims.tp * dims.pp)
+    valid_tokens = world.sum(count_valid(batch.labels_BT)) / (layout.tp * layout.pp)
     losses = runner.forward_backward(batch, valid_tokens)
     squared_norms = gradients.squared_norms()
-    totals = gradients.totals(losses, squared_norms, world, dims)
+    totals = gradients.totals(losses, squared_norms, world, layout)
     grad_norm = totals[1].sqrt()
     gradients.clip(grad_norm, max_norm)
     return StepResult(
@@ -156,14 +156,14 @@ def train_step(
     )
 
 
-def largest_loss(result: StepResult, batch: Batch, world: World, dims: ParallelDims) -> Tensor:
+def largest_loss(result: StepResult, batch: Batch, world: World, layout: Layout) -> Tensor:
     """The largest of the means over the valid tokens of one rank, float64 scalar; one small gather over all ranks.
 
     Ranks of a pipeline that do not have the loss count as 0.
     """
     parts = world.gather(torch.stack((result.local_losses.sum(), count_valid(batch.labels_BT))))
     shares, tokens = parts.unbind(1)
-    valid_tokens = tokens.sum() / (dims.tp * dims.pp)
+    valid_tokens = tokens.sum() / (layout.tp * layout.pp)
     return (shares * valid_tokens / tokens.clamp(min=1)).max()
 
 
@@ -209,7 +209,7 @@ def evaluate(
     place: Callable[[Batch], Batch],
     token_bytes: Tensor,
     world: World,
-    dims: ParallelDims,
+    layout: Layout,
     step: int,
     must_stop: Callable[[], bool],
 ) -> ValidationMetrics | None:
@@ -222,7 +222,7 @@ def evaluate(
         place: gives this rank its tokens of the rows, on the device.
         token_bytes: bytes of text that each token id stands for, int ``(vocabulary,)`` on the host.
         world: ranks to sum over.
-        dims: the degrees, to count once what several ranks have.
+        layout: the degrees, to count once what several ranks have.
         step: the optimizer step after which this runs.
         must_stop: asked before each batch; all ranks get the same answer.
     """
@@ -249,8 +249,8 @@ def evaluate(
     if not is_whole:
         log.info("validation at step %d is given up: the run is asked to stop", step)
         return None
-    same_rows = dims.num_ranks // dims.batch
-    sums = world.sum(torch.cat((nats[None] / dims.tp, counts.to(world.device) / same_rows)))
+    same_rows = layout.num_ranks // layout.batch
+    sums = world.sum(torch.cat((nats[None] / layout.tp, counts.to(world.device) / same_rows)))
     total, tokens, num_bytes, rows = sums.tolist()
     loss = total / tokens
     return ValidationMetrics(

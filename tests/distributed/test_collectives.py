@@ -13,11 +13,11 @@ from harness import parse
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from crius.config.layout import Layout
 from crius.data.batch import Batch
 from crius.launch.local import run_workers
 from crius.optim.build import build_optimizer
 from crius.optim.lr_scheduler import WarmupStableDecay
-from crius.parallel.dims import ParallelDims
 from crius.parallel.fsdp import GradientSync
 from crius.parallel.gradients import Gradients
 from crius.parallel.mesh import build_mesh
@@ -103,7 +103,7 @@ def write_costs(configs, folder, placement):
 
 def costs(config, ranks, folder):
     facts = describe_model(config)
-    mesh = build_mesh(ParallelDims.build(config.parallelism, ranks.size), "cpu")
+    mesh = build_mesh(Layout.of(config.parallelism, ranks.size), "cpu")
     built = job.build_model(config, facts, mesh, ranks)
     [model], parameters = built.parts, named_parameters(built.parts)
     optimizer = build_optimizer(parameters, facts.plan, config.optimizer, seed=0)
@@ -118,7 +118,7 @@ def costs(config, ranks, folder):
     counts = []
     for step in (1, 2):
         with CountCollectives() as counter:
-            guard.update(train_step(step, batch, runner, gradients, ranks, mesh.dims, max_norm=1.0))
+            guard.update(train_step(step, batch, runner, gradients, ranks, mesh.layout, max_norm=1.0))
         counts.append(dict(counter.counts))
     shards = sum(parameter.to_local().numel() for parameter in model.parameters())
     return {

@@ -8,11 +8,11 @@ import pytest
 import torch
 from harness import TIED, parse
 
+from crius.config.layout import Layout
 from crius.data.batch import Batch
 from crius.errors import ConfigError, LayoutError
 from crius.launch.local import run_workers
 from crius.optim.build import build_optimizer
-from crius.parallel.dims import ParallelDims
 from crius.parallel.gradients import Gradients
 from crius.parallel.mesh import build_mesh
 from crius.parallel.runtime import fake_world, world
@@ -116,12 +116,17 @@ def _let_go_before_each_phase(monkeypatch):
 def _real(given, fake, path, placement):
     torch.set_num_threads(1)
     config = parse(given)
-    dims = ParallelDims.build(config.parallelism, 2)
+    layout = Layout.of(config.parallelism, 2)
     cpu = torch.device("cpu")
     entered = fake_world(placement.rank, 2) if fake else world(placement.rank, 2, cpu, placement.rendezvous, 60)
     with entered as ranks:
         job = Job(
-            config, describe_model(config), run_batch_sizes(config, dims.batch), build_mesh(dims, "cpu"), ranks, None
+            config,
+            describe_model(config),
+            run_batch_sizes(config, layout.batch),
+            build_mesh(layout, "cpu"),
+            ranks,
+            None,
         )
         names = [module.name for module in run_modules(config, job.facts)]
         measure_whole(job, names, job.sizes.accumulation, {}, fake=fake)  # DTensor meets all operators
@@ -161,9 +166,9 @@ def _pipeline(given, path, placement):
     """Three real steps of a real pipeline; writes the peak of each, in bytes."""
     torch.set_num_threads(1)
     config = parse(given)
-    dims = ParallelDims.build(config.parallelism, 2)
+    layout = Layout.of(config.parallelism, 2)
     with world(placement.rank, 2, torch.device("cpu"), placement.rendezvous, 60) as ranks:
-        mesh, facts, sizes = build_mesh(dims, "cpu"), describe_model(config), run_batch_sizes(config, dims.batch)
+        mesh, facts, sizes = build_mesh(layout, "cpu"), describe_model(config), run_batch_sizes(config, layout.batch)
         built = build_parts(config, facts, mesh)
         recorder = Recorder({})
         with recorder.running():
@@ -181,7 +186,7 @@ def _pipeline(given, path, placement):
                 tensors = (torch.zeros((rows, config.training.seq_len), dtype=torch.int64) for _ in range(3))
                 batch = Batch(*tensors, tuple(range(rows)))
                 recorder.phase(step)
-                train_step(1, batch, runner, gradients, ranks, dims, 1.0)
+                train_step(1, batch, runner, gradients, ranks, layout, 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
             recorder.phase("end")

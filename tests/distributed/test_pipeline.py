@@ -12,11 +12,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils.checkpoint import checkpoint
 
+from crius.config.layout import Layout
 from crius.config.pipeline import microbatch_unit, num_stages, split_stages
 from crius.models import registry
 from crius.models.init import init_rules
 from crius.parallel.apply import materialize, parallelize
-from crius.parallel.dims import ParallelDims
 from crius.parallel.init import init_parameters
 from crius.parallel.mesh import build_mesh
 from crius.parallel.pipeline import Pipeline
@@ -130,15 +130,15 @@ def unchanged(part):
 def compare(config, ranks, change):
     """Two steps with a validation after each, of different sizes; what they differ by from one process."""
     facts = describe_model(config)
-    mesh = build_mesh(ParallelDims.build(config.parallelism, ranks.size), "cpu")
+    mesh = build_mesh(Layout.of(config.parallelism, ranks.size), "cpu")
     parts, indices = build_parts(config, facts, mesh, ranks, change)
     count = microbatch_unit(config.parallelism) * 2
     pipeline = Pipeline(parts, indices, config.parallelism, count, mesh.pp, ranks.device)
     plain = one_process(facts)
     found = {"loss": 0.0, "gradient": 0.0, "validation": 0.0, "units": num_units(parts)}
     for step, rows in ((1, 2 * count), (2, 2 * count), (3, count)):
-        whole = make_batch(rows * mesh.dims.batch, step, facts.vocab_size)
-        share = [tensor.chunk(mesh.dims.batch)[mesh.batch_rank] for tensor in whole]
+        whole = make_batch(rows * mesh.layout.batch, step, facts.vocab_size)
+        share = [tensor.chunk(mesh.layout.batch)[mesh.batch_rank] for tensor in whole]
         valid = count_valid(whole[2]).double()
         for part in parts:
             part.zero_grad()
@@ -154,7 +154,7 @@ def compare(config, ranks, change):
             found["loss"] = max(found["loss"], ((losses - want).abs() / want).max().item())
         else:
             assert not losses.any()
-        want = wanted_gradients(facts, rows * mesh.dims.batch, step)
+        want = wanted_gradients(facts, rows * mesh.layout.batch, step)
         for name, parameter in named_parameters(parts):
             found["gradient"] = max(found["gradient"], difference(parameter, want[name]))
         # more rows than in training, then fewer, then a number that its microbatches do not divide

@@ -15,10 +15,10 @@ import torch
 from harness import ROOT, SMALL, TIED, crius, layout_flags, num_ranks, parse, read_metrics, run_job, steps_of, train
 
 from crius.config.batch import batch_sizes
+from crius.config.layout import Layout
 from crius.data.loader import BatchLoader
 from crius.launch.local import run_workers
 from crius.metrics.ledger import TimeLedger
-from crius.parallel.dims import ParallelDims
 from crius.parallel.mesh import build_mesh
 from crius.parallel.runtime import world
 from crius.shards import local_tensor
@@ -73,9 +73,9 @@ def write_implementations(config, run_dir, placement):
     cpu = torch.device("cpu")
     found = {}
     with world(placement.rank, placement.world_size, cpu, placement.rendezvous, 60) as ranks:
-        dims = ParallelDims.build(config.parallelism, ranks.size)
-        mesh, sizes = build_mesh(dims, "cpu"), batch_sizes(config.training, dims.batch)
-        corpus = open_run_corpus(config, dims.batch)
+        layout = Layout.of(config.parallelism, ranks.size)
+        mesh, sizes = build_mesh(layout, "cpu"), batch_sizes(config.training, layout.batch)
+        corpus = open_run_corpus(config, layout.batch)
         for name in ("for-loop", "foreach", "fused"):
             run = replace(config, optimizer=replace(config.optimizer, implementation=name))
             with contextlib.ExitStack() as stack:

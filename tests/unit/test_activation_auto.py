@@ -10,8 +10,8 @@ import pytest
 from harness import SMALL, parse, read_metrics, run_job, steps_of
 from test_rules import facts_of
 
-from crius.config.layout import replace_fields
 from crius.config.rules_layout import activation_checkpoint_options
+from crius.config.run import replace_fields
 from crius.launch.local import run_workers
 from crius.tools.dry_run.run import dry_run
 from crius.tools.plan.estimate import Estimate

@@ -6,10 +6,10 @@ import torch
 from harness import Alone
 from torch import nn
 
+from crius.config.layout import Layout
 from crius.config.parallelism import ParallelismConfig
 from crius.data.batch import Batch
 from crius.launch.stop import StopRequest
-from crius.parallel.dims import ParallelDims
 from crius.train import progress
 from crius.train.step import evaluate
 
@@ -35,9 +35,9 @@ def validation(last, num_batches, monkeypatch):
     runner, part = Scores(request, last), nn.Linear(1, 1)
     tokens = torch.zeros(2, 4, dtype=torch.int64)
     batches = itertools.repeat(Batch(tokens, tokens, tokens, (0, 1)), num_batches)
-    dims = ParallelDims.build(ParallelismConfig(), 1)
+    layout = Layout.of(ParallelismConfig(), 1)
     must_stop = lambda: progress.stop_number(request, 2) > 0  # noqa: E731
-    record = evaluate([part], runner, batches, lambda b: b, torch.ones(1), Alone(0, 1, CPU), dims, 3, must_stop)
+    record = evaluate([part], runner, batches, lambda b: b, torch.ones(1), Alone(0, 1, CPU), layout, 3, must_stop)
     assert part.training
     return record, runner.count
 

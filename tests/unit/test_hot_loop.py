@@ -238,8 +238,8 @@ def keep_weights(config, run_dir, started, placement, wrapped):
             digest.update(local_tensor(parameter).contiguous().view(torch.uint8).numpy().tobytes())
         (run_dir / "weights").write_text(digest.hexdigest())
 
-    def needs_fsdp(dims, config):
-        asked.append(needs(dims, config))
+    def needs_fsdp(layout, config):
+        asked.append(needs(layout, config))
         return wrapped or asked[-1]
 
     Loop._step, apply.needs_fsdp = step, needs_fsdp
@@ -298,7 +298,7 @@ def test_memory_for_a_model_keeps_its_weights_tied():
 def test_what_casts_splits_sums_or_shows_needs_fsdp(flags):
     config = parse([*TINY, *flags])
     ranks = config.parallelism.total_ranks(1)
-    assert apply.needs_fsdp(job.ParallelDims.build(config.parallelism, ranks), config)
+    assert apply.needs_fsdp(job.Layout.of(config.parallelism, ranks), config)
 
 
 @pytest.mark.parametrize(("asked", "told"), [("same", False), ("other", True)])

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import crius
+from crius.config.layout import Layout
 from crius.config.metrics import MetricsConfig
 from crius.data.batch import IGNORE_INDEX, Batch
 from crius.metrics import device as devices
@@ -23,7 +24,6 @@ from crius.metrics.ledger import TimeLedger
 from crius.metrics.record import StepMetrics, ValidationMetrics
 from crius.metrics.sinks.console import ConsoleSink
 from crius.metrics.sinks.jsonl import JsonlSink
-from crius.parallel.dims import ParallelDims
 from crius.parallel.runtime import World
 from crius.train.reports import Meter
 from crius.train.state import TrainState
@@ -278,8 +278,8 @@ def test_the_largest_loss_is_the_mean_of_one_rank_over_its_own_tokens():
     batch = Batch(labels, labels, labels, (0,))
     shares = torch.tensor([4 / 4, 2 / 4], dtype=torch.float64)  # two microbatches
     result = StepResult(step=1, loss=shares, grad_norm=shares, local_losses=shares, squared_norms=shares, sample_ids=())
-    dims = ParallelDims(dp_shard=2)
-    assert largest_loss(result, batch, Pair(0, 2, torch.device("cpu")), dims).item() == 5.0
+    layout = Layout(dp_shard=2)
+    assert largest_loss(result, batch, Pair(0, 2, torch.device("cpu")), layout).item() == 5.0
 
 
 def test_tensorboard_is_written_only_when_asked(tmp_path):

@@ -9,8 +9,8 @@ from test_planner_runs import BIG, GIB
 
 from crius import cli
 from crius.config.export import to_toml
+from crius.config.layout import Layout
 from crius.errors import ConfigError, LayoutError
-from crius.parallel.dims import ParallelDims
 from crius.tools.plan import auto
 from crius.tools.plan.from_config import from_config
 from crius.tools.plan.hardware import KNOWN
@@ -70,7 +70,7 @@ def test_ranks_that_found_other_layouts_are_refused():
         def gather_json(self, value):
             return [value, *map(str, self.others)]
 
-    one, other = ParallelDims(dp_shard=2), ParallelDims(tp=2)
+    one, other = Layout(dp_shard=2), Layout(tp=2)
     assert one_layout(one, Ranks(one)) is one
     with pytest.raises(LayoutError, match="differs between ranks"):
         one_layout(one, Ranks(other))

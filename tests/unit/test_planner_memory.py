@@ -10,6 +10,7 @@ import pytest
 from harness import llama, parse
 from planner.measurements import read_measurements
 
+from crius.config.layout import Layout
 from crius.config.parallelism import ParallelismConfig
 from crius.config.pipeline import is_layer, split_stages
 from crius.launch.local import run_workers
@@ -25,7 +26,7 @@ from crius.tools.plan.memory_constants import MEMORY
 from crius.tools.plan.shapes import NOT_TRAINABLE_YET
 from crius.tools.plan.stages import rank_layers, stage_layers
 from crius.tools.plan.weights import weights
-from crius.tools.plan.workload import Layout, Workload
+from crius.tools.plan.workload import Workload
 from crius.train.inputs import describe_model, with_dtype
 
 ROWS = Path(__file__).parent.parent.parent / "benchmarks" / "planner" / "measurements.csv"

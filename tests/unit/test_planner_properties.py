@@ -8,13 +8,14 @@ from harness import llama
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from crius.config.layout import Layout
 from crius.models.registry import SPECS
 from crius.tools.plan.hardware import KNOWN
 from crius.tools.plan.memory import memory
 from crius.tools.plan.shapes import NOT_TRAINABLE_YET, planned
 from crius.tools.plan.stages import stage_layers
 from crius.tools.plan.time import step_time
-from crius.tools.plan.workload import Layout, Workload
+from crius.tools.plan.workload import Workload
 
 DENSE = {name: llama(name) for name in SPECS["llama3"].flavors}
 GPUS = [gpu for gpu in KNOWN.values() if gpu.generation != "cpu"]

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from harness import llama
 
+from crius.config.layout import Layout
 from crius.errors import ConfigError
 from crius.models.registry import SPECS
 from crius.tools.plan.collectives import all_to_all, exposed, group
@@ -18,7 +19,7 @@ from crius.tools.plan.shapes import NOT_TRAINABLE_YET
 from crius.tools.plan.time import step_time, tokens_per_second
 from crius.tools.plan.time_constants import TIME
 from crius.tools.plan.weights import model_parameters
-from crius.tools.plan.workload import Layout, Workload
+from crius.tools.plan.workload import Workload
 
 LLAMA3 = {flavor: llama(flavor) for flavor in SPECS["llama3"].flavors}
 H100, A100, CPU = KNOWN["h100-80g"], KNOWN["a100-80g"], KNOWN["cpu"]

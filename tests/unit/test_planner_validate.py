@@ -14,7 +14,8 @@ from planner.measurements import judge_rows, read_measurements
 from planner.validate import main, validate, validate_file
 
 from crius import cli
-from crius.config.layout import replace_fields
+from crius.config.layout import Layout
+from crius.config.run import replace_fields
 from crius.errors import ConfigError
 from crius.tools.plan.errors import Errors
 from crius.tools.plan.from_config import from_config
@@ -22,7 +23,7 @@ from crius.tools.plan.hardware import KNOWN
 from crius.tools.plan.time import tokens_per_second
 from crius.tools.plan.time_constants import TIME, TimeConstants
 from crius.tools.plan.validated_range import validated_range
-from crius.tools.plan.workload import Layout, Workload
+from crius.tools.plan.workload import Workload
 from crius.train.inputs import with_dtype
 
 ROOT = Path(__file__).parent.parent.parent

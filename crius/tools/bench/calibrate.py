@@ -23,8 +23,7 @@ from pathlib import Path
 import torch
 
 import crius
-from crius.config.layout import replace_fields
-from crius.config.run import RunConfig
+from crius.config.run import RunConfig, replace_fields
 from crius.errors import EnvironmentError
 from crius.host_cpu import bfloat16_instructions, cpu_name, cpu_with_cores
 from crius.host_memory import free_host_bytes

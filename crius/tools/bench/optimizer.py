@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from crius.config.layout import replace_fields
-from crius.config.run import RunConfig
+from crius.config.run import RunConfig, replace_fields
 from crius.errors import ConfigError
 from crius.install import REQUIREMENTS, install_line
 from crius.models.description import ModelDescription

@@ -11,9 +11,8 @@ from typing import Any
 
 from crius.config.checkpoint import CheckpointConfig
 from crius.config.export import command_line_flags, differences, shown, to_toml
-from crius.config.layout import replace_fields
 from crius.config.profiler import ProfilerConfig
-from crius.config.run import RunConfig
+from crius.config.run import RunConfig, replace_fields
 from crius.errors import ConfigError
 from crius.table import aligned
 from crius.tools.bench.receipt import check_result_file, receipt, write_result

@@ -46,7 +46,7 @@ class Job:
     @property
     def num_tokens(self) -> int:
         """Tokens of a sequence on one rank of its context-parallel group."""
-        return self.config.training.seq_len // self.mesh.dims.cp
+        return self.config.training.seq_len // self.mesh.layout.cp
 
 
 def blocks_of(job: Job, model: nn.Module) -> list[nn.Module]:
@@ -78,7 +78,7 @@ class _Bench:
         """All that was recorded."""
         found: Values = Counter()
         found["parameters",] = sum(local_tensor(p).numel() for _, p in self.parameters)
-        copied = copied_names(self.job.facts, self.job.mesh.dims)
+        copied = copied_names(self.job.facts, self.job.mesh.layout)
         found["copied",] = sum(
             local_tensor(p).numel() * p.element_size() for name, p in self.parameters if name in copied
         )
@@ -185,8 +185,8 @@ def measure_whole(
         runner = _WatchedAccumulation(bench.model, sync, job.sizes.local)
         runner.recorder, runner.sync = bench.recorder, sync
         bench.recorder.phase("begin")
-        dims, max_norm = job.mesh.dims, job.config.training.max_norm
-        train_step(1, batch, runner, bench.gradients, job.world, dims, max_norm)
+        layout, max_norm = job.mesh.layout, job.config.training.max_norm
+        train_step(1, batch, runner, bench.gradients, job.world, layout, max_norm)
         bench.update()
         return bench.values()
 
@@ -259,12 +259,12 @@ def measure_stage(
         batch = _batch(job, STAGE_MICROBATCHES * job.sizes.local, bench.recorder)
         runner = _StageRunner(stage, job, bench.recorder, splits=splits)
         bench.recorder.phase("begin")
-        dims, max_norm = job.mesh.dims, job.config.training.max_norm
-        train_step(1, batch, cast(Runner, runner), bench.gradients, job.world, dims, max_norm)
+        layout, max_norm = job.mesh.layout, job.config.training.max_norm
+        train_step(1, batch, cast(Runner, runner), bench.gradients, job.world, layout, max_norm)
         bench.update()
         return bench.values()
 
 
 def hidden_shape(job: Job) -> tuple[int, int, int]:
     """What a stage receives: ``(B, T / (cp * tp), D)``."""
-    return job.sizes.local, job.num_tokens // job.mesh.dims.tp, job.facts.dim
+    return job.sizes.local, job.num_tokens // job.mesh.layout.tp, job.facts.dim

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 
 from crius.config.compile import CompileConfig
+from crius.config.layout import Layout
 from crius.config.low_precision import is_enabled, kind, summary
 from crius.config.pipeline import describe_stages
 from crius.config.run import RunConfig
 from crius.errors import ConfigError, LayoutError
 from crius.kernels.choice import applied
 from crius.models.description import ModelDescription
-from crius.parallel.dims import ParallelDims
 from crius.parallel.mesh import Mesh, build_mesh
 from crius.parallel.runtime import fake_world
 from crius.tools.dry_run.extrapolate import FEW, Extrapolation
@@ -51,22 +51,22 @@ def dry_run(config: RunConfig, num_ranks: int, rank: int, started: float, *, ext
             f"there is no rank {rank} among {num_ranks}.", where="--dry_run_rank", fix=f"use 0 to {num_ranks - 1}"
         )
     config, left_out = _eager(with_dtype(config, on_gpu=config.training.device != "cpu"))
-    dims = ParallelDims.build(config.parallelism, num_ranks)
+    layout = Layout.of(config.parallelism, num_ranks)
     device = torch.device("cpu" if config.training.device == "cpu" else "cuda")
     with fake_world(rank, num_ranks) as world, _quiet(), applied(run_kernels(config, device)):
-        mesh = build_mesh(dims, world.device.type)
+        mesh = build_mesh(layout, world.device.type)
         facts = describe_model(config)
         precision, lines = _precision(config, facts)
-        job = Job(config, facts, run_batch_sizes(config, dims.batch), mesh, world, precision)
+        job = Job(config, facts, run_batch_sizes(config, layout.batch), mesh, world, precision)
         groups = _axes(mesh)
-        if dims.pp > 1:
+        if layout.pp > 1:
             stages, ranks, extrapolation = pipeline(job, groups, extrapolate=extrapolate)
         else:
             stages, ranks, extrapolation = _whole(job, groups, extrapolate=extrapolate)
     tokens = job.sizes.total * config.training.seq_len
     return DryRunReport(
         model=f"{config.model.name}/{config.model.flavor}",
-        layout=str(dims),
+        layout=layout.axes,
         num_ranks=num_ranks,
         rank=rank,
         num_microbatches=job.sizes.accumulation,
@@ -161,7 +161,7 @@ def _measured(extrapolation: Extrapolation, job: Job) -> list[str]:
         sizes = ", ".join(map(str, sorted(extrapolation.blocks)))
         lines.append(f"measured on {FEW[0]} and {FEW[1]} blocks, extrapolated to {sizes}")
     count = job.sizes.accumulation
-    if job.mesh.dims.pp > 1:
+    if job.mesh.layout.pp > 1:
         lines.append(
             f"three microbatches were run on each distinct stage; the third stands for all later ones of {count}"
         )

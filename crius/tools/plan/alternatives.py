@@ -4,10 +4,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from crius.config.layout import replace_fields
+from crius.config.layout import DEGREES
+from crius.config.run import replace_fields
 from crius.errors import ConfigError
 from crius.tools.plan.hardware import KNOWN
-from crius.tools.plan.legal import DEGREES, Case
+from crius.tools.plan.legal import Case
 from crius.tools.plan.plan import Plan, make_plan
 from crius.tools.plan.remedies import Remedy
 from crius.tools.plan.search import fewest_gpus, power_below

@@ -8,14 +8,13 @@ from typing import Any
 
 from crius.config.batch import AUTO_GLOBAL_BATCH_SIZE
 from crius.config.export import flatten
-from crius.config.layout import replace_fields
-from crius.config.run import RunConfig
+from crius.config.layout import DEGREES
+from crius.config.run import RunConfig, replace_fields
 from crius.errors import ConfigError
 from crius.host_cpu import cpu_with_cores
 from crius.host_memory import free_host_bytes
 from crius.models.description import ModelDescription
 from crius.tools.plan.hardware import KNOWN, Hardware
-from crius.tools.plan.legal import DEGREES
 from crius.tools.plan.machine import of_machine, shared
 from crius.tools.plan.plan import Recommendation, recommend
 
@@ -93,7 +92,7 @@ def _lines(found: Recommendation, hardware: Hardware, num_ranks: int) -> list[st
     one = found.candidate
     work, gib = one.workload, one.memory.total / 2**30
     head = (
-        f"auto: {work.layout.layout} on {num_ranks} x {hardware.name}, {work.num_microbatches} microbatches of "
+        f"auto: {work.layout} on {num_ranks} x {hardware.name}, {work.num_microbatches} microbatches of "
         f"{work.microbatch}, activation checkpoint {work.activation_checkpoint}: {gib:.2f} GiB and "
         f"{one.tokens_per_second:,.0f} tokens/s a rank planned"
     )

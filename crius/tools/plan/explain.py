@@ -36,7 +36,7 @@ def explain(found: Found, winner: Candidate | None) -> list[str]:
     pipeline = f", {workload.schedule} with {workload.stages_per_rank} stages a rank" if workload.layout.pp > 1 else ""
     return [
         *lines,
-        f"Taken: {spelled_layout(workload)}{pipeline}, microbatches x sequences {workload.num_microbatches} x "
+        f"Taken: {workload.layout}{pipeline}, microbatches x sequences {workload.num_microbatches} x "
         f"{workload.microbatch}, activation checkpointing {workload.activation_checkpoint}: "
         f"{winner.tokens_per_second:,.0f} tokens/s a GPU, {winner.memory.total / GIB:.1f} GiB.",
     ]
@@ -45,12 +45,6 @@ def explain(found: Found, winner: Candidate | None) -> list[str]:
 def in_words(count: int) -> str:
     """``8.03 billion``."""
     return f"{count / 1e9:,.2f} billion" if count >= 1e9 else f"{count / 1e6:,.1f} million"
-
-
-def spelled_layout(workload: Workload) -> str:
-    """The layout as it is spelled everywhere, with the experts' ranks."""
-    layout = workload.layout
-    return layout.layout + (f"_ep{layout.ep}" if layout.ep > 1 else "")
 
 
 def _size(case: Case) -> Iterator[str]:
@@ -150,13 +144,13 @@ def _axis(found: Found, winner: Candidate, axis: str) -> str:
         other = _fastest(found, [family for family in families if axis not in family and not family < taken])
         as_well = ""
         if other is not None and other.tokens_per_second >= winner.tokens_per_second * (1 - TIE):
-            as_well = f" {spelled_layout(other.workload)} would do as well."
+            as_well = f" {other.workload.layout} would do as well."
         if without is None:
             smallest = _smallest(found, [family for family in found.too_large if family < taken and axis not in family])
             reason = f"the smallest {why_too_large(smallest, found.case.hardware)} GiB" if smallest else "none is legal"
             return f"{name} {degree} is forced: without it nothing fits ({reason}). It {WHY[axis]}.{as_well}"
         return (
-            f"{name} {degree} is taken: without it the fastest that fits, {spelled_layout(without.workload)}, is "
+            f"{name} {degree} is taken: without it the fastest that fits, {without.workload.layout}, is "
             f"{why_slower(without, winner)}.{as_well}"
         )
     family = taken | {axis}
@@ -170,10 +164,10 @@ def _axis(found: Found, winner: Candidate, axis: str) -> str:
     gain = other.tokens_per_second / winner.tokens_per_second - 1
     if gain > -TIE:
         return (
-            f"{name} is not taken: {spelled_layout(other.workload)} would change the speed by {gain:+.1%}, within the "
+            f"{name} is not taken: {other.workload.layout} would change the speed by {gain:+.1%}, within the "
             f"{TIE:.0%} that the model does not tell apart."
         )
-    return f"{name} is not taken: {spelled_layout(other.workload)} is {why_slower(other, winner)}."
+    return f"{name} is not taken: {other.workload.layout} is {why_slower(other, winner)}."
 
 
 def _fastest(found: Found, families: Iterable[Family]) -> Candidate | None:

@@ -5,13 +5,13 @@ from typing import Any, Literal, cast
 from crius.config.attention import keeps_probabilities
 from crius.config.batch import batch_sizes
 from crius.config.dtype import ITEMSIZE
+from crius.config.layout import Layout
 from crius.config.loss_chunks import loss_chunks
 from crius.config.low_precision import converts_output, is_enabled, kind, linear_choices
 from crius.config.pipeline import is_layer, microbatch_unit, num_stages, settle_stages, split_stages, stages_per_rank
 from crius.config.run import RunConfig
 from crius.models.description import ModelDescription
-from crius.parallel.dims import ParallelDims
-from crius.tools.plan.workload import Checkpointing, Layout, Pointwise, Workload
+from crius.tools.plan.workload import Checkpointing, Pointwise, Workload
 
 MOMENT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "8bit": 1.0 + 4 / 256}
 """Of one number of an optimizer's running means, by ``optimizer.state_dtype``."""
@@ -33,19 +33,19 @@ def from_config(config: RunConfig, facts: ModelDescription, num_ranks: int, *, d
     Raises:
         LayoutError: the degrees do not multiply to ``num_ranks``.
     """
-    dims = ParallelDims.build(config.parallelism, num_ranks)
+    layout = Layout.of(config.parallelism, num_ranks)
     parallelism, training = settle_stages(config.parallelism, facts.num_layers), config.training
-    sizes = batch_sizes(training, dims.batch, microbatch_unit(parallelism))
+    sizes = batch_sizes(training, layout.batch, microbatch_unit(parallelism))
     mode, option = config.activation_checkpoint.mode, config.activation_checkpoint.selective_option
     float8 = config.quantize.dense.float8
     return Workload(
         model=facts,
-        layout=Layout(**dims.degrees, ep=config.parallelism.expert_parallel_degree),
+        layout=layout,
         seq_len=training.seq_len,
         microbatch=sizes.local,
         num_microbatches=sizes.accumulation,
         schedule=parallelism.pipeline_parallel_schedule,
-        stages_per_rank=stages_per_rank(parallelism) if dims.pp > 1 else 1,
+        stages_per_rank=stages_per_rank(parallelism) if layout.pp > 1 else 1,
         activation_checkpoint=cast(Checkpointing, mode) if mode in ("selective", "full") else "none",
         selective_layers=option if isinstance(option, int) else None,
         compile=config.compile.enable and device != "dry_run",
@@ -57,15 +57,15 @@ def from_config(config: RunConfig, facts: ModelDescription, num_ranks: int, *, d
         reduce_bytes=ITEMSIZE[training.mixed_precision_reduce],
         moment_bytes=MOMENT_BYTES[config.optimizer.state_dtype],
         reshard=str(parallelism.reshard_after_forward_mode),
-        gradient_sync="deferred" if training.gradient_sync == "deferred" or dims.pp > 1 else "immediate",
+        gradient_sync="deferred" if training.gradient_sync == "deferred" or layout.pp > 1 else "immediate",
         async_tp=parallelism.enable_async_tensor_parallel,
         **_loss(config, facts, device),
         optimizer=config.optimizer.implementation,
         cpu_offload=training.enable_cpu_offload and device == "cuda",
         pointwise=_pointwise(config, device),
         muon=config.optimizer.name == "muon",
-        stage_layers=_stage_layers(config, facts) if dims.pp > 1 else (),
-        keeps_mask=device != "cuda" and dims.cp > 1,
+        stage_layers=_stage_layers(config, facts) if layout.pp > 1 else (),
+        keeps_mask=device != "cuda" and layout.cp > 1,
         keeps_probabilities=_on_cpu(config, device) and keeps_probabilities(config),
         snapshot=config.stability.nonfinite == "rollback" and device != "cuda",
     )

@@ -10,6 +10,7 @@ from typing import Any
 from crius.config.batch import AUTO_GLOBAL_BATCH_SIZE
 from crius.config.export import flatten
 from crius.config.facts import Facts, Rule
+from crius.config.layout import DEGREES, Layout
 from crius.config.parallelism import ParallelismConfig
 from crius.config.pipeline import microbatches_allowed
 from crius.config.rules import RULES
@@ -18,7 +19,6 @@ from crius.errors import CriusError
 from crius.models.description import ModelDescription
 from crius.models.registry import SPECS
 from crius.tools.plan.hardware import Hardware
-from crius.tools.plan.workload import Layout
 
 MOST_TOKENS_A_STEP = 16 * 2**20
 """Of a batch that nobody gave: Llama 3 405B was trained with 16 Mi tokens a step at most (arXiv:2407.21783)."""
@@ -33,15 +33,6 @@ STAGES_PER_RANK = (2, 4, 8)
 """Of the interleaved schedule."""
 
 PREFIX = "parallelism."
-DEGREES = {
-    "pp": f"{PREFIX}pipeline_parallel_degree",
-    "dp_replicate": f"{PREFIX}data_parallel_replicate_degree",
-    "dp_shard": f"{PREFIX}data_parallel_shard_degree",
-    "cp": f"{PREFIX}context_parallel_degree",
-    "tp": f"{PREFIX}tensor_parallel_degree",
-    "ep": f"{PREFIX}expert_parallel_degree",
-}
-"""The field of each axis."""
 
 
 @dataclass(frozen=True, kw_only=True)

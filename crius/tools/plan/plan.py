@@ -6,16 +6,16 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from crius.config.layout import replace_fields
+from crius.config.layout import DEGREES
 from crius.config.rules import RULES, built_already, extras_installed, known_model, ranges
 from crius.config.rules_layout import activation_checkpoint_options, sequence_divides, tensor_parallel_divides
 from crius.config.rules_optimizer import OPTIMIZER_RULES
-from crius.config.run import RunConfig
+from crius.config.run import RunConfig, replace_fields
 from crius.errors import ConfigError, CriusError, LayoutError
 from crius.models.description import ModelDescription
 from crius.tools.plan.explain import explain
 from crius.tools.plan.hardware import Hardware
-from crius.tools.plan.legal import DEGREES, Case, violations
+from crius.tools.plan.legal import Case, violations
 from crius.tools.plan.rank import Reject, best, best_rows, rejects
 from crius.tools.plan.remedies import MOST_HOST_BYTES, OFFLOAD, Remedy, remedies, remedies_of_shape
 from crius.tools.plan.search import Candidate, Found, fewest_with, search, state_bytes, usable_bytes
@@ -286,7 +286,7 @@ def nothing_fits(found: Found) -> LayoutError:
     offload = f", --{OFFLOAD}" if state_bytes(case) / case.num_gpus <= MOST_HOST_BYTES else ""
     return LayoutError(
         f"{case.shape.name} does not fit on {case.num_gpus} x {case.hardware.name}: the smallest layout, "
-        f"{smallest.workload.layout.layout}, needs {need:,.1f} GiB of {most:,.1f}.",
+        f"{smallest.workload.layout}, needs {need:,.1f} GiB of {most:,.1f}.",
         where=flags,
         fix=f"{more}less per number: --optimizer.state_dtype 8bit, "
         f"--training.dtype bfloat16{offload}; crius plan says what each saves",

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from crius.tools.plan.explain import explain, spelled_layout
+from crius.tools.plan.explain import explain
 from crius.tools.plan.hardware import Hardware
 from crius.tools.plan.memory import model_parameters
 from crius.tools.plan.plan import Plan
@@ -55,7 +55,7 @@ def candidate_data(one: Candidate, hardware: Hardware) -> dict[str, Any]:
     """A candidate as data."""
     work = one.workload
     return {
-        "layout": spelled_layout(work),
+        "layout": str(work.layout),
         "degrees": work.layout.degrees,
         "schedule": work.schedule if work.layout.pp > 1 else None,
         "stages_per_rank": work.stages_per_rank,

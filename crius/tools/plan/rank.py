@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from crius.config.layout import Layout
 from crius.tools.plan.hardware import Hardware
 from crius.tools.plan.search import AXES, Candidate, Family, Found, family_of, usable_bytes
-from crius.tools.plan.workload import Layout
 from crius.units import GIB
 
 TIE = 0.03

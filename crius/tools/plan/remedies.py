@@ -9,12 +9,11 @@ from typing import Any
 from crius.config.batch import BatchSizes, batch_sizes
 from crius.config.export import flatten
 from crius.config.facts import Rule
-from crius.config.layout import replace_fields
+from crius.config.layout import Layout
 from crius.config.pipeline import microbatch_unit
 from crius.config.rules import RULES
-from crius.config.run import RunConfig
+from crius.config.run import RunConfig, replace_fields
 from crius.models.description import ModelDescription
-from crius.parallel.dims import ParallelDims
 from crius.tools.plan.from_config import MOMENT_BYTES, Device, from_config
 from crius.tools.plan.hardware import Hardware
 from crius.tools.plan.legal import violations
@@ -285,17 +284,17 @@ def _covers(several: Remedy, found: Sequence[Remedy]) -> bool:
 
 def _changes(config: RunConfig, num_ranks: int, on_gpu: bool) -> Iterator[_Change]:
     """Single steps towards less memory, whether legal or not."""
-    dims = ParallelDims.build(config.parallelism, num_ranks)
-    sizes = batch_sizes(config.training, dims.batch, microbatch_unit(config.parallelism))
+    layout = Layout.of(config.parallelism, num_ranks)
+    sizes = batch_sizes(config.training, layout.batch, microbatch_unit(config.parallelism))
     yield from _of_activations(config, sizes)
     yield from _of_states(config, on_gpu)
-    yield from _of_layout(config, dims, sizes)
+    yield from _of_layout(config, layout, sizes)
     if on_gpu:  # more ranks on a CPU share the same memory
         changes = {
-            "parallelism.data_parallel_shard_degree": 2 * dims.dp_shard,
+            "parallelism.data_parallel_shard_degree": 2 * layout.dp_shard,
             "training.global_batch_size": sizes.total,
         }
-        yield _Change(changes, f"needs {2 * dims.num_ranks} ranks", RANKS_PRICE, 2)
+        yield _Change(changes, f"needs {2 * layout.num_ranks} ranks", RANKS_PRICE, 2)
 
 
 def _of_activations(config: RunConfig, sizes: BatchSizes) -> Iterator[_Change]:
@@ -327,14 +326,14 @@ def _of_states(config: RunConfig, on_gpu: bool) -> Iterator[_Change]:
         yield _Change({OFFLOAD: True})
 
 
-def _of_layout(config: RunConfig, dims: ParallelDims, sizes: BatchSizes) -> Iterator[_Change]:
+def _of_layout(config: RunConfig, layout: Layout, sizes: BatchSizes) -> Iterator[_Change]:
     prefix = "parallelism"
     shard, replicate = f"{prefix}.data_parallel_shard_degree", f"{prefix}.data_parallel_replicate_degree"
     batch = {"training.global_batch_size": sizes.total}
-    if dims.dp_replicate > 1:
-        yield _Change({replicate: 1, shard: dims.batch})
-    if dims.dp_shard > 1 and dims.dp_shard % 2 == 0:
+    if layout.dp_replicate > 1:
+        yield _Change({replicate: 1, shard: layout.batch})
+    if layout.dp_shard > 1 and layout.dp_shard % 2 == 0:
         local = {**batch, "training.local_batch_size": sizes.local}
         tensor, context = f"{prefix}.tensor_parallel_degree", f"{prefix}.context_parallel_degree"
-        yield _Change({tensor: 2 * dims.tp, shard: dims.dp_shard // 2, **local})
-        yield _Change({context: 2 * dims.cp, shard: dims.dp_shard // 2, **local})
+        yield _Change({tensor: 2 * layout.tp, shard: layout.dp_shard // 2, **local})
+        yield _Change({context: 2 * layout.cp, shard: layout.dp_shard // 2, **local})

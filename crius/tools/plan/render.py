@@ -7,7 +7,7 @@ from typing import Any
 
 from crius.table import aligned
 from crius.tools.plan.estimate import Estimate
-from crius.tools.plan.explain import explain, in_words, spelled_layout
+from crius.tools.plan.explain import explain, in_words
 from crius.tools.plan.hardware import Hardware
 from crius.tools.plan.memory import model_parameters
 from crius.tools.plan.plan import Plan
@@ -187,7 +187,7 @@ def heading(plan: Plan) -> str:
 
 def described(workload: Workload) -> str:
     """Layout, schedule, batch and options in a few words."""
-    parts = [spelled_layout(workload)]
+    parts = [str(workload.layout)]
     if workload.layout.pp > 1:
         parts.append(workload.schedule + f" x {workload.stages_per_rank}" * (workload.stages_per_rank > 1))
     parts.append(f"{workload.num_microbatches} x {workload.microbatch} sequences")
@@ -236,7 +236,7 @@ def _rows(plan: Plan, most: int) -> list[list[str]]:
         rows.append(
             [
                 f"{number}",
-                spelled_layout(work),
+                str(work.layout),
                 schedule if work.layout.pp > 1 else "-",
                 f"{work.num_microbatches} x {work.microbatch}",
                 work.activation_checkpoint,

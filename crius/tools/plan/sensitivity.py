@@ -4,12 +4,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from crius.config.layout import replace_fields
-from crius.tools.plan.legal import DEGREES, Case
+from crius.config.layout import DEGREES, Layout
+from crius.config.run import replace_fields
+from crius.tools.plan.legal import Case
 from crius.tools.plan.rank import best
 from crius.tools.plan.search import Candidate, judge, search
 from crius.tools.plan.variants import MODES
-from crius.tools.plan.workload import Layout, Workload
+from crius.tools.plan.workload import Workload
 from crius.units import GIB
 
 

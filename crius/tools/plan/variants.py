@@ -5,14 +5,14 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from crius.config.layout import replace_fields
+from crius.config.layout import DEGREES, Layout
 from crius.config.pipeline import SPLIT_BACKWARD
-from crius.config.run import RunConfig
+from crius.config.run import RunConfig, replace_fields
 from crius.models.description import ModelDescription
 from crius.models.registry import SPECS
 from crius.tools.plan.from_config import Device, from_config
-from crius.tools.plan.legal import DEGREES, PREFIX, Case, microbatches, schedules
-from crius.tools.plan.workload import Checkpointing, Layout, Workload
+from crius.tools.plan.legal import PREFIX, Case, microbatches, schedules
+from crius.tools.plan.workload import Checkpointing, Workload
 
 MODES: tuple[Checkpointing, ...] = ("none", "selective", "full")
 """Of activation checkpointing, from the fastest to the smallest."""

@@ -6,26 +6,14 @@ A workload comes from a ``RunConfig``, from a row of published measurements, or 
 from dataclasses import dataclass
 from typing import Literal
 
+from crius.config.layout import Layout
 from crius.models.description import ModelDescription
-from crius.parallel.dims import ParallelDims
 
 Framework = Literal["crius", "torchtitan", "torchtitan_graph", "kempnerforge", "megatron", "fsdp1", "nanotron", "other"]
 Precision = Literal["float32", "bfloat16", "float8", "mxfp8", "nvfp4"]
 Checkpointing = Literal["none", "selective", "full"]
 Loss = Literal["eager", "compiled", "chunked", "fused"]
 Pointwise = Literal["operators", "norms", "silu", "fused"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Layout(ParallelDims):
-    """The degrees of the mesh, and of expert parallelism, which lies within the other axes and adds no ranks."""
-
-    ep: int = 1
-
-    @property
-    def num_ranks(self) -> int:
-        """Product of all degrees but ``ep``."""
-        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
 
 
 @dataclass(frozen=True, kw_only=True)

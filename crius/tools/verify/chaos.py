@@ -21,8 +21,7 @@ from typing import Any
 from crius.checkpoint.disk import open_disk
 from crius.checkpoint.folder import CheckpointFolder
 from crius.config.facts import Facts
-from crius.config.layout import replace_fields
-from crius.config.run import RunConfig
+from crius.config.run import RunConfig, replace_fields
 from crius.data.sample_log import samples_path
 from crius.errors import ConfigError
 from crius.launch.status import PHASES

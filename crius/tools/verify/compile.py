@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from crius.config.facts import Facts
-from crius.config.layout import Layout, replace_fields
+from crius.config.layout import Layout
+from crius.config.run import replace_fields
 from crius.tools.verify import matrix
 from crius.tools.verify.compare import LayoutGroup, checked, compare_all
 

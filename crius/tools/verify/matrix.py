@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from crius.config.checkpoint import CheckpointConfig
 from crius.config.facts import Facts
-from crius.config.layout import OTHER_LOSS, Layout, apply_layout, batch_unit, parse_layout, replace_fields
+from crius.config.layout import OTHER_LOSS, Layout, apply_layout, batch_unit, parse_layout
 from crius.config.rules import RULES
-from crius.config.run import RunConfig
+from crius.config.run import RunConfig, replace_fields
 from crius.errors import ConfigError, CriusError
 from crius.train.inputs import describe_known_model, settled
 

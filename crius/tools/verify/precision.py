@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from crius.config.facts import Facts
-from crius.config.layout import Layout, parse_layout, replace_fields
+from crius.config.layout import Layout, parse_layout
 from crius.config.load import did_you_mean
 from crius.config.quantize import FORMATS, QuantizeConfig
-from crius.config.run import RunConfig
+from crius.config.run import RunConfig, replace_fields
 from crius.errors import ConfigError, EnvironmentError
 from crius.install import REQUIREMENTS, install_line
 from crius.tools.verify import matrix, worker
@@ -166,7 +166,7 @@ def _check_reference(case: Case) -> None:
     if case.config is None:
         raise ConfigError.together(case.problems)
     if case.config.data.source != "huggingface":  # a stream's threads cannot be forked
-        open_run_corpus(case.config, case.layout.dp_replicate * case.layout.dp_shard)
+        open_run_corpus(case.config, case.layout.batch)
 
 
 def _chosen(formats: str, reference: str) -> list[str]:

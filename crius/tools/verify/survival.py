@@ -15,8 +15,7 @@ from typing import Any
 
 from crius.config import rules
 from crius.config.facts import Facts
-from crius.config.layout import replace_fields
-from crius.config.run import RunConfig
+from crius.config.run import RunConfig, replace_fields
 from crius.errors import ConfigError
 from crius.launch.environment import Placement
 from crius.launch.local import run_workers

@@ -18,6 +18,7 @@ from torch import nn
 
 from crius.buffers import named_state
 from crius.config.activation_checkpoint import ActivationCheckpointConfig
+from crius.config.layout import Layout
 from crius.config.low_precision import is_enabled
 from crius.config.run import RunConfig
 from crius.data.batch import Batch
@@ -29,7 +30,6 @@ from crius.metrics.record import Record, StepMetrics
 from crius.models.description import ModelDescription
 from crius.models.init import init_rules
 from crius.models.layers.linear import LowPrecisionLinear
-from crius.parallel.dims import ParallelDims
 from crius.parallel.mesh import Mesh, build_mesh
 from crius.parallel.runtime import World, world
 from crius.tools.plan.recomputation import recomputation
@@ -92,7 +92,7 @@ def train(task: Task, placement: Placement) -> None:
         loop = _loop(task, facts, mesh, ranks, stack, recorder)
         if not is_enabled(config.quantize.dense):  # it would carry roundings to 8 bits as far as a fault
             uneven_attention(loop.state.parts, init_rules(facts))
-        place = functools.partial(_place, config, run_batch_sizes(config, mesh.dims.batch).total, loop.place)
+        place = functools.partial(_place, config, run_batch_sizes(config, mesh.layout.batch).total, loop.place)
         state = named_state(loop.state.parts)
         if task.is_reference and _writes(task, ranks):
             task.shards.save("start", state, ranks.rank)
@@ -103,8 +103,8 @@ def train(task: Task, placement: Placement) -> None:
         }
         if task.is_reference and _writes(task, ranks):
             task.shards.save("end", state, ranks.rank)
-        copied = copied_names(facts, mesh.dims)
-        difference = compare(state, facts.state_names, task.shards, ranks.size // mesh.dims.pp, ranks, copied)
+        copied = copied_names(facts, mesh.layout)
+        difference = compare(state, facts.state_names, task.shards, ranks.size // mesh.layout.pp, ranks, copied)
         _write(task, ranks, result | dataclasses.asdict(difference))
 
 
@@ -125,7 +125,7 @@ def curve(task: Task, placement: Placement) -> None:
         low = [module for module in modules if isinstance(module, LowPrecisionLinear)]
         # ranks that hold the same part of the model count the same
         counts = ranks.sum(torch.tensor([len(low), len(modules) - len(low)], device=ranks.device))
-        converted, kept = (counts // (ranks.size // mesh.dims.pp)).tolist()
+        converted, kept = (counts // (ranks.size // mesh.layout.pp)).tolist()
         try:
             loop.run()
         except NonFiniteError as error:
@@ -161,8 +161,8 @@ def _loop(
     task: Task, facts: ModelDescription, mesh: Mesh, ranks: World, stack: contextlib.ExitStack, recorder: Recorder
 ) -> Loop:
     config = task.config
-    sizes = run_batch_sizes(config, mesh.dims.batch)
-    corpus = open_run_corpus(config, mesh.dims.batch)
+    sizes = run_batch_sizes(config, mesh.layout.batch)
+    corpus = open_run_corpus(config, mesh.layout.batch)
     ledger = TimeLedger(time.monotonic())
     config = decide(config, facts, ranks, recomputation)
     return assemble(
@@ -180,13 +180,13 @@ def _session(task: Task, placement: Placement) -> Iterator[tuple[ModelDescriptio
     start_logging(placement.rank, task.run_dir, is_own_file=True)
     config = task.config
     device = set_up_torch(config, placement)
-    dims = ParallelDims.build(config.parallelism, placement.world_size)
+    layout = Layout.of(config.parallelism, placement.world_size)
     with contextlib.ExitStack() as stack:
         stack.callback(faulthandler.cancel_dump_traceback_later)
         ranks = stack.enter_context(
             world(placement.rank, placement.world_size, device, placement.rendezvous, task.seconds)
         )
-        yield describe_model(config), build_mesh(dims, device.type), ranks, stack
+        yield describe_model(config), build_mesh(layout, device.type), ranks, stack
 
 
 def speak_to(path: Path) -> None:
