@@ -1,9 +1,11 @@
 """The arithmetic of a pipeline: stages, microbatches, which module is where. No torch, so that the rules can ask."""
 
 import difflib
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Protocol
 
 from crius.config.parallelism import ParallelismConfig
@@ -77,13 +79,18 @@ def num_stages(parallelism: ParallelismConfig) -> int:
 
 
 def placement(parallelism: ParallelismConfig) -> list[list[int]]:
-    """The stages of each rank, ascending; they go round the ranks, or for ``V_SCHEDULES`` down and up again."""
-    degree, total = parallelism.pipeline_parallel_degree, num_stages(parallelism)
+    """The stages of each rank, ascending; see ``stages_of_ranks``, or as the file of a schedule says."""
+    degree = parallelism.pipeline_parallel_degree
     if degree > 1 and parallelism.pipeline_parallel_schedule_csv:
         return [sorted({action.stage for action in row}) for row in read_schedule(parallelism)]
-    if degree > 1 and parallelism.pipeline_parallel_schedule in V_SCHEDULES:
-        return [[rank, total - 1 - rank] for rank in range(degree)]
-    return [list(range(rank, total, degree)) for rank in range(degree)]
+    return stages_of_ranks(parallelism.pipeline_parallel_schedule, degree, num_stages(parallelism))
+
+
+def stages_of_ranks(schedule: str, degree: int, stages: int) -> list[list[int]]:
+    """The stages of each rank, ascending; they go round the ranks, or for ``V_SCHEDULES`` down and up again."""
+    if degree > 1 and schedule in V_SCHEDULES:
+        return [[rank, stages - 1 - rank] for rank in range(degree)]
+    return [list(range(rank, stages, degree)) for rank in range(degree)]
 
 
 def microbatch_unit(parallelism: ParallelismConfig) -> int:
@@ -171,7 +178,8 @@ def split_stages(modules: Sequence[Module], stages: int, parallelism: Parallelis
     bounds = [0, *layers[1:], len(names)]
     costs = [sum(map(cost, modules[start:stop])) for start, stop in zip(bounds, bounds[1:], strict=False)]
     less = (parallelism.pipeline_parallel_first_stage_less_layers, parallelism.pipeline_parallel_last_stage_less_layers)
-    sizes = _balanced(costs, stages) if less == (-1, -1) else _dealt(len(layers), stages, *(max(0, n) for n in less))
+    is_even = less == (-1, -1)
+    sizes = _balanced(tuple(costs), stages) if is_even else _dealt(len(layers), stages, *(max(0, n) for n in less))
     found, start = [], 0
     for size in sizes:
         found.append(tuple(names[bounds[start] : bounds[start + size]]))
@@ -179,38 +187,42 @@ def split_stages(modules: Sequence[Module], stages: int, parallelism: Parallelis
     return found
 
 
-def _balanced(costs: Sequence[float], stages: int) -> list[int]:
+@lru_cache(maxsize=1024)
+def _balanced(costs: tuple[float, ...], stages: int) -> tuple[int, ...]:
     """Sizes of ``stages`` runs of ``costs`` with the smallest greatest sum; of those the ones with even sums."""
-    count = len(costs)
-    before = [0.0]
-    for value in costs:
-        before.append(before[-1] + value)
-
-    def best(weigh: str, limit: float) -> tuple[float, list[int]]:
-        # to the end of each prefix: value, sizes; one stage more in each round
-        row: list[tuple[float, list[int]] | None] = [(0.0, []), *[None] * count]
-        for stage in range(stages):
-            fresh: list[tuple[float, list[int]] | None] = [None] * (count + 1)
-            for stop in range(stage + 1, count - (stages - stage - 1) + 1):
-                for start in range(stop - 1, stage - 1, -1):
-                    earlier, own = row[start], before[stop] - before[start]
-                    if own > limit:
-                        break
-                    if earlier is not None:
-                        value = max(earlier[0], own) if weigh == "greatest" else earlier[0] + own * own
-                        known = fresh[stop]
-                        if known is None or value < known[0]:
-                            fresh[stop] = (value, [*earlier[1], stop - start])
-            row = fresh
-        end = row[count]
-        assert end is not None
-        return end
-
-    greatest, _ = best("greatest", float("inf"))
-    return best("squares", greatest * (1 + 1e-9))[1]  # sums in another order differ in the last digits
+    low, high = max(costs), sum(costs)
+    while high - low > 1e-12 * high:
+        limit = (low + high) / 2
+        low, high = (low, limit) if _runs_below(costs, limit) <= stages else (limit, high)
+    limit = high * (1 + 1e-9)  # sums in another order differ in the last digits
+    before = [0.0, *itertools.accumulate(costs)]
+    # to the end of each prefix: sum of squares, sizes; one stage more in each round
+    row: list[tuple[float, tuple[int, ...]] | None] = [(0.0, ()), *[None] * len(costs)]
+    for stage in range(stages):
+        fresh: list[tuple[float, tuple[int, ...]] | None] = [None] * (len(costs) + 1)
+        for stop in range(stage + 1, len(costs) - (stages - stage - 1) + 1):
+            for start in range(stop - 1, stage - 1, -1):
+                earlier, own = row[start], before[stop] - before[start]
+                if own > limit:
+                    break
+                known = fresh[stop]
+                if earlier is not None and (known is None or earlier[0] + own * own < known[0]):
+                    fresh[stop] = (earlier[0] + own * own, (*earlier[1], stop - start))
+        row = fresh
+    end = row[len(costs)]
+    assert end is not None
+    return end[1]
 
 
-def _dealt(layers: int, stages: int, first_less: int, last_less: int) -> list[int]:
+def _runs_below(costs: Sequence[float], limit: float) -> int:
+    """The fewest runs of ``costs`` with sums of at most ``limit``, which none of them is above."""
+    runs, total = 1, 0.0
+    for cost in costs:
+        runs, total = (runs, total + cost) if total + cost <= limit else (runs + 1, cost)
+    return runs
+
+
+def _dealt(layers: int, stages: int, first_less: int, last_less: int) -> Sequence[int]:
     """Layers of each stage, dealt evenly but for the first and the last; what is left over goes to the middle ones."""
     each, over = divmod(layers + first_less + last_less, stages)
     sizes = [each] * stages

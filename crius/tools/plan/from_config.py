@@ -8,9 +8,10 @@ from crius.config.dtype import ITEMSIZE
 from crius.config.layout import Layout
 from crius.config.loss_chunks import loss_chunks
 from crius.config.low_precision import converts_output, is_enabled, kind, linear_choices
-from crius.config.pipeline import is_layer, microbatch_unit, num_stages, settle_stages, split_stages, stages_per_rank
+from crius.config.pipeline import microbatch_unit, num_stages, settle_stages, split_stages, stages_per_rank
 from crius.config.run import RunConfig
 from crius.models.description import ModelDescription
+from crius.tools.plan.stages import layers_of_stages
 from crius.tools.plan.workload import Checkpointing, Pointwise, Workload
 
 MOMENT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "8bit": 1.0 + 4 / 256}
@@ -121,5 +122,4 @@ def _stage_layers(config: RunConfig, facts: ModelDescription) -> tuple[int, ...]
     """Layers of each stage, as the run splits them."""
     modules = facts.modules((config.training.seq_len + 1) / 2)
     parallelism = settle_stages(config.parallelism, facts.num_layers)
-    stages = split_stages(modules, num_stages(parallelism), parallelism)
-    return tuple(sum(map(is_layer, names)) for names in stages)
+    return layers_of_stages(split_stages(modules, num_stages(parallelism), parallelism))

@@ -1,9 +1,11 @@
 """Which layers a pipeline rank holds, and of how many microbatches it holds activations at once. Torch-free."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from crius.config.pipeline import EMBEDDING_COST, SPLIT_BACKWARD, V_SCHEDULES
+from crius.config.parallelism import ParallelismConfig
+from crius.config.pipeline import SPLIT_BACKWARD, V_SCHEDULES, is_layer, split_stages, stages_of_ranks
 from crius.models.description import ModelDescription
 from crius.tools.plan.memory_constants import TRAITS
 from crius.tools.plan.workload import Workload
@@ -43,8 +45,7 @@ def rank_layers(workload: Workload, rank: int) -> RankLayers:
     """What pipeline rank ``rank`` holds."""
     model, degree = workload.model, workload.layout.pp
     total = degree * workload.stages_per_rank if degree > 1 else 1
-    is_v = workload.schedule in V_SCHEDULES
-    held = ((rank, total - 1 - rank) if is_v else tuple(range(rank, total, degree))) if degree > 1 else (0,)
+    held = stages_of_ranks(workload.schedule, degree, total)[rank] if degree > 1 else [0]
     sizes = (workload.stage_layers or _sizes(workload, total)) if degree > 1 else (model.num_layers,)
     leading = model.dense[0] if model.num_experts else sum(sizes)  # the first ones are dense
     spans = [(sum(sizes[:stage]), sum(sizes[: stage + 1])) for stage in held]
@@ -110,28 +111,15 @@ def _interleaved(degree: int, rank: int, microbatches: int, sizes: tuple[int, ..
 
 @lru_cache(maxsize=1024)
 def stage_layers(model: ModelDescription, stages: int, seq_len: int) -> tuple[int, ...]:
-    """Layers of each of ``stages``: the costliest is as cheap as can be, then their costs are as even as can be.
+    """Layers of each of ``stages``, as a run balances them."""
+    if stages > model.num_layers:
+        return (1,) * stages
+    return layers_of_stages(split_stages(model.modules((seq_len + 1) / 2), stages, ParallelismConfig()))
 
-    What ``crius.config.pipeline.split_stages`` finds for equal layers, without trying every split.
-    """
-    layer = model.layers[-1][1].flops_per_token((seq_len + 1) / 2)
-    vocabulary = model.vocab_size * model.dim
-    first, last = EMBEDDING_COST * vocabulary, 6 * vocabulary
-    count = model.num_layers
-    if stages == 1:
-        return (count,)
-    found: tuple[tuple[float, float], tuple[int, ...]] | None = None
-    most = min(count, -(-count // stages) + 2 + int(last / layer))
-    for head in range(1, most + 1):
-        for tail in range(1, most + 1):
-            middle = _even(count - head - tail, stages - 2)
-            if middle is None:
-                continue
-            costs = (head * layer + first, *(size * layer for size in middle), tail * layer + last)
-            key = round(max(costs), 3), sum(cost * cost for cost in costs)
-            if found is None or key < found[0]:
-                found = key, (head, *middle, tail)
-    return found[1] if found else (1,) * stages
+
+def layers_of_stages(stages: Sequence[Sequence[str]]) -> tuple[int, ...]:
+    """Layers of each stage, of ``split_stages``."""
+    return tuple(sum(map(is_layer, names)) for names in stages)
 
 
 def _even(count: int, stages: int) -> tuple[int, ...] | None:

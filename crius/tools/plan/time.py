@@ -6,9 +6,8 @@ Ultra-Scale Playbook; what none of them gives is in ``time_constants``.
 """
 
 import math
-from functools import lru_cache
 
-from crius.config.pipeline import V_SCHEDULES
+from crius.config.pipeline import stages_of_ranks
 from crius.tools.plan.communication import HOST_BANDWIDTH, Communication
 from crius.tools.plan.estimate import Estimate
 from crius.tools.plan.hardware import Hardware
@@ -129,18 +128,10 @@ def _stages(workload: Workload) -> tuple[int, int]:
         each = -(-count // degree)
         return each, max(0, count - (degree - 1) * each)
     sizes = workload.stage_layers or stage_layers(workload.model, degree * workload.stages_per_rank, workload.seq_len)
-    return _held(sizes, degree, workload.schedule in V_SCHEDULES)
-
-
-@lru_cache(maxsize=4096)
-def _held(sizes: tuple[int, ...], degree: int, is_v: bool) -> tuple[int, int]:
-    """``_stages`` of stages of ``sizes`` layers that go round the ranks, or down and up again."""
-    total = len(sizes)
-    ranks = [sum(sizes[rank::degree]) for rank in range(degree)]
-    if is_v:
-        ranks = [sizes[rank] + sizes[total - 1 - rank] for rank in range(degree)]
-        return max(ranks[1:]), ranks[0]
-    return max(ranks[:-1]), ranks[-1]
+    held = stages_of_ranks(workload.schedule, degree, len(sizes))
+    last = next(rank for rank, stages in enumerate(held) if len(sizes) - 1 in stages)
+    layers = [sum(sizes[stage] for stage in stages) for stages in held]
+    return max(count for rank, count in enumerate(layers) if rank != last), layers[last]
 
 
 def _idle(
