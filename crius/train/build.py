@@ -4,13 +4,13 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 import torch
 from torch import nn
 
 from crius.config.batch import BatchSizes
-from crius.config.layout import Layout
 from crius.config.loss_chunks import loss_chunks
 from crius.config.low_precision import (
     TOO_SMALL,
@@ -43,10 +43,42 @@ from crius.parallel.runtime import World
 from crius.parallel.stages import order_of, prune, simulate, stage_costs, stage_indices, stage_table
 from crius.quantize.convert import Converted, convert, precompute_scales
 from crius.quantize.device import missing_matmuls
-from crius.train.inputs import run_modules
+from crius.train.inputs import run_batch_sizes, run_modules
 from crius.train.step import Accumulation, Pipelined, Runner
 
 log = logging.getLogger("crius.train")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run as one of its ranks has it, from which the rank's part of it is built.
+
+    Attributes:
+        config: the run; its rules have been checked.
+        facts: of its model.
+        mesh: the ranks, by axes.
+        ranks: all of them.
+    """
+
+    config: RunConfig
+    facts: ModelDescription
+    mesh: Mesh
+    ranks: World
+
+    @cached_property
+    def sizes(self) -> BatchSizes:
+        """Of the batch."""
+        return run_batch_sizes(self.config, self.mesh.layout.batch)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of a sequence, on one rank of its context-parallel group."""
+        return self.config.training.seq_len // self.mesh.layout.cp
+
+    @property
+    def copied(self) -> list[str]:
+        """The weights of which two stages of a pipeline have a copy each."""
+        return list(self.facts.config.ties.values()) if self.mesh.layout.pp > 1 else []
 
 
 @dataclass(frozen=True)
@@ -91,11 +123,11 @@ class LowPrecision:
         return [f"{kind(self.dense)}: {line}" for line in rows]
 
 
-def keep_scales(config: RunConfig, parts: Sequence[nn.Module], mesh: Mesh) -> None:
+def keep_scales(job: Job, parts: Sequence[nn.Module]) -> None:
     """Call after each update: scales of weights that are gathered in float8, where they are to be computed at once."""
-    float8 = config.quantize.dense.float8
+    float8 = job.config.quantize.dense.float8
     if float8.enable and float8.precompute_scale:
-        precompute_scales(parts, mesh.fsdp.get_group("fsdp"))
+        precompute_scales(parts, job.mesh.fsdp.get_group("fsdp"))
 
 
 def low_precision(config: RunConfig, facts: ModelDescription, device_type: str) -> LowPrecision | None:
@@ -206,15 +238,16 @@ class Built:
     converted: list[Converted]
 
 
-def build_parts(config: RunConfig, facts: ModelDescription, mesh: Mesh) -> Built:
-    """This rank's stages of the model, laid out on ``mesh``, still on the meta device."""
+def build_parts(job: Job) -> Built:
+    """This rank's stages of the model, laid out on the mesh, still on the meta device."""
+    config, facts, mesh = job.config, job.facts, job.mesh
     all_stages = split_stages(run_modules(config, facts), num_stages(config.parallelism), config.parallelism)
     indices = stage_indices(config.parallelism, mesh.pp.get_local_rank() if mesh.pp else 0)
     model = _on_meta(config, facts)
     names = [name for name, _ in model.named_parameters()]
     check_decoder(model, facts)
     precision = low_precision(config, facts, mesh.fsdp.device_type)
-    built = [build_part(config, facts, mesh, all_stages[index], precision) for index in indices]
+    built = [build_part(job, all_stages[index], precision) for index in indices]
     parts, applied, converted = map(list, zip(*built, strict=True))
     return Built(parts, indices, all_stages, names, applied, precision, converted)
 
@@ -228,31 +261,31 @@ def _on_meta(config: RunConfig, facts: ModelDescription) -> nn.Module:
 
 
 def build_part(
-    config: RunConfig, facts: ModelDescription, mesh: Mesh, modules: Sequence[str], precision: LowPrecision | None
+    job: Job, modules: Sequence[str], precision: LowPrecision | None
 ) -> tuple[nn.Module, Applied, Converted]:
-    """The stage that has only ``modules``, in ``precision``, laid out on ``mesh``, still on the meta device."""
-    part = _on_meta(config, facts)
+    """The stage that has only ``modules``, in ``precision``, laid out on the mesh, still on the meta device."""
+    part = _on_meta(job.config, job.facts)
     prune(part, modules)
-    converted = precision.convert(part, mesh.fsdp.size(-1)) if precision else Converted(0)
-    set_up_loss(part, run_loss(config, facts, mesh, precision), config)
-    applied = parallelize(part, facts, mesh, config)
+    converted = precision.convert(part, job.mesh.fsdp.size(-1)) if precision else Converted(0)
+    set_up_loss(part, run_loss(job, precision), job.config)
+    applied = parallelize(part, job.facts, job.mesh, job.config)
     return part, applied, converted
 
 
-def run_loss(config: RunConfig, facts: ModelDescription, mesh: Mesh, precision: LowPrecision | None) -> LossChoice:
-    """How the run computes its loss on ``mesh``, the same on every rank."""
-    in_low_precision = precision is not None and converts_output(precision.choices, facts.plan)
-    device_type = mesh.fsdp.device_type
-    return choose_loss(config, facts, device_type, num_ranks=mesh.layout.tp, in_low_precision=in_low_precision)
+def run_loss(job: Job, precision: LowPrecision | None) -> LossChoice:
+    """How the run computes its loss, the same on every rank."""
+    in_low_precision = precision is not None and converts_output(precision.choices, job.facts.plan)
+    device_type, tp = job.mesh.fsdp.device_type, job.mesh.layout.tp
+    return choose_loss(job.config, job.facts, device_type, num_ranks=tp, in_low_precision=in_low_precision)
 
 
-def build_model(config: RunConfig, facts: ModelDescription, mesh: Mesh, ranks: World) -> Built:
+def build_model(job: Job) -> Built:
     """This rank's stages of the model, their shards drawn from ``debug.seed``."""
-    built = build_parts(config, facts, mesh)
-    begin, rules = time.monotonic(), init_rules(facts)
+    built = build_parts(job)
+    begin, rules = time.monotonic(), init_rules(job.facts)
     for part in built.parts:
-        materialize(part, rules, ranks, config)
-    log.info("init: weights drawn from seed %d in %.1f s", config.debug.seed, time.monotonic() - begin)
+        materialize(part, rules, job.ranks, job.config)
+    log.info("init: weights drawn from seed %d in %.1f s", job.config.debug.seed, time.monotonic() - begin)
     return built
 
 
@@ -268,41 +301,21 @@ def run_optimizer(config: RunConfig) -> OptimizerConfig:
     return replace(config.optimizer, implementation="foreach")
 
 
-def build_gradients(
-    config: RunConfig,
-    facts: ModelDescription,
-    parameters: Sequence[tuple[str, nn.Parameter]],
-    mesh: Mesh,
-    ranks: World,
-) -> Gradients:
+def build_gradients(job: Job, parameters: Sequence[tuple[str, nn.Parameter]]) -> Gradients:
     """The gradients of ``parameters``, those of this rank by their names, with how they are summed over the ranks."""
-    trained = [parameter for _, parameter in parameters]
-    if config.training.reproducible:
-        return ReproducibleGradients(trained, mesh, ranks)
-    copied = copied_names(facts, mesh.layout)
-    twice = [parameter for name, parameter in parameters if name in copied]
-    return Gradients(trained, ranks.size // mesh.layout.pp, ranks.device, twice)
+    trained, ranks = [parameter for _, parameter in parameters], job.ranks
+    if job.config.training.reproducible:
+        return ReproducibleGradients(trained, job.mesh, ranks)
+    twice = [parameter for name, parameter in parameters if name in job.copied]
+    return Gradients(trained, ranks.size // job.mesh.layout.pp, ranks.device, twice)
 
 
-def copied_names(facts: ModelDescription, layout: Layout) -> list[str]:
-    """The weights of which two stages of a pipeline have a copy each."""
-    return list(facts.config.ties.values()) if layout.pp > 1 else []
-
-
-def build_runner(
-    config: RunConfig,
-    facts: ModelDescription,
-    sizes: BatchSizes,
-    built: Built,
-    mesh: Mesh,
-    ranks: World,
-) -> Runner:
+def build_runner(job: Job, built: Built) -> Runner:
     """What runs the parts over a batch: an accumulation loop, or a pipeline."""
-    parallelism, training = config.parallelism, config.training
-    loss = run_loss(config, facts, mesh, built.precision)
+    mesh, sizes, parallelism, training = job.mesh, job.sizes, job.config.parallelism, job.config.training
     itemsize = getattr(torch, training.mixed_precision_param).itemsize
-    num_tokens = sizes.local * training.seq_len // mesh.layout.cp
-    log.info("%s", loss.line(num_tokens, -(-facts.vocab_size // mesh.layout.tp), itemsize))
+    vocabulary = -(-job.facts.vocab_size // mesh.layout.tp)
+    log.info("%s", run_loss(job, built.precision).line(sizes.local * job.num_tokens, vocabulary, itemsize))
     if mesh.pp is None:
         sync = GradientSync(built.parts[0], parallelism, training, mesh)
         if training.reproducible:
@@ -311,7 +324,7 @@ def build_runner(
         elif sizes.accumulation > 1:
             log.info("gradient_sync %s: %s", training.gradient_sync, sync.describe(mesh.layout, sizes.accumulation))
         return Accumulation(built.parts[0], sync, sizes.local)
-    modules = run_modules(config, facts)
+    modules = run_modules(job.config, job.facts)
     timeline = simulate(order_of(parallelism, sizes.accumulation), stage_costs(modules, built.modules))
     asked = training.local_batch_size != -1
     log.info("pipeline: %s", describe_microbatches(parallelism, sizes.accumulation, sizes.local, asked))
@@ -319,8 +332,8 @@ def build_runner(
         log.info("pipeline: %s", about_stages)
     for line in stage_table(modules, built.modules, placement(parallelism), timeline):
         log.info("pipeline: %s", line)
-    for name in copied_names(facts, mesh.layout):
+    for name in job.copied:
         log.info("pipeline: %s is tied: the first and the last stage have a copy each, and sum its gradients", name)
     log.info("gradient_sync deferred: the schedule synchronises once a step, after the last microbatch")
-    pipeline = Pipeline(built.parts, built.stages, parallelism, sizes.accumulation, mesh.pp, ranks.device)
+    pipeline = Pipeline(built.parts, built.stages, parallelism, sizes.accumulation, mesh.pp, job.ranks.device)
     return Pipelined(pipeline)

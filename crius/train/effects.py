@@ -8,15 +8,13 @@ import torch
 
 from crius.config.activation_checkpoint import ActivationCheckpointConfig
 from crius.config.low_precision import kind, summary
-from crius.config.run import RunConfig
 from crius.errors import EffectError
 from crius.parallel.activation_checkpoint import CheckpointedBlocks
 from crius.parallel.async_tensor import AsyncTensorParallel, enable_async_tensor_parallel
 from crius.parallel.compile import CompileReport
-from crius.parallel.mesh import Mesh
 from crius.parallel.runtime import World
 from crius.quantize.convert import Converted
-from crius.train.build import Built, LowPrecision
+from crius.train.build import Built, Job, LowPrecision
 
 log = logging.getLogger("crius.train")
 
@@ -227,7 +225,8 @@ class EffectWatch:
         strict: an optimisation without effect ends the run.
     """
 
-    def __init__(self, config: RunConfig, mesh: Mesh, ranks: World, strict: bool) -> None:
+    def __init__(self, job: Job, *, strict: bool) -> None:
+        config, mesh, ranks = job.config, job.mesh, job.ranks
         self._config, self._mesh, self._ranks, self._strict = config, mesh, ranks, strict
         self._report = CompileReport(config.compile) if config.compile.enable else None
         is_async = config.parallelism.enable_async_tensor_parallel and mesh.tp is not None

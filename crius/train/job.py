@@ -15,7 +15,6 @@ import torch
 from torch.distributed.tensor.parallel import loss_parallel
 
 import crius
-from crius.config.batch import BatchSizes
 from crius.config.export import to_toml
 from crius.config.layout import Layout
 from crius.config.run import RunConfig
@@ -32,7 +31,6 @@ from crius.metrics.device import machine_of, peak_tflops, total_memory_gib
 from crius.metrics.ledger import TimeLedger
 from crius.metrics.sinks.base import PlanSink, Sink
 from crius.models import registry
-from crius.models.description import ModelDescription
 from crius.optim.build import build_optimizer
 from crius.optim.lr_scheduler import WarmupStableDecay
 from crius.parallel.compile import prepare_compile
@@ -41,11 +39,11 @@ from crius.parallel.mesh import Mesh, build_mesh
 from crius.parallel.runtime import World, pick_device, world
 from crius.run_file import write_run_file
 from crius.shards import named_parameters
-from crius.train.build import Built, build_gradients, build_model, build_runner, keep_scales, run_optimizer
+from crius.train.build import Built, Job, build_gradients, build_model, build_runner, keep_scales, run_optimizer
 from crius.train.checkpoints import Checkpoints, Parts
 from crius.train.effects import EffectWatch
 from crius.train.guard import UpdateGuard
-from crius.train.inputs import describe_model, describe_rows, open_run_corpus, run_batch_sizes, with_boundaries
+from crius.train.inputs import describe_model, describe_rows, open_run_corpus, with_boundaries
 from crius.train.loop import Loop, Validation
 from crius.train.progress import Preempted, Recovery, is_complete, one_layout, write_summary
 from crius.train.reports import Meter, StepReports
@@ -91,24 +89,23 @@ def run(
         with ledger.phase("initialise"):
             device = set_up_torch(config, placement)
             layout = Layout.of(config.parallelism, placement.world_size)
-            sizes = run_batch_sizes(config, layout.batch)
             facts = describe_model(config)
             machine = machine_of(device, placement.world_size, placement.local_world_size)
             story.begin(device, machine, config, facts)
             corpus = open_run_corpus(config, layout.batch)  # before the ranks meet, so that none waits in a collective
             ranks = stack.enter_context(_world(config, placement, device))
             mesh = build_mesh(one_layout(layout, ranks), device.type)
-            _log_run(config, run_dir, facts, sizes, mesh, ranks, corpus)
+            _log_run(Job(config, facts, mesh, ranks), run_dir, corpus)
             sinks: list[Sink] = []
             story.config = decided = decide(config, facts, ranks, tools.recomputation)
-            loop = assemble(decided, facts, sizes, corpus, mesh, ranks, run_dir, ledger, sinks, stack, strict)
+            loop = assemble(Job(decided, facts, mesh, ranks), corpus, run_dir, ledger, sinks, stack, strict=strict)
             config = dataclasses.replace(decided, activation_checkpoint=config.activation_checkpoint)  # auto: anew
         step = 0
         if config.checkpoint.is_enabled:
             with ledger.phase("load"):
                 kept = Parts(loop.state, loop.guard, loop.loader, corpus.train.identity, ledger)
                 checkpoints = Checkpoints(config, run_dir, mesh, ranks, placement, kept)
-                loop, step = _resume(loop, checkpoints, recovery, mesh)
+                loop, step = _resume(loop, checkpoints, recovery, Job(config, facts, mesh, ranks))
                 samples = stack.enter_context(contextlib.closing(_sample_log(run_dir, corpus, loop, mesh, ranks)))
                 loop = dataclasses.replace(loop, samples=samples)
         with ledger.phase("initialise"):
@@ -118,11 +115,11 @@ def run(
         _run(tools.prepare(dataclasses.replace(loop, stop=stop)), run_dir, placement, watch)
 
 
-def _resume(loop: Loop, checkpoints: Checkpoints, recovery: Recovery, mesh: Mesh) -> tuple[Loop, int]:
+def _resume(loop: Loop, checkpoints: Checkpoints, recovery: Recovery, job: Job) -> tuple[Loop, int]:
     """``loop`` with checkpoints, from the newest of which it goes on, and the step that it was saved after."""
     resumed = checkpoints.resume()
     recovery.resumed(resumed.step, resumed.seconds)
-    keep_scales(loop.config, loop.state.parts, mesh)  # of the weights that were loaded
+    keep_scales(job, loop.state.parts)  # of the weights that were loaded
     follow = functools.partial(_in_turn, loop.after_step, recovery.step)
     return dataclasses.replace(loop, checkpoints=checkpoints, after_step=follow), resumed.step
 
@@ -157,32 +154,29 @@ def _run(loop: Loop, run_dir: Path, placement: Placement, watch: PlanSink | None
 
 
 def assemble(
-    config: RunConfig,
-    facts: ModelDescription,
-    sizes: BatchSizes,
+    job: Job,
     corpus: Corpus,
-    mesh: Mesh,
-    ranks: World,
     run_dir: Path,
     ledger: TimeLedger,
     sinks: list[Sink],
     stack: contextlib.ExitStack,
+    *,
     strict: bool = False,
 ) -> Loop:
-    """Model, optimizer, data and reports, joined into the loop. What the machine decides of ``config`` is decided."""
-    training = config.training
+    """Model, optimizer, data and reports, joined into the loop. What the machine decides of ``job`` is decided."""
+    config, facts, mesh, ranks, training = job.config, job.facts, job.mesh, job.ranks, job.config.training
     if mesh.tp:
         stack.enter_context(loss_parallel())
-    watch = EffectWatch(config, mesh, ranks, strict)
-    built = build_model(config, facts, mesh, ranks)
+    watch = EffectWatch(job, strict=strict)
+    built = build_model(job)
     parameters = named_parameters(built.parts)
     optimizer = build_optimizer(parameters, facts.plan, run_optimizer(config), seed=config.debug.seed)
     watch.built(built)
     shard = ContextShard(mesh.cp, config.parallelism.context_parallel_method)
-    runner = build_runner(config, facts, sizes, built, mesh, ranks)
+    runner = build_runner(job, built)
     loader = BatchLoader(
         corpus.train,
-        global_batch_size=sizes.total,
+        global_batch_size=job.sizes.total,
         rank=mesh.batch_rank,
         num_ranks=mesh.layout.batch,
         prefetch=config.data.prefetch,
@@ -190,11 +184,11 @@ def assemble(
     )
     stack.callback(loader.close)
     state = TrainState(built.parts, optimizer, WarmupStableDecay(config.lr_scheduler, training.steps))
-    gradients = build_gradients(config, facts, parameters, mesh, ranks)
+    gradients = build_gradients(job, parameters)
     if mesh.pp is None:  # a bad gradient of a later stage would be seen on the rank of the first one
         gradients.watch(built.parts[0])
-    after = build_copies(facts, parameters, mesh, ranks), AfterUpdate(built.parts, facts.buffers, ranks)
-    sdc = build_sdc(config, facts, built, runner, mesh, ranks, sizes.accumulation)
+    after = build_copies(job, parameters), AfterUpdate(built.parts, facts.buffers, ranks)
+    sdc = build_sdc(job, built, runner)
     guard = UpdateGuard(config.stability, state, parameters, gradients, built.names, ranks, run_dir, *after)
     peak = config.metrics.peak_tflops or peak_tflops(ranks.device)
     meter = Meter(facts.flops_per_token((training.seq_len + 1) / 2), peak, ranks)
@@ -208,11 +202,11 @@ def assemble(
         sdc=sdc,
         gradients=gradients,
         guard=guard,
-        validation=_validation(config, corpus, sizes, mesh),
+        validation=_validation(job, corpus),
         world=ranks,
         ledger=ledger,
         reports=StepReports(meter, ledger, guard, sinks),
-        after_step=functools.partial(_after_step, config, built, mesh, watch, ledger),
+        after_step=functools.partial(_after_step, job, built, watch, ledger),
         profiler=functools.partial(profiler, config.profiler, run_dir, ranks.rank),
     )
 
@@ -237,11 +231,9 @@ def _in_turn(first: Callable[[int, int], None], then: Callable[[int], None], ste
     then(step)
 
 
-def _after_step(
-    config: RunConfig, built: Built, mesh: Mesh, watch: EffectWatch, ledger: TimeLedger, step: int, done: int
-) -> None:
+def _after_step(job: Job, built: Built, watch: EffectWatch, ledger: TimeLedger, step: int, done: int) -> None:
     """What follows each step, whatever became of its update."""
-    keep_scales(config, built.parts, mesh)
+    keep_scales(job, built.parts)
     watch.step(done)
     ledger.move("compute", "compile", watch.compile_seconds - ledger.seconds.get("compile", 0.0))
 
@@ -279,14 +271,14 @@ def set_up_torch(config: RunConfig, placement: Placement) -> torch.device:
     return device
 
 
-def _validation(config: RunConfig, corpus: Corpus, sizes: BatchSizes, mesh: Mesh) -> Validation | None:
-    source = corpus.validation
+def _validation(job: Job, corpus: Corpus) -> Validation | None:
+    source, sizes, mesh = corpus.validation, job.sizes, job.mesh
     if source is None:
         return None
     return Validation(
         batches=lambda: validation_batches(
             source,
-            num_samples=config.validation.num_samples,
+            num_samples=job.config.validation.num_samples,
             batch_size=sizes.local * (sizes.accumulation if mesh.pp else 1),  # a pipeline needs all its microbatches
             rank=mesh.batch_rank,
             num_ranks=mesh.layout.batch,
@@ -312,16 +304,8 @@ def _imports() -> str:
     return "".join(f"# --import {name}\n" for name in registry.IMPORTED)
 
 
-def _log_run(
-    config: RunConfig,
-    run_dir: Path,
-    facts: ModelDescription,
-    sizes: BatchSizes,
-    mesh: Mesh,
-    ranks: World,
-    corpus: Corpus,
-) -> None:
-    device = ranks.device
+def _log_run(job: Job, run_dir: Path, corpus: Corpus) -> None:
+    config, facts, layout, device = job.config, job.facts, job.mesh.layout, job.ranks.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
     log.info(
@@ -334,7 +318,7 @@ def _log_run(
         run_dir,
     )
     log.info("kernels: %s", kernels.current())
-    log.info("mesh: %s = %d ranks", mesh.layout.axes, mesh.layout.num_ranks)
+    log.info("mesh: %s = %d ranks", layout.axes, layout.num_ranks)
     log.info(
         "model: %s/%s, %s parameters, %s in matmuls",
         config.model.name,
@@ -345,13 +329,13 @@ def _log_run(
     log.info("model: %s", describe_rows(config, facts.vocab_size, corpus.tokenizer.vocab_size))
     for line in corpus.description:
         log.info("data: %s", line)
-    if ranks.rank == 0:
+    if job.ranks.rank == 0:
         log_save_plan(config, run_dir)
     log.info(
         "batch: %d sequences of %d tokens a step = %d a microbatch x %d data-parallel ranks x %d microbatches",
-        sizes.total,
+        job.sizes.total,
         config.training.seq_len,
-        sizes.local,
-        mesh.layout.batch,
-        sizes.accumulation,
+        job.sizes.local,
+        layout.batch,
+        job.sizes.accumulation,
     )

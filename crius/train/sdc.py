@@ -17,16 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from crius.buffers import named_state
-from crius.config.run import RunConfig
 from crius.data.batch import Batch
 from crius.errors import CorruptionError
-from crius.models.description import ModelDescription
 from crius.parallel.bits import HashedReduceScatter, hash_bits
 from crius.parallel.fsdp import plan_units, show_gradients
-from crius.parallel.mesh import Mesh
 from crius.parallel.runtime import World
 from crius.shards import local_shard, named_parameters
-from crius.train.build import Built, copied_names
+from crius.train.build import Built, Job
 from crius.train.state import restore_streams, streams
 from crius.train.step import Accumulation, Runner
 
@@ -174,11 +171,11 @@ class Replicas:
         )
 
 
-def build_copies(facts: ModelDescription, parameters: Named, mesh: Mesh, ranks: World) -> Replicas | None:
+def build_copies(job: Job, parameters: Named) -> Replicas | None:
     """Compares the two copies of each weight that the first and the last stage share; None where there are none."""
-    names = copied_names(facts, mesh.layout)
+    names = job.copied
     where = "a tied weight, of which the first and the last pipeline stage have a copy each"
-    return Replicas(parameters, [*names, *names], ranks, where) if names else None
+    return Replicas(parameters, [*names, *names], job.ranks, where) if names else None
 
 
 def odd_ones(held: Sequence[tuple[int, tuple[int, ...]]]) -> list[int]:
@@ -235,42 +232,30 @@ class SdcCheck:
             log.info("sdc: %s: %s, took %.3f s, every %d steps", name, result, time.monotonic() - begin, interval)
 
 
-def build_sdc(
-    config: RunConfig,
-    facts: ModelDescription,
-    built: Built,
-    runner: Runner,
-    mesh: Mesh,
-    ranks: World,
-    num_microbatches: int,
-) -> SdcCheck:
+def build_sdc(job: Job, built: Built, runner: Runner) -> SdcCheck:
     """The checks of ``[sdc]``; prints what they will cost.
 
     Args:
-        config: the run; its rules have been checked.
-        facts: sizes of the model.
+        job: the run.
         built: the model.
         runner: of ``built``; an ``Accumulation`` where a microbatch is to be computed twice.
-        mesh: what it is laid out on.
-        ranks: all ranks.
-        num_microbatches: of a step on this rank.
     """
-    sdc, recompute, replicas = config.sdc, None, None
+    sdc, recompute, replicas = job.config.sdc, None, None
     if sdc.recompute_interval:
         assert isinstance(runner, Accumulation)
         [model] = built.parts
-        units = plan_units(facts.plan, model, config.parallelism)
-        shown = show_gradients(model, units, mesh, config.training)
-        recompute = Recompute(runner, shown, named_parameters(built.parts), ranks)
-        share = 2 / (sdc.recompute_interval * num_microbatches)
+        units = plan_units(job.facts.plan, model, job.config.parallelism)
+        shown = show_gradients(model, units, job.mesh, job.config.training)
+        recompute = Recompute(runner, shown, named_parameters(built.parts), job.ranks)
+        share = 2 / (sdc.recompute_interval * job.sizes.accumulation)
         log.info(
             "sdc: recompute every %d steps: 2 microbatches more, about %.2g %% of the time",
             sdc.recompute_interval,
             100 * share,
         )
     if sdc.replica_interval:
-        names = [*facts.state_names, *copied_names(facts, mesh.layout)]
-        replicas = Replicas(named_state(built.parts), names, ranks, "--sdc.replica_interval")
+        names = [*job.facts.state_names, *job.copied]
+        replicas = Replicas(named_state(built.parts), names, job.ranks, "--sdc.replica_interval")
         log.info(
             "sdc: replicas compared every %d steps: hashes of %.1f MiB a rank, no weights are sent",
             sdc.replica_interval,

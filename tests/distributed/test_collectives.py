@@ -23,7 +23,7 @@ from crius.parallel.gradients import Gradients
 from crius.parallel.mesh import build_mesh
 from crius.parallel.runtime import world
 from crius.shards import named_parameters
-from crius.train import job
+from crius.train.build import Job, build_model
 from crius.train.guard import UpdateGuard
 from crius.train.inputs import describe_model
 from crius.train.state import TrainState
@@ -104,7 +104,7 @@ def write_costs(configs, folder, placement):
 def costs(config, ranks, folder):
     facts = describe_model(config)
     mesh = build_mesh(Layout.of(config.parallelism, ranks.size), "cpu")
-    built = job.build_model(config, facts, mesh, ranks)
+    built = build_model(Job(config, facts, mesh, ranks))
     [model], parameters = built.parts, named_parameters(built.parts)
     optimizer = build_optimizer(parameters, facts.plan, config.optimizer, seed=0)
     gradients = Gradients(list(model.parameters()), ranks.size, ranks.device)

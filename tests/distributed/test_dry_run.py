@@ -18,12 +18,12 @@ from crius.parallel.mesh import build_mesh
 from crius.parallel.runtime import fake_world, world
 from crius.shards import local_tensor, named_parameters
 from crius.tools.dry_run.extrapolate import along
-from crius.tools.dry_run.measure import Job, measure_whole
+from crius.tools.dry_run.measure import DryJob, measure_whole
 from crius.tools.dry_run.memory import kinds_of
 from crius.tools.dry_run.recorder import Recorder
 from crius.tools.dry_run.run import dry_run
-from crius.train.build import build_parts, build_runner
-from crius.train.inputs import describe_model, run_batch_sizes, run_modules
+from crius.train.build import Job, build_parts, build_runner
+from crius.train.inputs import describe_model, run_modules
 from crius.train.step import train_step
 
 SMALL = ["--training.seq_len", "32"]
@@ -120,14 +120,7 @@ def _real(given, fake, path, placement):
     cpu = torch.device("cpu")
     entered = fake_world(placement.rank, 2) if fake else world(placement.rank, 2, cpu, placement.rendezvous, 60)
     with entered as ranks:
-        job = Job(
-            config,
-            describe_model(config),
-            run_batch_sizes(config, layout.batch),
-            build_mesh(layout, "cpu"),
-            ranks,
-            None,
-        )
+        job = DryJob(config, describe_model(config), build_mesh(layout, "cpu"), ranks, None)
         names = [module.name for module in run_modules(config, job.facts)]
         measure_whole(job, names, job.sizes.accumulation, {}, fake=fake)  # DTensor meets all operators
         values = measure_whole(job, names, job.sizes.accumulation, {}, fake=fake)
@@ -168,8 +161,9 @@ def _pipeline(given, path, placement):
     config = parse(given)
     layout = Layout.of(config.parallelism, 2)
     with world(placement.rank, 2, torch.device("cpu"), placement.rendezvous, 60) as ranks:
-        mesh, facts, sizes = build_mesh(layout, "cpu"), describe_model(config), run_batch_sizes(config, layout.batch)
-        built = build_parts(config, facts, mesh)
+        facts = describe_model(config)
+        job = Job(config, facts, build_mesh(layout, "cpu"), ranks)
+        built = build_parts(job)
         recorder = Recorder({})
         with recorder.running():
             for part in built.parts:
@@ -178,9 +172,9 @@ def _pipeline(given, path, placement):
             for _, parameter in named:
                 local_tensor(parameter).zero_()
             optimizer = build_optimizer(named, facts.plan, config.optimizer, seed=0)
-            runner = build_runner(config, facts, sizes, built, mesh, ranks)
+            runner = build_runner(job, built)
             gradients = Gradients([parameter for _, parameter in named], 1, ranks.device)
-            rows = sizes.local * sizes.accumulation
+            rows = job.sizes.local * job.sizes.accumulation
             for step in ("first", "second"):
                 recorder.phase("batch")
                 tensors = (torch.zeros((rows, config.training.seq_len), dtype=torch.int64) for _ in range(3))

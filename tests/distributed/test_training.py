@@ -14,7 +14,6 @@ import pytest
 import torch
 from harness import ROOT, SMALL, TIED, crius, layout_flags, num_ranks, parse, read_metrics, run_job, steps_of, train
 
-from crius.config.batch import batch_sizes
 from crius.config.layout import Layout
 from crius.data.loader import BatchLoader
 from crius.launch.local import run_workers
@@ -23,6 +22,7 @@ from crius.parallel.mesh import build_mesh
 from crius.parallel.runtime import world
 from crius.shards import local_tensor
 from crius.train import job, loop
+from crius.train.build import Job
 from crius.train.inputs import describe_model, open_run_corpus
 from crius.train.setup import decide, start_logging
 from crius.train.step import Accumulation
@@ -73,16 +73,16 @@ def write_implementations(config, run_dir, placement):
     cpu = torch.device("cpu")
     found = {}
     with world(placement.rank, placement.world_size, cpu, placement.rendezvous, 60) as ranks:
-        layout = Layout.of(config.parallelism, ranks.size)
-        mesh, sizes = build_mesh(layout, "cpu"), batch_sizes(config.training, layout.batch)
-        corpus = open_run_corpus(config, layout.batch)
+        mesh = build_mesh(Layout.of(config.parallelism, ranks.size), "cpu")
+        corpus = open_run_corpus(config, mesh.layout.batch)
         for name in ("for-loop", "foreach", "fused"):
             run = replace(config, optimizer=replace(config.optimizer, implementation=name))
             with contextlib.ExitStack() as stack:
                 sinks = [Kept()]
                 ledger = TimeLedger(time.monotonic())
-                run = decide(run, describe_model(run), ranks, None)
-                loop = job.assemble(run, describe_model(run), sizes, corpus, mesh, ranks, run_dir, ledger, sinks, stack)
+                facts = describe_model(run)
+                given = Job(decide(run, facts, ranks, None), facts, mesh, ranks)
+                loop = job.assemble(given, corpus, run_dir, ledger, sinks, stack)
                 loop.run()
             weights = [local_tensor(parameter).clone() for parameter in loop.state.parts[0].parameters()]
             losses = [record.loss for record in sinks[0]]

@@ -12,41 +12,26 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor.parallel import loss_parallel
 
-from crius.config.batch import BatchSizes
-from crius.config.run import RunConfig
 from crius.data.batch import Batch
-from crius.models.description import ModelDescription
 from crius.models.plan import match
 from crius.optim.build import build_optimizer
 from crius.parallel.fsdp import GradientSync
 from crius.parallel.gradients import Gradients
-from crius.parallel.mesh import Mesh
-from crius.parallel.runtime import World
 from crius.parallel.ties import allocate
 from crius.shards import local_tensor, named_parameters
 from crius.tools.dry_run.memory import Values
 from crius.tools.dry_run.recorder import Recorder
-from crius.train.build import LowPrecision, build_gradients, build_part, copied_names, keep_scales, run_optimizer
+from crius.train.build import Job, LowPrecision, build_gradients, build_part, keep_scales, run_optimizer
 from crius.train.step import Accumulation, Runner, train_step
 
 STAGE_MICROBATCHES = 3
 
 
 @dataclass(frozen=True)
-class Job:
-    """What every measurement of a dry run shares."""
+class DryJob(Job):
+    """What every measurement of a dry run shares: the run, and how the device that is stood in for would compute it."""
 
-    config: RunConfig
-    facts: ModelDescription
-    sizes: BatchSizes
-    mesh: Mesh
-    world: World
     precision: LowPrecision | None
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of a sequence on one rank of its context-parallel group."""
-        return self.config.training.seq_len // self.mesh.layout.cp
 
 
 def blocks_of(job: Job, model: nn.Module) -> list[nn.Module]:
@@ -71,17 +56,15 @@ class _Bench:
         self.recorder.phase("optimizer")
         self.optimizer.step()
         self.optimizer.zero_grad()
-        keep_scales(self.job.config, [self.model], self.job.mesh)
+        keep_scales(self.job, [self.model])
         self.recorder.phase("end")
 
     def values(self) -> Values:
         """All that was recorded."""
         found: Values = Counter()
         found["parameters",] = sum(local_tensor(p).numel() for _, p in self.parameters)
-        copied = copied_names(self.job.facts, self.job.mesh.layout)
-        found["copied",] = sum(
-            local_tensor(p).numel() * p.element_size() for name, p in self.parameters if name in copied
-        )
+        copied = [p for name, p in self.parameters if name in self.job.copied]
+        found["copied",] = sum(local_tensor(p).numel() * p.element_size() for p in copied)
         starts, peaks = self.recorder.peaks()
         for name, group in (("start", starts), ("peak", peaks)):
             found.update({(name, *key, kind): size for key, sizes in group.items() for kind, size in sizes.items()})
@@ -92,9 +75,9 @@ class _Bench:
 
 
 @contextlib.contextmanager
-def _bench(job: Job, names: Sequence[str], groups: dict[str, str], *, fake: bool = True) -> Iterator[_Bench]:
+def _bench(job: DryJob, names: Sequence[str], groups: dict[str, str], *, fake: bool = True) -> Iterator[_Bench]:
     """Build, then enter the fake mode: the mesh and ``fully_shard`` do not work inside it."""
-    model, *_ = build_part(job.config, job.facts, job.mesh, names, job.precision)
+    model, *_ = build_part(job, names, job.precision)
     recorder = Recorder(groups)
     recorder.watch(blocks_of(job, model))
     with contextlib.ExitStack() as stack:
@@ -109,11 +92,11 @@ def _bench(job: Job, names: Sequence[str], groups: dict[str, str], *, fake: bool
         plan = job.facts.plan
         optimizer = build_optimizer(parameters, plan, run_optimizer(job.config), seed=job.config.debug.seed)
         _fill_state(optimizer, parameters)
-        keep_scales(job.config, [model], job.mesh)  # as the step before left them, whose collective it is
+        keep_scales(job, [model])  # as the step before left them, whose collective it is
         recorder.collectives.clear()
         state = (item for held in optimizer.state.values() for item in held.values() if isinstance(item, Tensor))
         recorder.timeline.mark(map(local_tensor, state), "optimizer")
-        gradients = build_gradients(job.config, job.facts, parameters, job.mesh, job.world)
+        gradients = build_gradients(job, parameters)
         yield _Bench(job, model, recorder, parameters, gradients, optimizer)
 
 
@@ -168,7 +151,7 @@ class _WatchedAccumulation(Accumulation):
 
 
 def measure_whole(
-    job: Job, names: Sequence[str], num_microbatches: int, groups: dict[str, str], *, fake: bool = True
+    job: DryJob, names: Sequence[str], num_microbatches: int, groups: dict[str, str], *, fake: bool = True
 ) -> Values:
     """One ``train_step`` and update of the modules ``names``, the whole model or some of its blocks left out.
 
@@ -186,7 +169,7 @@ def measure_whole(
         runner.recorder, runner.sync = bench.recorder, sync
         bench.recorder.phase("begin")
         layout, max_norm = job.mesh.layout, job.config.training.max_norm
-        train_step(1, batch, runner, bench.gradients, job.world, layout, max_norm)
+        train_step(1, batch, runner, bench.gradients, job.ranks, layout, max_norm)
         bench.update()
         return bench.values()
 
@@ -238,7 +221,7 @@ class _StageRunner:
 
 
 def measure_stage(
-    job: Job, names: Sequence[str], index: int, num_stages: int, groups: dict[str, str], *, splits: bool
+    job: DryJob, names: Sequence[str], index: int, num_stages: int, groups: dict[str, str], *, splits: bool
 ) -> Values:
     """A ``train_step`` of three microbatches and update of one stage of a pipeline, as PyTorch's schedules make them.
 
@@ -255,12 +238,12 @@ def measure_stage(
     """
     assert job.mesh.pp is not None
     with _bench(job, names, groups) as bench:
-        stage = PipelineStage(bench.model, index, num_stages, job.world.device, group=job.mesh.pp.get_group())
+        stage = PipelineStage(bench.model, index, num_stages, job.ranks.device, group=job.mesh.pp.get_group())
         batch = _batch(job, STAGE_MICROBATCHES * job.sizes.local, bench.recorder)
         runner = _StageRunner(stage, job, bench.recorder, splits=splits)
         bench.recorder.phase("begin")
         layout, max_norm = job.mesh.layout, job.config.training.max_norm
-        train_step(1, batch, cast(Runner, runner), bench.gradients, job.world, layout, max_norm)
+        train_step(1, batch, cast(Runner, runner), bench.gradients, job.ranks, layout, max_norm)
         bench.update()
         return bench.values()
 

@@ -21,12 +21,12 @@ from crius.models.description import ModelDescription
 from crius.parallel.mesh import Mesh, build_mesh
 from crius.parallel.runtime import fake_world
 from crius.tools.dry_run.extrapolate import FEW, Extrapolation
-from crius.tools.dry_run.measure import Job, measure_whole
+from crius.tools.dry_run.measure import DryJob, measure_whole
 from crius.tools.dry_run.memory import Values, kinds_of
 from crius.tools.dry_run.stages import pipeline, stage_report
 from crius.tools.dry_run.table import DryRunReport, RankReport, StageReport
 from crius.train.build import LowPrecision, planned
-from crius.train.inputs import describe_model, run_batch_sizes, run_modules, with_dtype
+from crius.train.inputs import describe_model, run_modules, with_dtype
 from crius.train.setup import run_kernels
 
 
@@ -57,7 +57,7 @@ def dry_run(config: RunConfig, num_ranks: int, rank: int, started: float, *, ext
         mesh = build_mesh(layout, world.device.type)
         facts = describe_model(config)
         precision, lines = _precision(config, facts)
-        job = Job(config, facts, run_batch_sizes(config, layout.batch), mesh, world, precision)
+        job = DryJob(config, facts, mesh, world, precision)
         groups = _axes(mesh)
         if layout.pp > 1:
             stages, ranks, extrapolation = pipeline(job, groups, extrapolate=extrapolate)
@@ -155,7 +155,7 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _measured(extrapolation: Extrapolation, job: Job) -> list[str]:
+def _measured(extrapolation: Extrapolation, job: DryJob) -> list[str]:
     lines = []
     if extrapolation.blocks:
         sizes = ", ".join(map(str, sorted(extrapolation.blocks)))
@@ -171,7 +171,7 @@ def _measured(extrapolation: Extrapolation, job: Job) -> list[str]:
 
 
 def _whole(
-    job: Job, groups: dict[str, str], *, extrapolate: bool
+    job: DryJob, groups: dict[str, str], *, extrapolate: bool
 ) -> tuple[list[StageReport], list[RankReport], Extrapolation]:
     """The model as every rank holds it without a pipeline."""
     names = [module.name for module in run_modules(job.config, job.facts)]

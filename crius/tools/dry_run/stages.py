@@ -11,7 +11,7 @@ from crius.config.pipeline import num_stages, placement, split_stages
 from crius.config.schedule import Action
 from crius.parallel.stages import order_of, simulate, stage_costs
 from crius.tools.dry_run.extrapolate import Extrapolation
-from crius.tools.dry_run.measure import STAGE_MICROBATCHES, Job, hidden_shape, measure_stage
+from crius.tools.dry_run.measure import STAGE_MICROBATCHES, DryJob, hidden_shape, measure_stage
 from crius.tools.dry_run.memory import Bytes, Values, kinds_of
 from crius.tools.dry_run.table import RankReport, StageReport, Traffic
 from crius.train.inputs import run_modules
@@ -22,7 +22,7 @@ _BATCH_TENSORS = 3  # tokens, labels and positions
 
 
 def pipeline(
-    job: Job, groups: dict[str, str], *, extrapolate: bool
+    job: DryJob, groups: dict[str, str], *, extrapolate: bool
 ) -> tuple[list[StageReport], list[RankReport], Extrapolation]:
     """Every stage of the pipeline that this rank is in, and what each of its ranks holds at the peak.
 
@@ -65,7 +65,7 @@ def pipeline(
     return reports, ranks, extrapolation
 
 
-def hidden_bytes(job: Job) -> int:
+def hidden_bytes(job: DryJob) -> int:
     """Bytes of what one stage sends the next for a microbatch."""
     dtype: torch.dtype = getattr(torch, job.config.training.mixed_precision_param)
     return math.prod(hidden_shape(job)) * dtype.itemsize

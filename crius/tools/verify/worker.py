@@ -27,16 +27,15 @@ from crius.launch.environment import Placement
 from crius.launch.report import log_path
 from crius.metrics.ledger import TimeLedger
 from crius.metrics.record import Record, StepMetrics
-from crius.models.description import ModelDescription
 from crius.models.init import init_rules
 from crius.models.layers.linear import LowPrecisionLinear
-from crius.parallel.mesh import Mesh, build_mesh
+from crius.parallel.mesh import build_mesh
 from crius.parallel.runtime import World, world
 from crius.tools.plan.recomputation import recomputation
 from crius.tools.verify.parameters import Shards, checksums, compare
 from crius.tools.verify.uneven import uneven_attention, uneven_documents, uneven_labels
-from crius.train.build import build_model, copied_names, low_precision
-from crius.train.inputs import describe_model, open_run_corpus, run_batch_sizes
+from crius.train.build import Job, build_model, low_precision
+from crius.train.inputs import describe_model, open_run_corpus
 from crius.train.job import assemble, set_up_torch
 from crius.train.loop import Loop
 from crius.train.setup import decide, start_logging
@@ -87,12 +86,12 @@ def train(task: Task, placement: Placement) -> None:
         CriusError: whatever training raises.
     """
     recorder = Recorder()
-    with _session(task, placement) as (facts, mesh, ranks, stack):
-        config = task.config
-        loop = _loop(task, facts, mesh, ranks, stack, recorder)
+    with _session(task, placement) as (job, stack):
+        config, facts, ranks = task.config, job.facts, job.ranks
+        loop = _loop(task, job, stack, recorder)
         if not is_enabled(config.quantize.dense):  # it would carry roundings to 8 bits as far as a fault
             uneven_attention(loop.state.parts, init_rules(facts))
-        place = functools.partial(_place, config, run_batch_sizes(config, mesh.layout.batch).total, loop.place)
+        place = functools.partial(_place, config, job.sizes.total, loop.place)
         state = named_state(loop.state.parts)
         if task.is_reference and _writes(task, ranks):
             task.shards.save("start", state, ranks.rank)
@@ -103,8 +102,8 @@ def train(task: Task, placement: Placement) -> None:
         }
         if task.is_reference and _writes(task, ranks):
             task.shards.save("end", state, ranks.rank)
-        copied = copied_names(facts, mesh.layout)
-        difference = compare(state, facts.state_names, task.shards, ranks.size // mesh.layout.pp, ranks, copied)
+        copies = ranks.size // job.mesh.layout.pp
+        difference = compare(state, facts.state_names, task.shards, copies, ranks, job.copied)
         _write(task, ranks, result | dataclasses.asdict(difference))
 
 
@@ -118,14 +117,14 @@ def curve(task: Task, placement: Placement) -> None:
         CriusError: whatever else training raises.
     """
     recorder, ended = Recorder(), ""
-    with _session(task, placement) as (facts, mesh, ranks, stack):
-        loop = _loop(task, facts, mesh, ranks, stack, recorder)
-        precision = low_precision(task.config, facts, ranks.device.type)
+    with _session(task, placement) as (job, stack):
+        loop, ranks = _loop(task, job, stack, recorder), job.ranks
+        precision = low_precision(task.config, job.facts, ranks.device.type)
         modules = [module for part in loop.state.parts for module in part.modules() if isinstance(module, nn.Linear)]
         low = [module for module in modules if isinstance(module, LowPrecisionLinear)]
         # ranks that hold the same part of the model count the same
         counts = ranks.sum(torch.tensor([len(low), len(modules) - len(low)], device=ranks.device))
-        converted, kept = (counts // (ranks.size // mesh.layout.pp)).tolist()
+        converted, kept = (counts // (ranks.size // job.mesh.layout.pp)).tolist()
         try:
             loop.run()
         except NonFiniteError as error:
@@ -149,29 +148,24 @@ def start(task: Task, placement: Placement) -> None:
     Raises:
         CriusError: whatever building a model raises.
     """
-    with _session(task, placement) as (facts, mesh, ranks, _):
-        config = task.config
+    with _session(task, placement) as (job, _):
+        config = job.config
         if config.activation_checkpoint.mode == "auto":  # decided for a batch, and there is none
             config = dataclasses.replace(config, activation_checkpoint=ActivationCheckpointConfig(mode="none"))
-        built = build_model(config, facts, mesh, ranks)
-        _write(task, ranks, {"checksums": checksums(named_state(built.parts), facts.state_names, ranks)})
+        built = build_model(dataclasses.replace(job, config=config))
+        names = job.facts.state_names
+        _write(task, job.ranks, {"checksums": checksums(named_state(built.parts), names, job.ranks)})
 
 
-def _loop(
-    task: Task, facts: ModelDescription, mesh: Mesh, ranks: World, stack: contextlib.ExitStack, recorder: Recorder
-) -> Loop:
-    config = task.config
-    sizes = run_batch_sizes(config, mesh.layout.batch)
-    corpus = open_run_corpus(config, mesh.layout.batch)
+def _loop(task: Task, job: Job, stack: contextlib.ExitStack, recorder: Recorder) -> Loop:
+    corpus = open_run_corpus(job.config, job.mesh.layout.batch)
+    decided = dataclasses.replace(job, config=decide(job.config, job.facts, job.ranks, recomputation))
     ledger = TimeLedger(time.monotonic())
-    config = decide(config, facts, ranks, recomputation)
-    return assemble(
-        config, facts, sizes, corpus, mesh, ranks, task.run_dir, ledger, [recorder], stack, strict=task.strict
-    )
+    return assemble(decided, corpus, task.run_dir, ledger, [recorder], stack, strict=task.strict)
 
 
 @contextlib.contextmanager
-def _session(task: Task, placement: Placement) -> Iterator[tuple[ModelDescription, Mesh, World, contextlib.ExitStack]]:
+def _session(task: Task, placement: Placement) -> Iterator[tuple[Job, contextlib.ExitStack]]:
     """The ranks of a task, met; everything they say goes to their logs, also that of rank 0."""
     if placement.rank == 0:  # on the console until now, where the table is
         assert placement.log_dir is not None
@@ -186,7 +180,7 @@ def _session(task: Task, placement: Placement) -> Iterator[tuple[ModelDescriptio
         ranks = stack.enter_context(
             world(placement.rank, placement.world_size, device, placement.rendezvous, task.seconds)
         )
-        yield describe_model(config), build_mesh(layout, device.type), ranks, stack
+        yield Job(config, describe_model(config), build_mesh(layout, device.type), ranks), stack
 
 
 def speak_to(path: Path) -> None:
