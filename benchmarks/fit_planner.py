@@ -22,7 +22,9 @@ from types import ModuleType
 from typing import Any
 
 import numpy
+import planner.trainers
 from planner.measurements import Measurement, read_measurements
+from planner.trainers import OthersMemory, OthersTime, as_known, trainers
 from planner.validate import Judged, Report, baselines
 from scipy.optimize import least_squares
 
@@ -88,12 +90,14 @@ PRIORS: dict[str, tuple[float, float, float]] = {
     "graph_launch": (0.2, 0.4, 1.0),
     "op_seconds": (6e-6, 0.5, 3e-5),
     "step_seconds": (0.03, 0.7, 0.2),
-    "bias_torchtitan": (0.0, 0.12, 0.5),
+    "bias": (0.0, 0.12, 0.5),
     "bias_megatron": (0.0, 0.12, 0.5),
     "bias_fsdp1": (0.0, 0.12, 0.5),
     "bias_nanotron": (0.0, 0.12, 0.5),
 }
-NAMES = [field.name for field in fields(TimeConstants)]
+Constants = tuple[TimeConstants, OthersTime]
+SHARED = [field.name for field in fields(TimeConstants)]
+NAMES = [*SHARED, *(field.name for field in fields(OthersTime))]
 assert set(NAMES) == set(PRIORS), set(NAMES) ^ set(PRIORS)
 
 
@@ -102,10 +106,21 @@ def to_vector(values: dict[str, float]) -> numpy.ndarray:
     return numpy.array([values[n] if n.startswith("bias") else math.log(values[n]) for n in NAMES])
 
 
-def to_constants(vector: numpy.ndarray) -> TimeConstants:
+def to_constants(vector: numpy.ndarray) -> Constants:
     """The reverse."""
-    pairs = zip(NAMES, map(float, vector), strict=True)
-    return TimeConstants(**{name: value if name.startswith("bias") else math.exp(value) for name, value in pairs})
+    values = {
+        name: float(value) if name.startswith("bias") else math.exp(value)
+        for name, value in zip(NAMES, vector, strict=True)
+    }
+    shared = {name: values.pop(name) for name in SHARED}
+    return TimeConstants(**shared), OthersTime(**values)
+
+
+def speeds(rows: list[Measurement], constants: Constants) -> list[float]:
+    """Tokens a second of a GPU of each row, as planned with ``constants``."""
+    shared, others = constants
+    known = trainers(others, OthersMemory())
+    return [tokens_per_second(as_known(row.workload, known), row.hardware, shared) for row in rows]
 
 
 def group_of(row: Measurement) -> tuple:
@@ -126,7 +141,7 @@ def softened(errors: numpy.ndarray, tolerance: float) -> numpy.ndarray:
     return numpy.sign(off) * numpy.sqrt(2 * (numpy.sqrt(1 + off**2) - 1)) * tolerance
 
 
-def fit(rows: list[Measurement], most: int = 7) -> TimeConstants:
+def fit(rows: list[Measurement], most: int = 7) -> Constants:
     """Constants that explain ``rows`` and stay near their priors."""
     prior = to_vector({name: value for name, (value, _, _) in PRIORS.items()})
     spread = numpy.array([PRIORS[name][1] for name in NAMES])
@@ -135,9 +150,7 @@ def fit(rows: list[Measurement], most: int = 7) -> TimeConstants:
     measured = numpy.log([row.tokens_per_second for row in rows])
 
     def residuals(vector: numpy.ndarray) -> numpy.ndarray:
-        constants = to_constants(vector)
-        planned = numpy.log([tokens_per_second(row.workload, row.hardware, constants) for row in rows])
-        off = softened(planned - measured, TOLERANCE)
+        off = softened(numpy.log(speeds(rows, to_constants(vector))) - measured, TOLERANCE)
         return numpy.concatenate([weights * off, PULL * (vector - prior) / spread])
 
     found = least_squares(residuals, prior, bounds=(-numpy.inf, upper), max_nfev=most, diff_step=1e-3)
@@ -152,15 +165,10 @@ def halves(rows: list[Measurement], split: int) -> tuple[list[Measurement], list
     return [row for row in rows if group_of(row) in fitted], [row for row in rows if group_of(row) not in fitted]
 
 
-def report(rows: list[Measurement], constants: TimeConstants) -> Report:
+def report(rows: list[Measurement], constants: Constants) -> Report:
     """``rows`` against plans with ``constants``."""
-    by_mfu = baselines(rows)
-    return Report(
-        [
-            Judged(row, tokens_per_second(row.workload, row.hardware, constants), mfu, memory=0.0)
-            for row, mfu in zip(rows, by_mfu, strict=True)
-        ]
-    )
+    planned = zip(rows, speeds(rows, constants), baselines(rows), strict=True)
+    return Report([Judged(row, speed, mfu, memory=0.0) for row, speed, mfu in planned])
 
 
 def judge(rows: list[Measurement], num_splits: int) -> dict:
@@ -224,9 +232,10 @@ def main() -> None:
     if judged:
         print(json.dumps({key: value for key, value in judged.items() if key != "rows"}, indent=2))
     if args.write:
-        constants = fit(rows, most=25)
-        write(time_constants, constants)
-        print(asdict(constants))
+        shared, others = fit(rows, most=25)
+        write(time_constants, shared)
+        write(planner.trainers, others)
+        print(asdict(shared) | asdict(others))
         if judged:
             JUDGED.write_text(json.dumps(judged, indent=1) + "\n", encoding="utf-8")
 

@@ -9,11 +9,13 @@ As ``fit_planner.py`` does for time: the same groups, splits and pull towards pr
 import argparse
 import json
 import math
-from dataclasses import asdict
+from dataclasses import asdict, fields
 
 import numpy
+import planner.trainers
 from fit_planner import ROWS, geometric, halves, softened, three_digits, weights_of, write
 from planner.measurements import Measurement, read_measurements
+from planner.trainers import OthersMemory, OthersTime, as_known, trainers
 from planner.validate import Errors
 from scipy.optimize import least_squares
 
@@ -45,7 +47,9 @@ PRIORS: dict[str, tuple[float, float]] = {
     "nanotron_activations": (1.3, 0.5),
     "nvfp4_kept": (0.5, 0.3),
 }
+Constants = tuple[MemoryConstants, OthersMemory]
 NAMES = tuple(PRIORS)
+OTHERS = {field.name for field in fields(OthersMemory)}
 
 
 def counting_of(row: Measurement) -> Counting:
@@ -53,12 +57,16 @@ def counting_of(row: Measurement) -> Counting:
     return "allocated" if row.memory_kind == "allocated" else "reserved"
 
 
-def planned(row: Measurement, constants: MemoryConstants) -> float:
-    """Bytes by the closed form."""
-    return memory(row.workload, row.hardware, constants, counting=counting_of(row)).total
+def planned(rows: list[Measurement], constants: Constants) -> list[float]:
+    """Bytes of each row by the closed form."""
+    shared, others = constants
+    known = trainers(OthersTime(), others)
+    return [
+        memory(as_known(row.workload, known), row.hardware, shared, counting=counting_of(row)).total for row in rows
+    ]
 
 
-def fit(rows: list[Measurement]) -> MemoryConstants:
+def fit(rows: list[Measurement]) -> Constants:
     """Constants that explain ``rows`` and stay near their priors."""
     prior = numpy.log([PRIORS[name][0] for name in NAMES])
     spread = numpy.array([PRIORS[name][1] for name in NAMES])
@@ -66,15 +74,16 @@ def fit(rows: list[Measurement]) -> MemoryConstants:
     measured = numpy.log([row.memory_bytes for row in rows])
 
     def residuals(vector: numpy.ndarray) -> numpy.ndarray:
-        constants = _constants(vector)
-        off = softened(numpy.log([planned(row, constants) for row in rows]) - measured, TOLERANCE)
+        off = softened(numpy.log(planned(rows, _constants(vector))) - measured, TOLERANCE)
         return numpy.concatenate([weights * off, PULL * (vector - prior) / spread])
 
     return _constants(least_squares(residuals, prior, max_nfev=20, diff_step=1e-3).x)
 
 
-def _constants(vector: numpy.ndarray) -> MemoryConstants:
-    return MemoryConstants(**dict(zip(NAMES, map(float, numpy.exp(vector)), strict=True)))
+def _constants(vector: numpy.ndarray) -> Constants:
+    values = dict(zip(NAMES, map(float, numpy.exp(vector)), strict=True))
+    others = {name: values.pop(name) for name in OTHERS}
+    return MemoryConstants(**values), OthersMemory(**others)
 
 
 def judge(rows: list[Measurement], num_splits: int) -> dict:
@@ -83,9 +92,8 @@ def judge(rows: list[Measurement], num_splits: int) -> dict:
     ratios: dict[str, list[float]] = {}
     for split in range(num_splits):
         fitted, judged = halves(rows, split)
-        constants = fit(fitted)
-        for row in judged:
-            pair = planned(row, constants), row.memory_bytes or math.nan
+        for row, nbytes in zip(judged, planned(judged, fit(fitted)), strict=True):
+            pair = nbytes, row.memory_bytes or math.nan
             pairs.setdefault("moe" if row.has_experts else "dense", []).append(pair)
             ratios.setdefault(row.name, []).append(pair[0] / pair[1])
     errors = {kind: Errors.of(found).as_json() for kind, found in pairs.items()}
@@ -115,9 +123,10 @@ def main() -> None:
         for name in sorted(ratios, key=lambda name: -abs(math.log(ratios[name])))[: args.worst]:
             print(name, ratios[name])
     if args.write:
-        constants = fit(rows)
-        write(memory_constants, constants, shown)
-        print(asdict(constants))
+        shared, others = fit(rows)
+        write(memory_constants, shared, shown)
+        write(planner.trainers, others)
+        print(asdict(shared) | asdict(others))
 
 
 if __name__ == "__main__":

@@ -26,12 +26,13 @@ from planner.measured_fields import (
     schedule,
     stages_per_rank,
 )
+from planner.trainers import TRAINERS
 
 from crius.errors import ConfigError
 from crius.models.description import ModelDescription
 from crius.tools.plan.hardware import Hardware
 from crius.tools.plan.shapes import PlannedConfig, planned
-from crius.tools.plan.workload import Framework, Loss, Workload
+from crius.tools.plan.workload import Loss, Workload
 from crius.units import GIB
 
 NEEDED = (
@@ -39,7 +40,7 @@ NEEDED = (
     *("dp_shard", "dp_replicate", "tp", "cp", "pp", "ac_mode", "precision", "tps_per_gpu", "peak_mem_gib"),
 )
 
-FRAMEWORKS: dict[str, Framework] = {  # by how the column's text begins
+FRAMEWORKS = {  # by how the column's text begins
     "crius": "crius",
     "torchtitan-graph": "torchtitan_graph",
     "torchtitan": "torchtitan",
@@ -236,7 +237,7 @@ def _workload(row: Mapping[str, str]) -> Workload:
         gradient_sync="deferred" if keeps_gradients or zero < 2 or layout.pp > 1 else "immediate",
         async_tp=row.get("async_tp", "").lower() in YES or _overlaps_tp(row, framework),
         loss=_loss(row, framework, compiled),
-        framework=framework,
+        trainer=TRAINERS[framework],
     )
 
 
@@ -265,11 +266,11 @@ def _model(row: Mapping[str, str]) -> ModelDescription:
     return planned(row["model"], config, int(published) if published >= MILLION else None)
 
 
-def _framework(text: str) -> Framework:
+def _framework(text: str) -> str:
     return next((framework for start, framework in FRAMEWORKS.items() if text.lower().startswith(start)), "other")
 
 
-def _compiled(row: Mapping[str, str], framework: Framework) -> bool:
+def _compiled(row: Mapping[str, str], framework: str) -> bool:
     """Compiled; of Megatron: launched from CUDA graphs, as releases since 26.06 do, and those without token routing."""
     if framework == "megatron":
         release = re.search(r"performance-summary (\d+\.\d+)", row.get("source", ""))
@@ -278,12 +279,12 @@ def _compiled(row: Mapping[str, str], framework: Framework) -> bool:
     return stated.lower() in YES or (framework == "kempnerforge" and not stated)  # its other rows are compiled
 
 
-def _overlaps_tp(row: Mapping[str, str], framework: Framework) -> bool:
+def _overlaps_tp(row: Mapping[str, str], framework: str) -> bool:
     """NVIDIA's recipes overlap tensor parallelism (TransformerEngine's user buffers), bare Megatron-LM does not."""
     return framework == "megatron" and not row.get("framework", "").lower().startswith("megatron-lm")
 
 
-def _loss(row: Mapping[str, str], framework: Framework, compiled: bool) -> Loss:
+def _loss(row: Mapping[str, str], framework: str, compiled: bool) -> Loss:
     stated = row.get("loss_impl", "").removesuffix("_ce")
     if stated in ("eager", "compiled", "chunked", "fused"):
         return cast(Loss, stated)

@@ -16,6 +16,8 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from planner.trainers import TRAINERS
+
 from crius.errors import CriusError
 from crius.table import aligned
 from crius.tools.plan.errors import Errors
@@ -209,7 +211,7 @@ def _worst_row(one: Judged) -> list[str]:
 
 def _same_layout(a: Workload, b: Workload) -> bool:
     """Published twice; a later release is no other layout."""
-    return replace(a, compile=b.compile) == b if a.framework == "megatron" else a == b
+    return replace(a, compile=b.compile) == b if a.trainer is TRAINERS["megatron"] else a == b
 
 
 def validate_file(path: str | Path) -> Report:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from harness import llama, parse
 from planner.measurements import read_measurements
+from planner.trainers import TRAINERS
 
 from crius.config.layout import Layout
 from crius.config.parallelism import ParallelismConfig
@@ -161,7 +162,8 @@ def test_a_pipeline_keeps_whole_weights_and_whole_gradients_until_the_last_micro
 def test_zero_stages_shard_more_and_more():
     layout = Layout(dp_replicate=8)
     totals = {
-        stage: memory(workload(layout=layout, zero_stage=stage, framework="megatron")).parts for stage in (0, 1, 2)
+        stage: memory(workload(layout=layout, zero_stage=stage, trainer=TRAINERS["megatron"])).parts
+        for stage in (0, 1, 2)
     }
     assert totals[1]["optimizer"] == pytest.approx(totals[0]["optimizer"] / 8, rel=1e-3)
     assert totals[1]["gradients"] == totals[0]["gradients"]
@@ -172,7 +174,7 @@ def test_zero_stages_shard_more_and_more():
 def test_experts_are_shared_by_expert_parallel_ranks_and_not_stored_twice():
     layouts = [Layout(dp_replicate=8, ep=ep) for ep in (1, 8)]
     alone, shared = (
-        memory(Workload(model=MIXTRAL, layout=layout, seq_len=4096, zero_stage=1, framework="megatron"))
+        memory(Workload(model=MIXTRAL, layout=layout, seq_len=4096, zero_stage=1, trainer=TRAINERS["megatron"]))
         for layout in layouts
     )
     experts = 32 * 8 * 3 * 4096 * 14336
@@ -235,7 +237,7 @@ def test_a_loss_in_chunks_frees_the_logits():
 
 
 def test_a_fused_loss_is_there_while_the_gradient_of_the_output_layer_is_made():
-    work = workload(loss="fused", framework="megatron", layout=Layout(tp=2))
+    work = workload(loss="fused", trainer=TRAINERS["megatron"], layout=Layout(tp=2))
     found = loss_bytes(work, 8192, MEMORY)
     weight = work.model.vocab_size / 2 * work.model.dim * 2
     assert found.output == pytest.approx(found.kept + found.work + weight)
@@ -244,18 +246,10 @@ def test_a_fused_loss_is_there_while_the_gradient_of_the_output_layer_is_made():
 @pytest.mark.parametrize(("tp", "more"), [(1, 4096), (4, 4096 + 1024)])
 def test_a_graph_keeps_no_result_that_only_the_next_layer_reads(tp, more):
     """The last matmul's, and under tensor parallelism what its reduce-scatter gives the rank."""
+    layer, graph = LLAMA["8b"].dense[1], TRAINERS["torchtitan_graph"]
     kept = [
-        layer_bytes(
-            4096,
-            LLAMA["8b"].dense[1],
-            tp,
-            2,
-            "torchtitan_graph",
-            "operators",
-            sequence_parallel=True,
-            is_traced=is_traced,
-        )
-        for is_traced in (False, True)
+        layer_bytes(4096, layer, tp, 2, trainer, "operators", sequence_parallel=True)
+        for trainer in (replace(graph, is_traced=False), graph)
     ]
     assert kept[0].selective - kept[1].selective == 2 * more
     assert (kept[0].none, kept[0].full) == (kept[1].none, kept[1].full)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from harness import llama
+from planner.trainers import TRAINERS
 
 from crius.config.layout import Layout
 from crius.errors import ConfigError
@@ -140,7 +141,7 @@ def test_crius_balances_its_stages_and_others_do_not():
     """32 layers and an output layer over 4 ranks: 8 layers and the output layer on the last, or fewer there."""
     one = workload(pp=4, num_microbatches=64)
     balanced, plain = (
-        step_time(replace(one, framework=name), H100).parts["matmul"] for name in ("crius", "torchtitan")
+        step_time(replace(one, trainer=TRAINERS[name]), H100).parts["matmul"] for name in ("crius", "torchtitan")
     )
     assert balanced < plain
     given = replace(one, stage_layers=(8, 8, 8, 8))

@@ -438,9 +438,11 @@ def test_no_group_is_on_both_sides_of_a_split(fit_planner):
 def test_a_fit_finds_the_constants_that_made_the_rows(fit_planner):
     """On rows of one GPU, in which only its matmuls are slower than the prior says."""
     rows = [row for row in read_measurements(ROWS)[0] if row.tokens_per_second and row.hardware.name == "a100-40g"][::3]
-    truth = TimeConstants(**{name: value for name, (value, _, _) in fit_planner.PRIORS.items()})
-    truth = replace(truth, matmul_ampere=0.6)
-    rows = [replace(row, tokens_per_second=tokens_per_second(row.workload, row.hardware, truth)) for row in rows]
-    found = fit_planner.fit(rows, most=5)
+    priors = fit_planner.to_vector({name: value for name, (value, _, _) in fit_planner.PRIORS.items()})
+    shared, others = fit_planner.to_constants(priors)
+    truth = replace(shared, matmul_ampere=0.6)
+    speeds = fit_planner.speeds(rows, (truth, others))
+    rows = [replace(row, tokens_per_second=speed) for row, speed in zip(rows, speeds, strict=True)]
+    found, _ = fit_planner.fit(rows, most=5)
     assert found.matmul_ampere == pytest.approx(0.6, rel=0.1)
     assert found.matmul_hopper == pytest.approx(truth.matmul_hopper, rel=0.01)  # no row says anything of it

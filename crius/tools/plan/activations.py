@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from crius.models.description import Layer
-from crius.tools.plan.memory_constants import TRAITS
-from crius.tools.plan.workload import Framework, Pointwise
+from crius.tools.plan.trainer import Pointwise, Trainer
 
 
 @dataclass(frozen=True)
@@ -35,14 +34,13 @@ def layer_bytes(
     layer: Layer,
     tp: int,
     itemsize: float,
-    framework: Framework,
+    trainer: Trainer,
     pointwise: Pointwise,
     *,
     sequence_parallel: bool,
     cp: int = 1,
     mask_tokens: float = 0,
     seen_tokens: float = 0,
-    is_traced: bool = False,
 ) -> LayerBytes:
     """``layer`` on one of ``tp`` ranks.
 
@@ -51,18 +49,17 @@ def layer_bytes(
         layer: what it has.
         tp: tensor-parallel ranks.
         itemsize: bytes of a number of the activations.
-        framework: whose implementation.
+        trainer: whose implementation.
         pointwise: what its norms and gates keep.
         sequence_parallel: between the matmuls a rank has a part of the sequence.
         cp: ranks that share a sequence.
         seen_tokens: of a query, whose probabilities are kept for each head.
         mask_tokens: of an explicit mask of attention that is kept, numbers for each token.
-        is_traced: in one graph with its backward, which keeps nothing that this does not read, such as its own result.
     """
-    traits, attention, ffn = TRAITS[framework], layer.attention, layer.feed_forward
+    attention, ffn = layer.attention, layer.feed_forward
     num_kv_heads, d = max(1, attention.num_kv_heads / tp), float(dim)
     source = d / tp if sequence_parallel else d
-    gathered = d if traits.keeps_gathered else source
+    gathered = d if trainer.keeps_gathered else source
     queries, values = (attention.num_heads * width / tp for width in (attention.head_dim, attention.value_dim))
     keys = num_kv_heads * (attention.head_dim + attention.value_dim)  # and values together
     scores = 4 * attention.num_heads / tp * (seen_tokens or 1)  # probabilities, or the logarithms of their sums
@@ -71,10 +68,12 @@ def layer_bytes(
     routed = ffn.top_k * ffn.expert_width / tp
     headwise = (queries + num_kv_heads * attention.head_dim) * attention.has_head_norms  # what the norms of heads read
     none = 2 * source + 2 * gathered + queries + keys + values + headwise + per_hidden * dense_width
-    if cp > 1 and traits.gathers_keys:  # and what attention gives for the early and the late tokens of a rank is joined
+    if (
+        cp > 1 and trainer.gathers_keys
+    ):  # and what attention gives for the early and the late tokens of a rank is joined
         none += keys * (cp - 1) + values + mask_tokens
     # of seven matmuls wq, wv, w1 and w2; attention; two reduce-scatters
-    w2 = source * (tp > 1) + (d + source * (tp > 1)) * (not is_traced)
+    w2 = source * (tp > 1) + (d + source * (tp > 1)) * (not trainer.is_traced)
     selective = source + queries + num_kv_heads * attention.value_dim + dense_width + w2 + values
     if ffn.num_experts:
         dispatched = ffn.top_k * d / tp
@@ -86,7 +85,7 @@ def layer_bytes(
     every = none * itemsize + normed + scores
     return LayerBytes(
         full=source * itemsize,
-        selective=selective * itemsize + scores if traits.selects_ops else every,
+        selective=selective * itemsize + scores if trainer.selects_ops else every,
         none=every,
         backward=widest * itemsize,
     )

@@ -67,12 +67,11 @@ class Communication:
         """
         work, c = self._workload, self._constants
         gather, again, reduce = self._gathers()
-        costs = {"fsdp1": c.overlap_cost_fsdp1, "megatron": c.overlap_cost_megatron}
-        cost = costs.get(work.framework, c.overlap_cost)
+        cost = c.overlap_cost if work.trainer.waits is None else work.trainer.waits
         if self._layout.pp > 1 and work.reshard != "always":
             return exposed(gather, forward, cost) + exposed(reduce, backward, cost), 0.0
         count = work.num_microbatches
-        if work.reshard == "never" and count > 1 and work.framework == "crius":  # weights stay until the last
+        if work.reshard == "never" and count > 1 and work.trainer.keeps_weights:  # weights stay until the last
             gather /= count
         each = exposed(gather, forward, cost)
         if work.gradient_sync == "deferred":
@@ -114,7 +113,7 @@ class Communication:
         else:
             sent = 2 * self._collect(size, work.reduce_bytes)
         left = max(0.0, backward - sum(self._gathers()[1:]))
-        return exposed(sent, left, c.dp_exposed_nanotron if work.framework == "nanotron" else c.dp_exposed)
+        return exposed(sent, left, c.dp_exposed if work.trainer.reduces is None else work.trainer.reduces)
 
     def tensor(self) -> float:
         """Of a microbatch: two gathers and two scatters forward, one gather more backward, and those recomputed."""
@@ -127,7 +126,7 @@ class Communication:
             again = 3.0 / work.selective_layers
         share = c.tp_exposed
         if work.async_tp:
-            share *= c.tp_fused if work.framework == "megatron" else c.tp_async
+            share *= c.tp_async if work.trainer.overlaps_tensor is None else work.trainer.overlaps_tensor
         return share * (9 + again) * one * self._layers
 
     def context(self) -> float:
@@ -148,8 +147,8 @@ class Communication:
         one = all_to_all(self._layout.ep, 1, self._hardware, self._constants, sent)
         passes = 4 + 2 * recomputed(self._workload)[1]
         share = self._constants.ep_exposed
-        if self._workload.framework == "megatron" and self._workload.stages_per_rank > 1:
-            share *= self._constants.ep_interleaved
+        if self._workload.stages_per_rank > 1:
+            share *= self._workload.trainer.overlaps_experts
         return self._expert_layers * share * passes * one
 
     def pipeline(self) -> float:

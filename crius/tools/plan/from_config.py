@@ -12,7 +12,8 @@ from crius.config.pipeline import microbatch_unit, num_stages, settle_stages, sp
 from crius.config.run import RunConfig
 from crius.models.description import ModelDescription
 from crius.tools.plan.stages import layers_of_stages
-from crius.tools.plan.workload import Checkpointing, Pointwise, Workload
+from crius.tools.plan.trainer import Pointwise
+from crius.tools.plan.workload import Checkpointing, Workload
 
 MOMENT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "8bit": 1.0 + 4 / 256}
 """Of one number of an optimizer's running means, by ``optimizer.state_dtype``."""

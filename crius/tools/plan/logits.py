@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from crius.tools.plan.memory_constants import TRAITS, MemoryConstants
+from crius.tools.plan.memory_constants import MemoryConstants
 from crius.tools.plan.workload import Workload
 
 _PRODUCT_PARTS = 8  # of what a chunk adds to the output layer's gradient (crius/kernels/linear_cross_entropy.py)
@@ -45,7 +45,7 @@ def loss_bytes(workload: Workload, tokens: float, constants: MemoryConstants) ->
         return LossBytes(kept, work, kept + embedding * itemsize + rounded)
     logits = vocabulary * tokens
     if workload.loss == "eager":  # stays: log-probabilities in float32, which the backward takes
-        nbytes = _eager_logit_bytes(workload, constants) * logits
+        nbytes = _eager_logit_bytes(workload) * logits
         kept = min(nbytes / 2, 4 * logits)
         return LossBytes(normed + kept, nbytes - kept, embedding * itemsize)
     nbytes = (
@@ -60,11 +60,9 @@ def loss_bytes(workload: Workload, tokens: float, constants: MemoryConstants) ->
     return LossBytes(normed + nbytes / 2, nbytes / 2, stays + embedding * itemsize)
 
 
-def _eager_logit_bytes(workload: Workload, constants: MemoryConstants) -> float:
+def _eager_logit_bytes(workload: Workload) -> float:
     """Of one logit of this rank's part of the vocabulary."""
-    traits, tp = TRAITS[workload.framework], workload.layout.tp
-    known = traits.eager_logit_bytes
-    nbytes: float = getattr(constants, known) if isinstance(known, str) else known
+    trainer, tp = workload.trainer, workload.layout.tp
     if tp == 1:
-        return nbytes
-    return (nbytes + traits.split_logit_bytes) * (tp if traits.gathers_logits else 1)
+        return trainer.eager_logit_bytes
+    return (trainer.eager_logit_bytes + trainer.split_logit_bytes) * (tp if trainer.gathers_logits else 1)

@@ -12,10 +12,11 @@ from crius.tools.plan.estimate import Estimate
 from crius.tools.plan.hardware import Hardware
 from crius.tools.plan.holdings import Held, held_by
 from crius.tools.plan.logits import LossBytes, loss_bytes
-from crius.tools.plan.memory_constants import MEMORY, TRAITS, MemoryConstants
+from crius.tools.plan.memory_constants import MEMORY, MemoryConstants
 from crius.tools.plan.peaks import Activations, LayerKind, Moment, parts_between, peak, waits_for_loss
+from crius.tools.plan.trainer import Pointwise
 from crius.tools.plan.weights import model_parameters
-from crius.tools.plan.workload import Pointwise, Workload
+from crius.tools.plan.workload import Workload
 
 __all__ = ["memory", "model_parameters"]
 
@@ -130,10 +131,10 @@ def _kind(
     *,
     has_experts: bool,
 ) -> LayerKind:
-    mode, traits = workload.activation_checkpoint, TRAITS[workload.framework]
+    mode = workload.activation_checkpoint
     factor = constants.nvfp4_kept if workload.precision == "nvfp4" else 1.0
-    if traits.activations and mode != "full":
-        factor *= getattr(constants, traits.activations)
+    if mode != "full":
+        factor *= workload.trainer.kept
     one = _layer(workload, has_experts=has_experts)
     own = least = {"none": one.none, "full": one.full, "selective": one.selective}[mode]
     if mode == "selective" and workload.selective_layers is not None:  # some of the layers, each whole
@@ -176,7 +177,7 @@ def _pointwise(workload: Workload) -> Pointwise:
     """What norms and gates keep."""
     if workload.pointwise is not None:
         return workload.pointwise
-    return "fused" if workload.compile else TRAITS[workload.framework].pointwise
+    return "fused" if workload.compile else workload.trainer.pointwise
 
 
 def _layer(workload: Workload, *, has_experts: bool) -> LayerBytes:
@@ -187,11 +188,10 @@ def _layer(workload: Workload, *, has_experts: bool) -> LayerBytes:
         layer,
         workload.layout.tp,
         workload.param_bytes,
-        workload.framework,
+        workload.trainer,
         _pointwise(workload),
         sequence_parallel=workload.sequence_parallel,
         cp=workload.layout.cp,
         seen_tokens=(workload.seq_len - ATTENTION_BLOCK) / 2 if workload.keeps_probabilities else 0.0,
-        is_traced=workload.framework == "torchtitan_graph",
         mask_tokens=workload.seq_len / 2 / workload.microbatch if workload.keeps_mask else 0.0,
     )

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from crius.tools.plan.holdings import Held
 from crius.tools.plan.logits import LossBytes
-from crius.tools.plan.memory_constants import TRAITS
 from crius.tools.plan.workload import Workload
 
 _ID_BYTES = 3 * 8  # of a token: its id, label and position
@@ -147,7 +146,7 @@ def peak(
     most = max(moments, key=lambda moment: moment.total)
     buffers = _ID_BYTES * workload.microbatch * workload.seq_len / workload.layout.cp * count
     if workload.layout.pp > 1:
-        received = count if TRAITS[workload.framework].receives_all else 1
+        received = count if workload.trainer.receives_all else 1
         buffers += layers.neighbours * activations.hidden * received
     weights, state = _constant(workload, held)
     return most._replace(weights=weights, state=state, working=most.working + buffers)
@@ -208,7 +207,7 @@ class _Rank:
         self._is_copied = is_sharded and not self._is_plain  # FSDP gathers weights and sums gradients
         self._is_whole = workload.num_microbatches > 1 and (workload.gradient_sync == "deferred" or layout.pp > 1)
         is_tied = workload.is_tied
-        stays = is_sharded and TRAITS[workload.framework].ends_stay
+        stays = is_sharded and workload.trainer.ends_stay
         # embedding and output layer in one unit: gathered, and their gradients whole, until the end
         self._is_one_end = is_tied or (stays and layers.has_head)
         self._ends = max(1, layers.has_embedding + (layers.has_head and not is_tied)) if stays else 1

@@ -7,6 +7,7 @@ from functools import lru_cache
 
 from crius.tools.plan.hardware import Hardware
 from crius.tools.plan.time_constants import TimeConstants
+from crius.tools.plan.trainer import Trainer
 from crius.tools.plan.workload import Workload
 
 UNFUSED_CAST = 4
@@ -79,19 +80,18 @@ class Rates:
 def rates(workload: Workload, hardware: Hardware, constants: TimeConstants) -> Rates:
     """What ``hardware`` reaches in this workload."""
     recipe, compiled = workload.float8_recipe, workload.compile
-    casts_fused = (compiled or workload.framework == "megatron") and not (
-        "rowwise" in recipe and workload.layout.tp > 1
-    )
-    # TransformerEngine quantizes weights that stay once a step; FSDP gathers them anew for every microbatch
-    recast = 1 / workload.num_microbatches if workload.framework == "megatron" and workload.zero_stage < 3 else 1.0
-    return _rates(hardware, constants, workload.framework, workload.precision, recipe, compiled, casts_fused, recast)
+    trainer = workload.trainer
+    casts_fused = (compiled or trainer.fuses_casts) and not ("rowwise" in recipe and workload.layout.tp > 1)
+    # FSDP gathers weights anew for every microbatch
+    recast = 1 / workload.num_microbatches if trainer.casts_once and workload.zero_stage < 3 else 1.0
+    return _rates(hardware, constants, trainer, workload.precision, recipe, compiled, casts_fused, recast)
 
 
 @lru_cache(maxsize=1024)
 def _rates(
     hardware: Hardware,
     constants: TimeConstants,
-    framework: str,
+    trainer: Trainer,
     precision: str,
     recipe: str,
     compiled: bool,
@@ -100,16 +100,18 @@ def _rates(
 ) -> Rates:
     on_cpu = hardware.generation == "cpu"
     attention_peak = hardware.float32_flops if on_cpu or precision == "float32" else hardware.bfloat16_flops
-    efficiency, attention = _efficiencies(hardware, constants, framework, attention_peak)
+    efficiency, attention = _efficiencies(hardware, constants, trainer, attention_peak)
     memory = (hardware.memory_efficiency or constants.memory) * hardware.memory_bandwidth
     wide_peak = hardware.float32_flops if precision == "float32" else hardware.bfloat16_flops
     wide_bytes = 4 if precision == "float32" else 2
-    peak, relative, operand_bytes = _narrow(hardware, constants, framework, precision, recipe)
+    peak, relative, operand_bytes = _narrow(hardware, constants, trainer, precision, recipe)
     flops = peak * efficiency * relative if peak else wide_peak * efficiency
     cast = constants.cast_traffic * (1 if casts_fused else UNFUSED_CAST) * 2 if peak else 0.0
     if "current_scaling" in recipe:
         cast *= READ_TWICE
-    bias = 1.0 if hardware.measured else _bias(constants, framework)  # what is measured has it in it
+    # what is measured has it in it
+    bias = 1.0 if hardware.measured else math.e ** (constants.bias if trainer.bias is None else trainer.bias)
+    passes = constants.elementwise_compiled if compiled else constants.elementwise_eager
     width = wide_bytes / 2
     return Rates(
         flops=flops / bias,
@@ -120,15 +122,15 @@ def _rates(
         cast=cast / memory,
         recast=recast,
         wide_traffic=constants.matmul_traffic * wide_bytes / memory,
-        elementwise=width * _elementwise(constants, framework, compiled),
+        elementwise=width * (passes if trainer.elementwise is None else trainer.elementwise),
         op_seconds=constants.op_seconds if hardware.op_seconds is None else hardware.op_seconds,
-        experts=1.0 if framework == "megatron" else constants.expert_torch,
+        experts=constants.expert_torch if trainer.experts is None else trainer.experts,
         tile=1 if on_cpu else TILE,
     )
 
 
 def _efficiencies(
-    hardware: Hardware, constants: TimeConstants, framework: str, attention_peak: float
+    hardware: Hardware, constants: TimeConstants, trainer: Trainer, attention_peak: float
 ) -> tuple[float, float]:
     """Of matmuls and of attention."""
     matmul, attention = {
@@ -139,17 +141,16 @@ def _efficiencies(
         "cdna3": (constants.matmul_cdna3, constants.attention_hopper),
         "cpu": (0.8, 0.3),
     }.get(hardware.generation, (constants.matmul_hopper, constants.attention_hopper))
-    if framework != "megatron" and hardware.generation not in ("ampere", "ada", "cpu"):
+    if not trainer.own_kernels and hardware.generation not in ("ampere", "ada", "cpu"):
         attention = min(attention, constants.flash2_flops / attention_peak)
-    if framework == "fsdp1":
-        attention *= constants.attention_fsdp1
+    attention *= trainer.attention
     is_blackwell = hardware.generation.startswith("blackwell")
     limit = hardware.power ** (constants.power_exponent_blackwell if is_blackwell else constants.power_exponent)
     return hardware.matmul_efficiency or matmul * limit, hardware.attention_efficiency or attention * limit
 
 
 def _narrow(
-    hardware: Hardware, constants: TimeConstants, framework: str, precision: str, recipe: str
+    hardware: Hardware, constants: TimeConstants, trainer: Trainer, precision: str, recipe: str
 ) -> tuple[float, float, float]:
     """Peak, efficiency relative to bfloat16's, and bytes of an operand, of matmuls below 16 bits; else a peak of 0."""
     if precision in ("float32", "bfloat16"):
@@ -159,28 +160,6 @@ def _narrow(
     if "rowwise" in recipe:
         return hardware.float8_flops, constants.float8_rowwise, 1.0
     relative = constants.float8_tensorwise
-    if framework in ("megatron", "fsdp1"):
-        is_blackwell = hardware.generation.startswith("blackwell")
-        relative = constants.float8_fused_blackwell if is_blackwell else constants.float8_fused
+    if trainer.float8:
+        relative = trainer.float8[hardware.generation.startswith("blackwell")]
     return hardware.float8_flops, relative * (constants.mxfp8 if precision == "mxfp8" else 1.0), 1.0
-
-
-def _elementwise(constants: TimeConstants, framework: str, compiled: bool) -> float:
-    if framework == "megatron":
-        return constants.elementwise_fused
-    if framework == "fsdp1":
-        return constants.elementwise_fsdp1
-    return constants.elementwise_compiled if compiled else constants.elementwise_eager
-
-
-def _bias(constants: TimeConstants, framework: str) -> float:
-    """How many times slower the framework computes than the rest says; Crius builds its blocks as torchtitan does."""
-    return 2.718281828459045 ** {
-        "crius": constants.bias_torchtitan,
-        "torchtitan": constants.bias_torchtitan,
-        "torchtitan_graph": constants.bias_torchtitan,
-        "kempnerforge": constants.bias_torchtitan,
-        "megatron": constants.bias_megatron,
-        "fsdp1": constants.bias_fsdp1,
-        "nanotron": constants.bias_nanotron,
-    }.get(framework, 0.0)

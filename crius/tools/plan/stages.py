@@ -7,7 +7,6 @@ from functools import lru_cache
 from crius.config.parallelism import ParallelismConfig
 from crius.config.pipeline import SPLIT_BACKWARD, V_SCHEDULES, is_layer, split_stages, stages_of_ranks
 from crius.models.description import ModelDescription
-from crius.tools.plan.memory_constants import TRAITS
 from crius.tools.plan.workload import Workload
 
 
@@ -66,7 +65,7 @@ def rank_layers(workload: Workload, rank: int) -> RankLayers:
 
 def _sizes(workload: Workload, stages: int) -> tuple[int, ...]:
     model = workload.model
-    if TRAITS[workload.framework].balances_stages:
+    if workload.trainer.balances_memory:
         return stage_layers(model, stages, workload.seq_len)
     return _even(model.num_layers, stages) or (1,) * stages
 

@@ -124,7 +124,7 @@ def _stages(workload: Workload) -> tuple[int, int]:
     count, degree = workload.model.num_layers, workload.layout.pp
     if degree == 1:
         return 0, count
-    if workload.framework != "crius":
+    if not workload.trainer.balances_time:
         each = -(-count // degree)
         return each, max(0, count - (degree - 1) * each)
     sizes = workload.stage_layers or stage_layers(workload.model, degree * workload.stages_per_rank, workload.seq_len)
@@ -154,7 +154,7 @@ def _idle(
     routing = 0.0
     if workload.model.is_routed:
         routing = share * layers * constants.expert_seconds * reached.experts / 2
-        if workload.framework != "megatron":  # whose host loops over the experts of a rank
+        if workload.trainer.loops_over_experts:
             routing *= math.sqrt(max(1.0, workload.model.num_experts / workload.layout.ep) / EXPERTS)
     if hardware.generation == "cpu":
         return launch + routing

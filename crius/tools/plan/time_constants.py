@@ -20,16 +20,11 @@ class TimeConstants:
         attention_hopper: the same on H100 and H200 with TransformerEngine's kernels.
         attention_blackwell: the same on Blackwell.
         flash2_flops: FLOPs a second of FlashAttention-2 on GPUs newer than it, whose matmul units it does not use.
-        attention_fsdp1: factor on these of the kernels that FSDP1's trainers of 2023 had.
         memory: of the bandwidth, what elementwise operations reach.
         elementwise_eager: times that a layer's activations cross the memory in eager PyTorch.
         elementwise_compiled: the same, compiled.
-        elementwise_fsdp1: the same in FSDP1's trainers, whose LayerNorm and GELU are single kernels.
-        elementwise_fused: the same, with TransformerEngine's and Megatron's fused kernels.
         float8_tensorwise: of float8's peak relative to bfloat16's efficiency, with one scale a tensor.
         float8_rowwise: the same with one scale a row.
-        float8_fused: the same in TransformerEngine on H100 and H200.
-        float8_fused_blackwell: the same on Blackwell.
         mxfp8: factor on these with a scale every 32 numbers.
         nvfp4: of the 4-bit peak.
         cast_traffic: times that a matmul's operands cross the memory to be quantized.
@@ -37,18 +32,12 @@ class TimeConstants:
         nic: of ``nic_bandwidth``.
         hop_seconds: latency of a collective for each node it visits, seconds.
         overlap_cost: share of hidden communication that slows the compute beside it.
-        overlap_cost_fsdp1: the same in FSDP1.
-        overlap_cost_megatron: the same in Megatron's FSDP.
         tp_exposed: share of tensor parallelism's communication that is not hidden.
         tp_async: factor on it with async tensor parallelism.
-        tp_fused: factor on it with TransformerEngine's overlap.
         cp_imbalance: attention slows by this share as context parallelism grows.
         cp_exposed: share of context parallelism's communication that is not hidden.
         ep_exposed: share of expert parallelism's all-to-alls that is not hidden.
-        ep_interleaved: factor on it in Megatron where a pipeline rank has several stages: it computes one microbatch
-            while another's tokens are on their way.
         dp_exposed: share of the gradient reduction that overlaps in theory and yet is not hidden.
-        dp_exposed_nanotron: the same in nanotron.
         expert_efficiency: factor on the efficiency of matmuls of experts.
         expert_traffic: times that routed tokens cross the memory to be permuted.
         expert_seconds: time a layer of experts waits for its routing to reach the host and back, both passes, seconds.
@@ -56,10 +45,7 @@ class TimeConstants:
         graph_launch: share of launch times that is left when graphs or compiled code are launched.
         op_seconds: time to launch one operation, seconds.
         step_seconds: fixed cost of a step, seconds.
-        bias_torchtitan: logarithm of how much slower its compute is than the rest says.
-        bias_megatron: the same.
-        bias_fsdp1: the same.
-        bias_nanotron: the same.
+        bias: logarithm of how much slower compute is than the rest says. torchtitan's, whose blocks are as Crius's.
     """
 
     matmul_ampere: float = 0.866
@@ -74,16 +60,11 @@ class TimeConstants:
     attention_hopper: float = 0.459
     attention_blackwell: float = 0.412
     flash2_flops: float = 279000000000000.0
-    attention_fsdp1: float = 0.713
     memory: float = 0.833
     elementwise_eager: float = 1.77
     elementwise_compiled: float = 0.468
-    elementwise_fsdp1: float = 0.747
-    elementwise_fused: float = 0.681
     float8_tensorwise: float = 1.0
     float8_rowwise: float = 0.559
-    float8_fused: float = 0.977
-    float8_fused_blackwell: float = 1.19
     mxfp8: float = 0.939
     nvfp4: float = 0.547
     cast_traffic: float = 0.445
@@ -91,17 +72,12 @@ class TimeConstants:
     nic: float = 0.95
     hop_seconds: float = 4.14e-06
     overlap_cost: float = 0.128
-    overlap_cost_fsdp1: float = 0.114
-    overlap_cost_megatron: float = 0.299
     tp_exposed: float = 1.26
     tp_async: float = 0.642
-    tp_fused: float = 0.31
     cp_imbalance: float = 0.199
     cp_exposed: float = 0.302
     ep_exposed: float = 0.788
-    ep_interleaved: float = 0.33
     dp_exposed: float = 0.292
-    dp_exposed_nanotron: float = 0.761
     expert_efficiency: float = 0.829
     expert_traffic: float = 5.98
     expert_seconds: float = 0.00727
@@ -109,10 +85,7 @@ class TimeConstants:
     graph_launch: float = 0.262
     op_seconds: float = 5.99e-06
     step_seconds: float = 0.045
-    bias_torchtitan: float = 0.12
-    bias_megatron: float = 0.004
-    bias_fsdp1: float = 0.128
-    bias_nanotron: float = -0.0846
+    bias: float = 0.12
 
 
 TIME = TimeConstants()

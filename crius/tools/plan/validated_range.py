@@ -1,6 +1,7 @@
 """What published measurements support, and what they do not. Torch-free."""
 
 from crius.tools.plan.hardware import Hardware
+from crius.tools.plan.trainer import CRIUS
 from crius.tools.plan.weights import model_parameters
 from crius.tools.plan.workload import Workload
 
@@ -58,7 +59,7 @@ def validated_range(workload: Workload, hardware: Hardware) -> list[str]:
         reasons.append(f"{hardware.name} has no nvfp4: planned as float8")
     elif workload.precision == "float8" and hardware.generation == "cdna3" and "rowwise" not in workload.float8_recipe:
         reasons.append(f"one measurement of tensorwise float8 on {hardware.name}, 1.4 times slower than planned")
-    if workload.framework == "crius" and hardware.generation != "cpu":
+    if workload.trainer is CRIUS and hardware.generation != "cpu":
         if workload.reshard not in ("default", "always", "never"):
             reasons.append("no measurement of partial resharding")
     return reasons

@@ -8,12 +8,11 @@ from typing import Literal
 
 from crius.config.layout import Layout
 from crius.models.description import ModelDescription
+from crius.tools.plan.trainer import CRIUS, Pointwise, Trainer
 
-Framework = Literal["crius", "torchtitan", "torchtitan_graph", "kempnerforge", "megatron", "fsdp1", "nanotron", "other"]
 Precision = Literal["float32", "bfloat16", "float8", "mxfp8", "nvfp4"]
 Checkpointing = Literal["none", "selective", "full"]
 Loss = Literal["eager", "compiled", "chunked", "fused"]
-Pointwise = Literal["operators", "norms", "silu", "fused"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +31,7 @@ class Workload:
         selective_layers: of ``selective``: every so many layers recomputed in full; None: by op.
         compile: every block is compiled.
         precision: of the matmuls of the blocks; the output layer and attention stay in bfloat16 below float32.
-        float8_recipe: of torchao or TransformerEngine: ``tensorwise``, ``rowwise``, ...; empty: the framework's.
+        float8_recipe: of torchao or TransformerEngine: ``tensorwise``, ``rowwise``, ...; empty: the trainer's.
         float8_all_gather: FSDP gathers weights in float8.
         weight_bytes: of one stored weight: 4 for float32.
         param_bytes: of one weight while it computes: 2 for bfloat16.
@@ -47,11 +46,11 @@ class Workload:
         score_tokens: of those, tokens that are scored in float32 at a time.
         optimizer: ``fused``, ``foreach`` or ``for-loop``.
         cpu_offload: weights, gradients and optimizer state lie in the host's memory between their uses.
-        framework: whose implementation: what is fused, kept and overlapped.
+        trainer: whose implementation: what is fused, kept and overlapped.
         pointwise: what norms and gates keep for their backward. ``operators``: all, as PyTorch differentiates them on a
             CPU; ``norms``: so of norms alone, of gates only their inputs; ``silu``: the gate before and after its
             activation too, as eager PyTorch does on a GPU; ``fused``: only their inputs. None: ``fused`` where blocks
-            are compiled, else what the framework does.
+            are compiled, else what the trainer does.
         muon: matrices of the layers keep one running mean, not two.
         sequence_parallel: between the matmuls of tensor parallelism a rank has its part of the sequence.
         stage_layers: layers of each pipeline stage in order; empty: as even in cost as they go.
@@ -86,7 +85,7 @@ class Workload:
     score_tokens: int = 0
     optimizer: str = "fused"
     cpu_offload: bool = False
-    framework: Framework = "crius"
+    trainer: Trainer = CRIUS
     pointwise: Pointwise | None = None
     muon: bool = False
     sequence_parallel: bool = True
