@@ -14,9 +14,8 @@ import torch
 from survival import parse, silent
 from torch.nn import functional as F
 
-from crius.config.data import DataConfig
+from crius.config.data import DataConfig, TokenizerConfig
 from crius.config.run import RunConfig
-from crius.config.tokenizer import TokenizerConfig
 from crius.data.boundary import boundary_of
 from crius.data.cache import open_cached
 from crius.data.loader import BatchLoader

@@ -1,6 +1,6 @@
 """Broken rules between sections, with what their errors say."""
 
-from crius.config import rules, rules_checkpoint, rules_layout
+from crius.config import rules, rules_layout, rules_training
 
 SHARD = "--parallelism.data_parallel_shard_degree"
 REPLICATE = "--parallelism.data_parallel_replicate_degree"
@@ -337,7 +337,7 @@ CASES = [
         "leave out --parallelism.expert_parallel_degree",
     ),
     (
-        rules_checkpoint.checkpoints_have_a_folder,
+        rules_training.checkpoints_have_a_folder,
         ["--checkpoint.enable", "--checkpoint.folder="],
         {},
         "checkpoint.folder '' names no folder",
@@ -345,7 +345,7 @@ CASES = [
         "--checkpoint.folder checkpoints",
     ),
     (
-        rules_checkpoint.checkpoints_outlive_the_process,
+        rules_training.checkpoints_outlive_the_process,
         ["--checkpoint.enable", "--checkpoint.folder", "memory://x"],
         {},
         "checkpoint.folder memory://x would be gone",
@@ -353,7 +353,7 @@ CASES = [
         "--checkpoint.folder checkpoints",
     ),
     (
-        rules_checkpoint.checkpoint_flags_have_effect,
+        rules_training.checkpoint_flags_have_effect,
         ["--checkpoint.no_enable", "--checkpoint.interval", "5"],
         {},
         "checkpoint.interval has no effect",

@@ -22,7 +22,7 @@ from crius.checkpoint.manifest import Manifest
 from crius.checkpoint.planner import Gather, StagedPlanner
 from crius.checkpoint.progress import Progress
 from crius.checkpoint.writer import ShardWriter, Written
-from crius.config.checkpoint import CheckpointConfig
+from crius.config.operation import CheckpointConfig
 from crius.errors import CriusError
 from crius.host_memory import free_host_bytes
 from crius.units import MIB

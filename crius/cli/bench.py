@@ -26,8 +26,8 @@ from crius.config import rules
 from crius.config.export import command_line_flags, flatten, to_toml
 from crius.config.facts import Facts
 from crius.config.load import normalized_argv
-from crius.config.quantize import SET_BY_FORMAT
 from crius.config.run import RunConfig
+from crius.config.training import SET_BY_FORMAT
 from crius.errors import ConfigError
 
 Repeat = Annotated[int, Parameter(help="Rounds; each goes through all that is compared.")]

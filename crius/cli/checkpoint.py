@@ -20,7 +20,7 @@ from crius.checkpoint.names import MANIFEST, parse_folder, parse_step, step_name
 from crius.checkpoint.state import read_state
 from crius.checkpoint.verify import Damage, damages, lacks, read_manifest
 from crius.cli.app import Json, checkpoint_app, emit
-from crius.config.checkpoint import CheckpointConfig
+from crius.config.operation import CheckpointConfig
 from crius.errors import CheckpointError, ConfigError
 from crius.launch.lock import run_lock
 

@@ -30,12 +30,11 @@ from crius.cli.app import (
 )
 from crius.config import rules
 from crius.config.changes import flag
-from crius.config.data import DataConfig
+from crius.config.data import DataConfig, TokenizerConfig
 from crius.config.export import differences, flatten
 from crius.config.facts import Facts
 from crius.config.load import OF_MODEL, recipe_names
 from crius.config.run import RunConfig
-from crius.config.tokenizer import TokenizerConfig
 from crius.errors import ConfigError, CriusError
 from crius.models.registry import IMPORTED
 from crius.redact import redact_value

@@ -19,8 +19,8 @@ from crius.cli.app import (
     verify_app,
 )
 from crius.config.export import flatten
-from crius.config.quantize import SET_BY_FORMAT
 from crius.config.run import RunConfig
+from crius.config.training import SET_BY_FORMAT
 from crius.errors import ConfigError
 
 Layouts = Annotated[

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from crius.config.patterns import fits, fits_any
-from crius.config.quantize import DenseQuantizeConfig
 from crius.config.run import RunConfig
+from crius.config.training import DenseQuantizeConfig
 from crius.errors import PlanError
 from crius.table import aligned
 

@@ -101,3 +101,11 @@ class ParallelismConfig:
     def total_ranks(self, num_ranks: int) -> int:
         """Ranks that the layout has when -1 is filled from ``num_ranks``."""
         return self.ranks_beside_shards() * self.shard_degree(num_ranks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommConfig:
+    """Timeouts of the process groups."""
+
+    timeout_seconds: int = 300
+    """A collective that is not finished after this many seconds fails. Also bounds the rendezvous."""

@@ -14,14 +14,11 @@ from crius.config.data import SOURCES
 from crius.config.export import flatten
 from crius.config.facts import Facts, Rule, Violations
 from crius.config.load import did_you_mean
-from crius.config.rules_checkpoint import CHECKPOINT_RULES
-from crius.config.rules_kernels import KERNEL_RULES
 from crius.config.rules_layout import LAYOUT_RULES, divisors
-from crius.config.rules_optimizer import OPTIMIZER_RULES
 from crius.config.rules_pipeline import PIPELINE_RULES
 from crius.config.rules_quantize import QUANTIZE_RULES
 from crius.config.rules_reproducible import REPRODUCIBLE_RULES
-from crius.config.rules_stability import STABILITY_RULES
+from crius.config.rules_training import CHECKPOINT_RULES, KERNEL_RULES, OPTIMIZER_RULES, STABILITY_RULES
 from crius.config.run import RunConfig
 from crius.errors import ConfigError
 from crius.install import REQUIREMENTS, install_line

@@ -3,11 +3,11 @@
 import re
 from collections.abc import Iterator
 
-from crius.config.activation_checkpoint import SAVE_OPS, ActivationCheckpointConfig
 from crius.config.batch import batch_sizes
 from crius.config.facts import Facts, Rule, Violations
 from crius.config.load import did_you_mean
 from crius.config.pipeline import microbatch_unit
+from crius.config.training import SAVE_OPS, ActivationCheckpointConfig
 from crius.errors import ConfigError, LayoutError
 
 MOST_RANKS_WITHOUT_A_DOUBT = 32

@@ -22,8 +22,8 @@ from crius.config.low_precision import (
 )
 from crius.config.patterns import fits, fits_any, nearest
 from crius.config.pipeline import microbatch_unit
-from crius.config.quantize import DenseQuantizeConfig, Float8Config, MXFP8Config
 from crius.config.rules_layout import sequence_divides, tensor_parallel_divides
+from crius.config.training import DenseQuantizeConfig, Float8Config, MXFP8Config
 from crius.errors import ConfigError, LayoutError
 
 _DENSE = "quantize.dense."

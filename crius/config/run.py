@@ -5,28 +5,29 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from crius.config.activation_checkpoint import ActivationCheckpointConfig
-from crius.config.checkpoint import CheckpointConfig
-from crius.config.comm import CommConfig
-from crius.config.compile import CompileConfig
-from crius.config.data import DataConfig
-from crius.config.debug import DebugConfig
-from crius.config.job import JobConfig
-from crius.config.kernels import KernelsConfig
-from crius.config.launch import LaunchConfig
-from crius.config.lr_scheduler import LRSchedulerConfig
-from crius.config.metrics import MetricsConfig
+from crius.config.data import DataConfig, TokenizerConfig, ValidationConfig
 from crius.config.model import ModelConfig
-from crius.config.optimizer import OptimizerConfig
-from crius.config.parallelism import ParallelismConfig
-from crius.config.profiler import ProfilerConfig
-from crius.config.quantize import QuantizeConfig
-from crius.config.sdc import SdcConfig
-from crius.config.stability import StabilityConfig
-from crius.config.tokenizer import TokenizerConfig
-from crius.config.training import TrainingConfig
-from crius.config.validation import ValidationConfig
-from crius.config.watchdog import WatchdogConfig
+from crius.config.operation import (
+    CheckpointConfig,
+    DebugConfig,
+    JobConfig,
+    LaunchConfig,
+    MetricsConfig,
+    ProfilerConfig,
+    SdcConfig,
+    StabilityConfig,
+    WatchdogConfig,
+)
+from crius.config.parallelism import CommConfig, ParallelismConfig
+from crius.config.training import (
+    ActivationCheckpointConfig,
+    CompileConfig,
+    KernelsConfig,
+    LRSchedulerConfig,
+    OptimizerConfig,
+    QuantizeConfig,
+    TrainingConfig,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

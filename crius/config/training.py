@@ -1,7 +1,7 @@
-"""``[training]``: length, batch, precision and accumulation."""
+"""What is computed in a step, and how: sections of ``RunConfig``."""
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -63,3 +63,236 @@ class TrainingConfig:
     gc_interval: int = 50
     """Steps between runs of Python's garbage collector, on all ranks at the same step so that none waits for
     another's; in the first step it is automatic. 0 leaves it so."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), or Muon for matrices beside it."""
+
+    name: Literal["adamw", "muon"] = "adamw"
+    """adamw, or muon: matrices of the layers by Muon (kellerjordan.github.io/posts/muon), all else by AdamW."""
+
+    implementation: Literal["fused", "foreach", "for-loop"] = "fused"
+    """fused: one kernel for many parameters, the fastest. foreach: few launches. for-loop: one parameter at a time."""
+
+    state_dtype: Literal["float32", "bfloat16", "8bit"] = "float32"
+    """How AdamW keeps its two moments and Muon its one. bfloat16: half the memory, rounded stochastically. 8bit: a
+    quarter, in blocks of 256 with a scale each (arXiv:2110.02861, needs torchao). Parameters with fewer than 4096
+    numbers keep float32 then."""
+
+    stochastic_rounding: bool = True
+    """Round stochastically where values are stored in bfloat16, so that small updates are not lost. Has an effect with
+    training.dtype bfloat16 or state_dtype bfloat16. The same on any layout."""
+
+    lr: float = 3e-4
+    """Peak learning rate."""
+
+    beta1: float = 0.9
+    """Decay of the running mean of gradients."""
+
+    beta2: float = 0.95
+    """Decay of the running mean of squared gradients."""
+
+    eps: float = 1e-8
+    """Added to the denominator."""
+
+    weight_decay: float = 0.1
+    """Decoupled weight decay of the parameters in the decayed group."""
+
+    decay_1d: bool = False
+    """Decay one-dimensional parameters (norm weights, biases) too."""
+
+    decay_embeddings: bool = False
+    """Decay embeddings too. A tied output layer counts as an embedding."""
+
+    param_groups: tuple[str, ...] = ()
+    """Settings of single parameters: "PATTERN: key=value ...", with the keys lr_factor, weight_decay and optimizer
+    (adamw or muon), as "attention.wq: lr_factor=0.5 weight_decay=0". The first that fits a parameter counts alone."""
+
+    muon_momentum: float = 0.95
+    """Decay of Muon's running mean of gradients."""
+
+    muon_nesterov: bool = True
+    """Nesterov momentum in Muon."""
+
+    muon_ns_steps: int = 5
+    """Newton-Schulz iterations that make a matrix of Muon orthogonal."""
+
+    muon_adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """match_rms_adamw: an update as large as AdamW's, so that lr and weight_decay serve both (arXiv:2502.16982).
+    original: Keller Jordan's factor, for learning rates about 0.02."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LRSchedulerConfig:
+    """Warmup-stable-decay with torchtitan's definition, so that curves compare."""
+
+    warmup_steps: int = 200
+    """Steps of linear warmup; the first step trains at lr / warmup_steps. Clamped to the length of the run."""
+
+    decay_ratio: float | None = None
+    """Share of all steps that decay. Not given: everything after the warmup decays."""
+
+    decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
+    """Shape of the decay."""
+
+    min_lr_factor: float = 0.0
+    """The decay ends at lr x this. The last step still trains: the curve would reach it one step later."""
+
+
+SAVE_OPS = ("attention", "matmul", "matmul_every_other", "reduce_scatter")
+"""Categories of ops that ``save_ops`` can name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationCheckpointConfig:
+    """Recompute activations in the backward instead of keeping them. The loss stays the same to the last bit."""
+
+    mode: Literal["none", "full", "selective", "memory_budget", "auto"] = "none"
+    """none keeps all activations. full keeps only each block's input and runs its forward again in the backward.
+    selective does so for some blocks or some ops (selective_option). memory_budget lets torch.compile choose what to
+    recompute so that memory_budget of the activations stay; it needs --compile.enable. auto: the first of none,
+    selective by op and full that is estimated to fit into 90 % of the device's memory; the log has the estimates."""
+
+    selective_option: Literal["op"] | int = "op"
+    """mode selective. op: in every block the results of save_ops stay, all else is recomputed. An integer n: every
+    n-th block is recomputed in full, the others keep everything."""
+
+    save_ops: tuple[str, ...] = ("attention", "matmul_every_other", "reduce_scatter")
+    """selective_option op: what stays. attention: outputs of the attention kernel. matmul: outputs of every matmul;
+    matmul_every_other: of every second one. reduce_scatter: outputs of tensor parallelism's reduce-scatter, which
+    would be communicated again. Or names of ATen ops, such as aten.mm.default."""
+
+    memory_budget: float = 0.5
+    """mode memory_budget: share of the activations that may stay, from 0 (as full) to 1 (as none)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileConfig:
+    """torch.compile of each block."""
+
+    enable: bool = False
+    """Compile the blocks of the model: they share one graph. Faster on a GPU; a CPU gains little."""
+
+    loss: bool = False
+    """Also compile the loss, so that no logits are copied to float32. Needs enable."""
+
+    backend: Literal["inductor", "aot_eager", "eager", "cudagraphs"] = "inductor"
+    """Backend of torch.compile. inductor generates kernels; cudagraphs replays eager ones; aot_eager and eager
+    only trace, to find bugs."""
+
+    cache_dir: str = ""
+    """Folder of compiled kernels. Empty: crius/compile under the user's cache folder. A second run starts faster."""
+
+    max_recompiles: int = 4
+    """More recompilations than this after step 3 end in a warning that names the guard that failed most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelsConfig:
+    """Implementations, chosen per device and case unless named here; the log says which."""
+
+    linear: Literal["auto", "torch", "onednn"] = "auto"
+    """Matmuls of float32 linear layers on a CPU. torch: what F.linear takes, MKL on x86. onednn: oneDNN for the forward
+    and the gradient of the input. auto: onednn on AMD CPUs with AVX-512, else torch."""
+
+    pointwise: Literal["auto", "torch", "fused"] = "auto"
+    """RMSNorm, rotary positions and SwiGLU. torch: as PyTorch differentiates them. fused: with hand-written backwards
+    that read and keep less; compiled blocks fuse them in their own way. auto: fused on a CPU, else torch."""
+
+    attention: Literal["auto", "cudnn", "flash", "efficient", "math", "flex", "blocked"] = "auto"
+    """Backend of scaled dot-product attention. flex is for the document mask on a GPU. blocked is for a CPU, float32
+    and sequences of a multiple of 32 tokens: it keeps the probabilities, seq_len / 2 numbers for each token and head.
+    auto: the first of those that the device, dtype and mask allow that was measured to be the fastest; blocked on AMD
+    CPUs with AVX-512, up to 512 tokens."""
+
+    linear_cross_entropy: Literal["auto", "off", "chunked"] = "auto"
+    """chunked: output layer and loss together, loss_chunk_tokens at a time, so that the logits of all tokens never
+    exist. off: logits first, then the loss. auto: chunked, but for an output layer in low precision, and under the
+    pipeline schedule gpipe, which would keep a gradient of that layer for each microbatch."""
+
+    loss_chunk_tokens: int = -1
+    """Tokens of a chunk of linear_cross_entropy. -1: as many as make 1 GiB of logits on a GPU, 8 MiB on a CPU, at
+    least 256. Fewer take less memory; each chunk but one reads and writes the output layer's gradient once more."""
+
+
+Float8Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float8Config:
+    """float8 matmuls (torchao; formats E4M3 and E5M2 of arXiv:2209.05433)."""
+
+    enable: bool = False
+    """Run dense linear layers in float8."""
+
+    recipe: Float8Recipe = "tensorwise"
+    """How values are scaled into float8. tensorwise: one scale for a tensor, the fastest. rowwise: one for each row,
+    more exact. rowwise_with_gw_hp: rowwise, and the gradient of the weight in high precision, the most exact."""
+
+    enable_fsdp_float8_all_gather: bool = False
+    """Gather sharded weights in float8: half the bytes of bfloat16. tensorwise only."""
+
+    precompute_scale: bool = False
+    """Compute the scales of all gathered weights at once after each update, with one collective in place of one for
+    each weight. Needs enable_fsdp_float8_all_gather."""
+
+    emulate: bool = False
+    """Round to float8 but multiply in high precision: right numbers at no speed. Happens by itself on a device that has
+    no float8 matmuls."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MXFP8Config:
+    """MXFP8 matmuls: float8 with one power-of-two scale for 32 elements (OCP Microscaling Formats 1.0)."""
+
+    enable: bool = False
+    """Run dense linear layers in MXFP8."""
+
+    emulate: bool = False
+    """Round to MXFP8 but multiply in high precision: right numbers at no speed. Happens by itself on a device that has
+    no MXFP8 matmuls."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseQuantizeConfig:
+    """Dense linear layers."""
+
+    float8: Float8Config = field(default_factory=Float8Config)
+    mxfp8: MXFP8Config = field(default_factory=MXFP8Config)
+
+    exclude: tuple[str, ...] = ()
+    """Linear layers to keep in high precision, beside the output layer: names such as output, attention.wk or
+    layers.0; * stands for anything within one part of a name."""
+
+    include: tuple[str, ...] = ()
+    """Linear layers to convert although they would be kept by default: sensitive ones and small ones. Names as for
+    exclude. An error where the dims of one do not divide."""
+
+    auto_filter: Literal["auto", "on", "off"] = "auto"
+    """Keep layers that are too small to gain anything. auto: where the device has such matmuls; not where they are
+    emulated, which gains nothing anyway."""
+
+    pad_inner_dim: bool = False
+    """Pad layers whose dims do not divide with zeros instead of keeping them in high precision. Costs memory and
+    time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizeConfig:
+    """Low precision by kind of layer."""
+
+    dense: DenseQuantizeConfig = field(default_factory=DenseQuantizeConfig)
+
+
+FORMATS: dict[str, dict[str, Any]] = {
+    **{
+        f"float8_{recipe}": {"quantize.dense.float8.enable": True, "quantize.dense.float8.recipe": recipe}
+        for recipe in get_args(Float8Recipe)
+    },
+    "mxfp8": {"quantize.dense.mxfp8.enable": True},
+}
+"""Each low precision by the name that receipts give it, and what sets it."""
+
+SET_BY_FORMAT = tuple(dict.fromkeys(name for changes in FORMATS.values() for name in changes))
+"""Settings that a format decides."""

@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from crius.config.data import DataConfig
-from crius.config.tokenizer import TokenizerConfig
+from crius.config.data import DataConfig, TokenizerConfig
 from crius.data.checked import SETTLED_NS
 from crius.data.documents import describe, find_files, kind_of, read_pieces
 from crius.data.prepare import collect, write_folder

@@ -7,9 +7,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from crius.config.data import DataConfig
-from crius.config.tokenizer import TokenizerConfig
-from crius.config.validation import ValidationConfig
+from crius.config.data import DataConfig, TokenizerConfig, ValidationConfig
 from crius.data.boundary import boundary_of
 from crius.data.cache import open_cached
 from crius.data.huggingface import open_huggingface

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from crius.config.data import DataConfig
-from crius.config.validation import ValidationConfig
+from crius.config.data import DataConfig, ValidationConfig
 from crius.data.boundary import Boundary
 from crius.data.source import HeldOut
 from crius.data.stream import Row, ShardReader, StreamSample, StreamSource

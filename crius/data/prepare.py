@@ -24,8 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from crius.config.data import DataConfig
-from crius.config.tokenizer import TokenizerConfig
+from crius.config.data import DataConfig, TokenizerConfig
 from crius.data.checked import BLOCK_BYTES, BlockHasher
 from crius.data.documents import Piece, describe, find_files, read_pieces
 from crius.data.source import TokenArray

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from crius.config.tokenizer import TokenizerConfig
+from crius.config.data import TokenizerConfig
 from crius.data.source import TokenArray
 from crius.errors import DataError, EnvironmentError
 from crius.install import install_line

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from crius.config.watchdog import WatchdogConfig
+from crius.config.operation import WatchdogConfig
 from crius.errors import EnvironmentError
 from crius.launch.crew import Crew, Exit, Stop, caught_signals, worker_processes
 from crius.launch.environment import Placement

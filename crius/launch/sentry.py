@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from crius.config.watchdog import WatchdogConfig
+from crius.config.operation import WatchdogConfig
 from crius.launch.environment import Placement
 from crius.launch.report import report_of, report_to_torchrun, say, write_report
 from crius.launch.status import mirror_path, read_mirror, status

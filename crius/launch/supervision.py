@@ -4,8 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from crius.config.launch import LaunchConfig
-from crius.config.watchdog import WatchdogConfig
+from crius.config.operation import LaunchConfig, WatchdogConfig
 from crius.launch.environment import Placement
 from crius.launch.report import Blame, Failure, write_json
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from crius.config.watchdog import WatchdogConfig
+from crius.config.operation import WatchdogConfig
 from crius.errors import HangError
 from crius.launch.report import write_json
 from crius.launch.status import PHASES, STEP_PHASES, Heartbeat

@@ -5,7 +5,7 @@ import logging
 from pathlib import Path
 
 from crius import plugins
-from crius.config.metrics import MetricsConfig
+from crius.config.operation import MetricsConfig
 from crius.metrics.record import Record
 from crius.metrics.sinks.base import Sink
 from crius.metrics.sinks.console import ConsoleSink

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from crius.config.optimizer import OptimizerConfig
+from crius.config.training import OptimizerConfig
 from crius.models.plan import ShardingPlan
 from crius.optim.adamw import MOMENTS, AdamW, CompactAdamW
 from crius.optim.base import Joint, Optimizer

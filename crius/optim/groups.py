@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from crius.config.optimizer import OptimizerConfig
 from crius.config.param_groups import Kind, group_of, parse_group
+from crius.config.training import OptimizerConfig
 from crius.models.plan import ShardingPlan, match
 
 

@@ -3,7 +3,7 @@
 import logging
 import math
 
-from crius.config.lr_scheduler import LRSchedulerConfig
+from crius.config.training import LRSchedulerConfig
 
 log = logging.getLogger("crius.optim")
 

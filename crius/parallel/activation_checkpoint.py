@@ -28,7 +28,7 @@ from torch.utils.checkpoint import (
 )
 
 from crius.buffers import counters, uncounted
-from crius.config.activation_checkpoint import ActivationCheckpointConfig
+from crius.config.training import ActivationCheckpointConfig
 from crius.errors import ConfigError
 from crius.models.plan import ShardingPlan, match
 

@@ -22,7 +22,7 @@ import torch.compiler.config as compiler_config
 from torch import nn
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-from crius.config.compile import CompileConfig
+from crius.config.training import CompileConfig
 from crius.errors import EnvironmentError
 from crius.models.plan import ShardingPlan, match
 

@@ -28,7 +28,7 @@ from torchao.prototype.mx_formats.config import ScaleCalculationMode
 from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
 
 from crius.config.low_precision import block, kind
-from crius.config.quantize import DenseQuantizeConfig
+from crius.config.training import DenseQuantizeConfig
 from crius.models.layers.linear import LowPrecisionLinear
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from crius.config.low_precision import LinearChoice, kind
-from crius.config.quantize import DenseQuantizeConfig
+from crius.config.training import DenseQuantizeConfig
 from crius.errors import EnvironmentError, PlanError
 from crius.install import REQUIREMENTS, install_line
 from crius.silence import quiet_torchao

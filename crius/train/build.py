@@ -22,10 +22,9 @@ from crius.config.low_precision import (
     summary,
     table,
 )
-from crius.config.optimizer import OptimizerConfig
 from crius.config.pipeline import describe_microbatches, describe_stages, num_stages, placement, split_stages
-from crius.config.quantize import DenseQuantizeConfig
 from crius.config.run import RunConfig
+from crius.config.training import DenseQuantizeConfig, OptimizerConfig
 from crius.kernels.linear_cross_entropy import Chunks
 from crius.models import registry
 from crius.models.decoder import check_decoder

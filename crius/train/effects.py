@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from crius.config.activation_checkpoint import ActivationCheckpointConfig
 from crius.config.low_precision import kind, summary
+from crius.config.training import ActivationCheckpointConfig
 from crius.errors import EffectError
 from crius.parallel.activation_checkpoint import CheckpointedBlocks
 from crius.parallel.async_tensor import AsyncTensorParallel, enable_async_tensor_parallel

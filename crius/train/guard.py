@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from crius.buffers import named_buffers, named_state
-from crius.config.stability import StabilityConfig
+from crius.config.operation import StabilityConfig
 from crius.errors import NonFiniteError, SpikeError
 from crius.parallel.gradients import Gradients
 from crius.parallel.runtime import World

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from crius.config.attention import keeps_probabilities
 from crius.config.dtype import auto_dtype
-from crius.config.profiler import ProfilerConfig
+from crius.config.operation import ProfilerConfig
 from crius.config.run import RunConfig, replace_fields
 from crius.errors import ConfigError
 from crius.host_memory import free_host_bytes

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from crius.config.activation_checkpoint import ActivationCheckpointConfig
+from crius.config.training import ActivationCheckpointConfig
 from crius.models import registry
 from crius.models.init import init_rules
 from crius.models.llama3.config import Llama3Config

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn import functional as F
 
-from crius.config.compile import CompileConfig
+from crius.config.training import CompileConfig
 from crius.launch.local import run_workers
 from crius.models.plan import ShardingPlan
 from crius.parallel.async_tensor import enable_async_tensor_parallel

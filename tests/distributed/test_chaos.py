@@ -13,10 +13,9 @@ import pytest
 from harness import TEXT, parse
 
 from crius.cli.app import facts_of
-from crius.config.checkpoint import CheckpointConfig
-from crius.config.compile import CompileConfig
+from crius.config.operation import CheckpointConfig
 from crius.config.run import RunConfig
-from crius.config.training import TrainingConfig
+from crius.config.training import CompileConfig, TrainingConfig
 from crius.errors import ConfigError
 from crius.tools.data_audit.audit import audit
 from crius.tools.faults.fault import read_faults

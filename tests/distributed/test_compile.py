@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from crius.config.compile import CompileConfig
+from crius.config.training import CompileConfig
 from crius.kernels.linear_cross_entropy import token_losses
 from crius.launch.local import run_workers
 from crius.models import registry

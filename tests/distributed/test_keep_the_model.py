@@ -18,7 +18,7 @@ from harness import ROOT, SMALL, crius, num_ranks, parse, read_metrics, run_job,
 
 from crius.checkpoint.disk import open_disk
 from crius.checkpoint.folder import CheckpointFolder
-from crius.config.checkpoint import CheckpointConfig
+from crius.config.operation import CheckpointConfig
 from crius.errors import DataError
 from crius.launch.local import run_workers
 from crius.train import loop

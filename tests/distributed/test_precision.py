@@ -9,7 +9,7 @@ from harness import TEXT, parse
 
 from crius import cli
 from crius.cli.app import facts_of
-from crius.config.quantize import FORMATS
+from crius.config.training import FORMATS
 from crius.models.layers.linear import LowPrecisionLinear
 from crius.tools.verify import precision as verb
 from crius.tools.verify.precision import Judge, precision

@@ -16,8 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from crius.config.launch import LaunchConfig
-from crius.config.watchdog import WatchdogConfig
+from crius.config.operation import LaunchConfig, WatchdogConfig
 from crius.errors import DataError, HangError
 from crius.launch import stop
 from crius.launch.crew import caught_signals

@@ -15,8 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from crius.config.launch import LaunchConfig
-from crius.config.watchdog import WatchdogConfig
+from crius.config.operation import LaunchConfig, WatchdogConfig
 from crius.errors import HangError
 from crius.launch.environment import Placement
 from crius.launch.local import run_single, run_workers

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from harness import SMALL, parse
 from torch import nn
 
-from crius.config.lr_scheduler import LRSchedulerConfig
-from crius.config.stability import StabilityConfig
+from crius.config.operation import StabilityConfig
+from crius.config.training import LRSchedulerConfig
 from crius.data.loader import BatchLoader
 from crius.errors import NonFiniteError
 from crius.optim.adamw import AdamW

@@ -7,9 +7,7 @@ import numpy as np
 import pytest
 from harness import TEXT
 
-from crius.config.data import DataConfig
-from crius.config.tokenizer import TokenizerConfig
-from crius.config.validation import ValidationConfig
+from crius.config.data import DataConfig, TokenizerConfig, ValidationConfig
 from crius.data.corpus import open_corpus
 from crius.data.tokenizer import build_tokenizer
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from crius.config.activation_checkpoint import ActivationCheckpointConfig
+from crius.config.training import ActivationCheckpointConfig
 from crius.errors import ConfigError
 from crius.models import registry
 from crius.models.init import init_rules

@@ -8,7 +8,7 @@ from harness import crius, llama, parse
 
 from crius import cli
 from crius.config.low_precision import linear_choices
-from crius.config.quantize import FORMATS
+from crius.config.training import FORMATS
 from crius.errors import ConfigError
 from crius.models.layers.linear import LowPrecisionLinear
 from crius.tools.bench import checkpoint, machine, optimizer, quantize, speedups

@@ -15,7 +15,7 @@ from crius.checkpoint.folder import CheckpointFolder
 from crius.checkpoint.load import check_tensors, find, load_tensors
 from crius.checkpoint.manifest import Manifest
 from crius.checkpoint.save import Place, Saver
-from crius.config.checkpoint import CheckpointConfig
+from crius.config.operation import CheckpointConfig
 from crius.errors import CheckpointError
 
 

@@ -20,7 +20,7 @@ from torch._inductor.cpu_vec_isa import VecISA
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 import crius.parallel.compile as compile_module
-from crius.config.compile import CompileConfig
+from crius.config.training import CompileConfig
 from crius.errors import EnvironmentError
 from crius.parallel import kernel_cache
 from crius.parallel.compile import prepare_compile

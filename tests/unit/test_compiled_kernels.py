@@ -14,7 +14,7 @@ from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.utils import run_and_get_code
 
 import crius.parallel.compile as compile_module
-from crius.config.compile import CompileConfig
+from crius.config.training import CompileConfig
 from crius.kernels.choice import Choice, applied
 from crius.models.layers.feed_forward import FeedForward
 from crius.parallel.compile import prepare_compile

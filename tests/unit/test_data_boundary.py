@@ -7,11 +7,9 @@ import numpy as np
 import pytest
 
 from crius.config.changes import changes, check_changes
-from crius.config.data import DataConfig
+from crius.config.data import DataConfig, TokenizerConfig, ValidationConfig
 from crius.config.export import flatten
 from crius.config.run import RunConfig
-from crius.config.tokenizer import TokenizerConfig
-from crius.config.validation import ValidationConfig
 from crius.data.batch import IGNORE_INDEX
 from crius.data.boundary import NO_LABEL, Boundary, boundary_of
 from crius.data.corpus import open_corpus

@@ -8,9 +8,7 @@ import pytest
 import xxhash
 from test_data_tokens import folder, source, without_block_hashes  # noqa: F401  a fixture
 
-from crius.config.data import DataConfig
-from crius.config.tokenizer import TokenizerConfig
-from crius.config.validation import ValidationConfig
+from crius.config.data import DataConfig, TokenizerConfig, ValidationConfig
 from crius.data import checked, prepare, tokens
 from crius.data.cache import open_cached
 from crius.data.checked import BlockHasher

@@ -6,9 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from crius.config.data import DataConfig
-from crius.config.tokenizer import TokenizerConfig
-from crius.config.validation import ValidationConfig
+from crius.config.data import DataConfig, TokenizerConfig, ValidationConfig
 from crius.data.corpus import open_corpus
 from crius.data.prepare import prepare
 from crius.errors import DataError

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from crius.config.data import DataConfig
-from crius.config.tokenizer import TokenizerConfig
+from crius.config.data import DataConfig, TokenizerConfig
 from crius.data.batch import IGNORE_INDEX, Batch
 from crius.data.boundary import boundary_of
 from crius.data.documents import Piece

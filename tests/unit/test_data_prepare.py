@@ -16,8 +16,7 @@ import pytest
 from harness import ROOT, crius, parse
 
 from crius import cli
-from crius.config.data import DataConfig
-from crius.config.tokenizer import TokenizerConfig
+from crius.config.data import DataConfig, TokenizerConfig
 from crius.data import cache, documents
 from crius.data import prepare as prepare_module
 from crius.data.cache import cache_folder, open_cached
@@ -254,7 +253,7 @@ def test_the_cache_is_where_the_config_or_xdg_says(monkeypatch, tmp_path):
 OPEN = """
 import logging, sys, time
 from crius.config.data import DataConfig
-from crius.config.tokenizer import TokenizerConfig
+from crius.config.data import TokenizerConfig
 from crius.data import cache
 from crius.data.tokenizer import ByteTokenizer
 logging.basicConfig(level="INFO", stream=sys.stdout)

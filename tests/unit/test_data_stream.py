@@ -7,8 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from crius.config.data import DataConfig
-from crius.config.validation import ValidationConfig
+from crius.config.data import DataConfig, ValidationConfig
 from crius.data.boundary import boundary_of
 from crius.data.huggingface import open_huggingface
 from crius.data.stream import ShardReader, StreamSource

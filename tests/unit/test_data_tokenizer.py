@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from crius.config.tokenizer import TokenizerConfig
+from crius.config.data import TokenizerConfig
 from crius.data.tokenizer import ByteTokenizer, build_tokenizer
 from crius.errors import DataError, EnvironmentError
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from harness import parse
 
-from crius.config.compile import CompileConfig
+from crius.config.training import CompileConfig
 from crius.errors import EffectError
 from crius.parallel.async_tensor import AsyncTensorParallel
 from crius.parallel.compile import CompileReport

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from crius import host_cpu
-from crius.config.activation_checkpoint import ActivationCheckpointConfig
+from crius.config.training import ActivationCheckpointConfig
 from crius.errors import ConfigError
 from crius.kernels import choice, linear, rms_norm, rotary, swiglu
 from crius.kernels.choice import Choice, applied, resolve

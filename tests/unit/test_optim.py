@@ -10,8 +10,7 @@ import torch
 from harness import llama
 from torch import nn
 
-from crius.config.lr_scheduler import LRSchedulerConfig
-from crius.config.optimizer import OptimizerConfig
+from crius.config.training import LRSchedulerConfig, OptimizerConfig
 from crius.models import registry
 from crius.optim.build import IMPLEMENTATIONS, build_optimizer
 from crius.optim.groups import parameter_groups

@@ -10,8 +10,8 @@ import torch
 from harness import llama
 from torch import nn
 
-from crius.config.optimizer import OptimizerConfig
 from crius.config.param_groups import parse_group
+from crius.config.training import OptimizerConfig
 from crius.models import registry
 from crius.optim import muon, storage
 from crius.optim.build import IMPLEMENTATIONS, build_optimizer

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from crius.config.low_precision import LinearChoice
-from crius.config.quantize import DenseQuantizeConfig, Float8Config, MXFP8Config
+from crius.config.training import DenseQuantizeConfig, Float8Config, MXFP8Config
 from crius.errors import EnvironmentError, PlanError
 from crius.quantize import convert as convert_module
 from crius.quantize.convert import convert

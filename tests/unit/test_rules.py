@@ -11,12 +11,10 @@ from rule_cases import ASYNC, CASES, FLOAT8, PIPELINE, SCHEDULE, SHARD, TENSOR
 from crius import cli
 from crius.config import rules
 from crius.config.facts import Facts
-from crius.config.rules_kernels import KERNEL_RULES
-from crius.config.rules_optimizer import OPTIMIZER_RULES
 from crius.config.rules_pipeline import PIPELINE_RULES
 from crius.config.rules_quantize import QUANTIZE_RULES
 from crius.config.rules_reproducible import REPRODUCIBLE_RULES
-from crius.config.rules_stability import STABILITY_RULES
+from crius.config.rules_training import KERNEL_RULES, OPTIMIZER_RULES, STABILITY_RULES
 from crius.errors import ConfigError
 from crius.launch import environment
 from crius.models.registry import SPECS

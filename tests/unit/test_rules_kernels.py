@@ -3,7 +3,7 @@
 import pytest
 from test_rules import facts_of
 
-from crius.config.rules_kernels import KERNEL_RULES, attention_backend_runs, cpu_kernels_run_on_cpus
+from crius.config.rules_training import KERNEL_RULES, attention_backend_runs, cpu_kernels_run_on_cpus
 
 LINEAR, POINTWISE, ATTENTION = "--kernels.linear", "--kernels.pointwise", "--kernels.attention"
 MASK = ["--model.attention_mask", "document"]

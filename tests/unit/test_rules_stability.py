@@ -4,7 +4,7 @@ import pytest
 from test_rules import facts_of
 
 from crius.config import rules
-from crius.config.rules_stability import STABILITY_RULES, stability_flags_have_effect
+from crius.config.rules_training import STABILITY_RULES, stability_flags_have_effect
 from crius.errors import ConfigError
 
 PREFIX = "--stability."

@@ -11,8 +11,8 @@ import torch
 from harness import GOLDEN, Alone
 from torch import nn
 
-from crius.config.lr_scheduler import LRSchedulerConfig
-from crius.config.stability import StabilityConfig
+from crius.config.operation import StabilityConfig
+from crius.config.training import LRSchedulerConfig
 from crius.errors import NonFiniteError, SpikeError
 from crius.optim.lr_scheduler import WarmupStableDecay
 from crius.parallel.gradients import Gradients

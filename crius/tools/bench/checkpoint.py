@@ -26,7 +26,7 @@ from crius.checkpoint.folder import CheckpointFolder
 from crius.checkpoint.load import find, load_tensors
 from crius.checkpoint.manifest import Manifest
 from crius.checkpoint.save import Place, Saver
-from crius.config.checkpoint import CheckpointConfig
+from crius.config.operation import CheckpointConfig
 from crius.errors import ConfigError
 from crius.table import aligned
 from crius.tools.bench.machine import Machine

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from crius.config.low_precision import LinearChoice, block, linear_choices, numberless
-from crius.config.quantize import FORMATS, DenseQuantizeConfig
 from crius.config.run import RunConfig, replace_fields
+from crius.config.training import FORMATS, DenseQuantizeConfig
 from crius.errors import ConfigError
 from crius.models.description import ModelDescription
 from crius.parallel.compile import prepare_compile

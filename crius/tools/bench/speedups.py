@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from crius.config.quantize import FORMATS
 from crius.config.run import RunConfig
+from crius.config.training import FORMATS
 from crius.table import aligned
 from crius.tools.bench.machine import Machine
 from crius.tools.bench.samples import Samples

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from crius.config.checkpoint import CheckpointConfig
 from crius.config.export import command_line_flags, to_toml
+from crius.config.operation import CheckpointConfig
 from crius.config.run import RunConfig
 from crius.errors import ConfigError, EnvironmentError
 from crius.table import aligned

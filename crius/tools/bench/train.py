@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from crius.config.checkpoint import CheckpointConfig
 from crius.config.export import command_line_flags, differences, shown, to_toml
-from crius.config.profiler import ProfilerConfig
+from crius.config.operation import CheckpointConfig, ProfilerConfig
 from crius.config.run import RunConfig, replace_fields
 from crius.errors import ConfigError
 from crius.table import aligned

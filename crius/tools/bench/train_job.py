@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from crius.config.checkpoint import CheckpointConfig
+from crius.config.operation import CheckpointConfig
 from crius.config.run import RunConfig
 from crius.launch.environment import single_placement
 from crius.launch.local import run_single, run_workers

@@ -10,11 +10,11 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from crius.config.compile import CompileConfig
 from crius.config.layout import Layout
 from crius.config.low_precision import is_enabled, kind, summary
 from crius.config.pipeline import describe_stages
 from crius.config.run import RunConfig
+from crius.config.training import CompileConfig
 from crius.errors import ConfigError, LayoutError
 from crius.kernels.choice import applied
 from crius.models.description import ModelDescription

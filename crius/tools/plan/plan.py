@@ -9,7 +9,7 @@ from typing import Any
 from crius.config.layout import DEGREES
 from crius.config.rules import RULES, built_already, extras_installed, known_model, ranges
 from crius.config.rules_layout import activation_checkpoint_options, sequence_divides, tensor_parallel_divides
-from crius.config.rules_optimizer import OPTIMIZER_RULES
+from crius.config.rules_training import OPTIMIZER_RULES
 from crius.config.run import RunConfig, replace_fields
 from crius.errors import ConfigError, CriusError, LayoutError
 from crius.models.description import ModelDescription

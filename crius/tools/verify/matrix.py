@@ -5,9 +5,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from crius.config.checkpoint import CheckpointConfig
 from crius.config.facts import Facts
 from crius.config.layout import OTHER_LOSS, Layout, apply_layout, batch_unit, parse_layout
+from crius.config.operation import CheckpointConfig
 from crius.config.rules import RULES
 from crius.config.run import RunConfig, replace_fields
 from crius.errors import ConfigError, CriusError

@@ -14,8 +14,8 @@ import torch
 from crius.config.facts import Facts
 from crius.config.layout import Layout, parse_layout
 from crius.config.load import did_you_mean
-from crius.config.quantize import FORMATS, QuantizeConfig
 from crius.config.run import RunConfig, replace_fields
+from crius.config.training import FORMATS, QuantizeConfig
 from crius.errors import ConfigError, EnvironmentError
 from crius.install import REQUIREMENTS, install_line
 from crius.tools.verify import matrix, worker

@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from crius.buffers import named_state
-from crius.config.activation_checkpoint import ActivationCheckpointConfig
 from crius.config.layout import Layout
 from crius.config.low_precision import is_enabled
 from crius.config.run import RunConfig
+from crius.config.training import ActivationCheckpointConfig
 from crius.data.batch import Batch
 from crius.errors import NonFiniteError
 from crius.launch.environment import Placement

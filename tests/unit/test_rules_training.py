@@ -5,13 +5,13 @@ import shlex
 import pytest
 from test_rules import facts_of
 
-from crius.config import rules_optimizer
+from crius.config import rules_training
 from crius.errors import ConfigError
 
 GROUPS = "--optimizer.param_groups"
-FORM = rules_optimizer.param_groups_are_well_formed
-FIT = rules_optimizer.param_groups_fit_parameters
-EFFECT = rules_optimizer.optimizer_flags_have_effect
+FORM = rules_training.param_groups_are_well_formed
+FIT = rules_training.param_groups_fit_parameters
+EFFECT = rules_training.optimizer_flags_have_effect
 
 # rule, flags, in the sentence, in "fix"
 CASES = [
@@ -77,8 +77,8 @@ def test_an_optimizer_rule_names_the_value_and_a_fix_that_works(rule, flags, wha
     ],
 )
 def test_what_has_an_effect_is_accepted(flags):
-    assert [error for rule in rules_optimizer.OPTIMIZER_RULES for error in rule(facts_of(flags))] == []
+    assert [error for rule in rules_training.OPTIMIZER_RULES for error in rule(facts_of(flags))] == []
 
 
 def test_every_optimizer_rule_has_a_case():
-    assert {case[0] for case in CASES} == set(rules_optimizer.OPTIMIZER_RULES)
+    assert {case[0] for case in CASES} == set(rules_training.OPTIMIZER_RULES)
