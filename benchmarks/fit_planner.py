@@ -28,9 +28,9 @@ from planner.trainers import OthersMemory, OthersTime, as_known, trainers
 from planner.validate import Judged, Report, baselines
 from scipy.optimize import least_squares
 
-from crius.tools.plan import time_constants
+from crius.tools.plan import rates
+from crius.tools.plan.rates import TimeConstants
 from crius.tools.plan.time import tokens_per_second
-from crius.tools.plan.time_constants import TimeConstants
 
 KEYS = ("n", "median", "mape", "p90")
 KINDS = ("dense", "moe")
@@ -233,7 +233,7 @@ def main() -> None:
         print(json.dumps({key: value for key, value in judged.items() if key != "rows"}, indent=2))
     if args.write:
         shared, others = fit(rows, most=25)
-        write(time_constants, shared)
+        write(rates, shared)
         write(planner.trainers, others)
         print(asdict(shared) | asdict(others))
         if judged:

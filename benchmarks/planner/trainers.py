@@ -6,8 +6,7 @@ Traits are read off their code; ``fit_planner.py`` and ``fit_planner_memory.py``
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from crius.tools.plan.trainer import CRIUS, Trainer
-from crius.tools.plan.workload import Workload
+from crius.tools.plan.workload import CRIUS, Trainer, Workload
 
 
 @dataclass(frozen=True)

@@ -239,8 +239,8 @@ def _is_typed(name: str, value: Any) -> bool:
 def _memory(facts: Facts, gpu_bytes: int) -> tuple[float, float]:
     """Bytes that the fullest rank of a run is planned to hold, and those that this machine has for each."""
     from crius.tools.plan.auto import hardware_here
-    from crius.tools.plan.from_config import from_config
     from crius.tools.plan.memory import memory
+    from crius.tools.plan.workload import from_config
 
     if facts.num_gpus:
         return memory(from_config(facts.config, facts.model, facts.num_ranks)).total, gpu_bytes

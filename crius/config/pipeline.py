@@ -187,6 +187,11 @@ def split_stages(modules: Sequence[Module], stages: int, parallelism: Parallelis
     return found
 
 
+def layers_of_stages(stages: Sequence[Sequence[str]]) -> tuple[int, ...]:
+    """Layers of each stage, of ``split_stages``."""
+    return tuple(sum(map(is_layer, names)) for names in stages)
+
+
 @lru_cache(maxsize=1024)
 def _balanced(costs: tuple[float, ...], stages: int) -> tuple[int, ...]:
     """Sizes of ``stages`` runs of ``costs`` with the smallest greatest sum; of those the ones with even sums."""

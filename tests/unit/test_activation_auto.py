@@ -14,10 +14,9 @@ from crius.config.rules_layout import activation_checkpoint_options
 from crius.config.run import replace_fields
 from crius.launch.local import run_workers
 from crius.tools.dry_run.run import dry_run
-from crius.tools.plan.estimate import Estimate
-from crius.tools.plan.from_config import from_config
 from crius.tools.plan.memory import memory
 from crius.tools.plan.recomputation import choose_mode, estimates
+from crius.tools.plan.workload import Estimate, from_config
 from crius.tools.verify import worker
 from crius.tools.verify.parameters import Shards
 from crius.tools.verify.run import run as run_task

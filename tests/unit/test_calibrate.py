@@ -15,10 +15,10 @@ from crius import cli
 from crius.host_cpu import cpu_with_cores
 from crius.tools.bench import calibrate
 from crius.tools.bench.calibrate import Probe, solved
-from crius.tools.plan.from_config import from_config
 from crius.tools.plan.hardware import KNOWN, hardware
 from crius.tools.plan.memory import memory
 from crius.tools.plan.time import step_time
+from crius.tools.plan.workload import from_config
 from crius.train.inputs import describe_model
 
 CPU = KNOWN["cpu"]

@@ -12,10 +12,10 @@ from crius.config.export import to_toml
 from crius.config.layout import Layout
 from crius.errors import ConfigError, LayoutError
 from crius.tools.plan import auto
-from crius.tools.plan.from_config import from_config
 from crius.tools.plan.hardware import KNOWN
 from crius.tools.plan.legal import violations
 from crius.tools.plan.memory import memory
+from crius.tools.plan.workload import from_config
 from crius.train.inputs import describe_model
 from crius.train.progress import one_layout
 

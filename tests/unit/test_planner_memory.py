@@ -17,17 +17,12 @@ from crius.config.pipeline import is_layer, split_stages
 from crius.launch.local import run_workers
 from crius.models.registry import SPECS
 from crius.tools.dry_run.run import dry_run
-from crius.tools.plan.activations import layer_bytes
-from crius.tools.plan.from_config import from_config
+from crius.tools.plan.activations import MEMORY, layer_bytes, loss_bytes
 from crius.tools.plan.hardware import hardware
-from crius.tools.plan.holdings import held_by
-from crius.tools.plan.logits import loss_bytes
+from crius.tools.plan.holdings import held_by, rank_layers, stage_layers, weights
 from crius.tools.plan.memory import memory, model_parameters, rank_bytes
-from crius.tools.plan.memory_constants import MEMORY
 from crius.tools.plan.shapes import NOT_TRAINABLE_YET
-from crius.tools.plan.stages import rank_layers, stage_layers
-from crius.tools.plan.weights import weights
-from crius.tools.plan.workload import Workload
+from crius.tools.plan.workload import Workload, from_config
 from crius.train.inputs import describe_model, with_dtype
 
 ROWS = Path(__file__).parent.parent.parent / "benchmarks" / "planner" / "measurements.csv"

@@ -8,12 +8,12 @@ from harness import commands, llama, parse
 
 from crius import cli
 from crius.launch.local import run_workers
-from crius.tools.plan.from_config import from_config
 from crius.tools.plan.hardware import hardware
 from crius.tools.plan.legal import violations
 from crius.tools.plan.machine import shared
 from crius.tools.plan.memory import memory
 from crius.tools.plan.plan import PLAN_RULES
+from crius.tools.plan.workload import from_config
 from crius.train.inputs import describe_known_model, with_dtype
 
 SMALL = ["--flavor", "8b", "--gpus", "8"]

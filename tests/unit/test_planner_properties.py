@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from crius.config.layout import Layout
 from crius.models.registry import SPECS
 from crius.tools.plan.hardware import KNOWN
+from crius.tools.plan.holdings import stage_layers
 from crius.tools.plan.memory import memory
 from crius.tools.plan.shapes import NOT_TRAINABLE_YET, planned
-from crius.tools.plan.stages import stage_layers
 from crius.tools.plan.time import step_time
 from crius.tools.plan.workload import Workload
 

@@ -18,17 +18,25 @@ from crius.machine import Machine
 from crius.metrics.ledger import TimeLedger
 from crius.metrics.record import StepMetrics
 from crius.tools.plan import auto
-from crius.tools.plan.compare import LEAST_STEPS, WARM_STEPS, Comparison, Measured, Reports, compare_run, measured_of
-from crius.tools.plan.from_config import from_config
+from crius.tools.plan.compare import (
+    LEAST_STEPS,
+    WARM_STEPS,
+    Comparison,
+    Measured,
+    Reports,
+    compare_run,
+    measured_of,
+    plan_run,
+    validated_range,
+)
 from crius.tools.plan.hardware import KNOWN, hardware
 from crius.tools.plan.legal import violations
 from crius.tools.plan.machine import known_gpu, of_machine, shared, user_file, write_hardware
 from crius.tools.plan.memory import memory
-from crius.tools.plan.of_run import plan_run
 from crius.tools.plan.out_of_memory import explain
 from crius.tools.plan.remedies import remedies
-from crius.tools.plan.validated_range import validated_range
 from crius.tools.plan.watch import SLOW, WINDOW_STEPS, Load, PlanWatch, blame, hardware_of
+from crius.tools.plan.workload import from_config
 from crius.train.inputs import describe_model
 from crius.train.tools import explained, is_out_of_memory
 

@@ -9,7 +9,6 @@ from crius.config.rules import RULES, extras_installed
 from crius.config.run import replace_fields
 from crius.errors import ConfigError, LayoutError
 from crius.tools.plan.explain import explain
-from crius.tools.plan.from_config import from_config
 from crius.tools.plan.hardware import hardware
 from crius.tools.plan.legal import Case, layouts, violations
 from crius.tools.plan.memory import model_parameters
@@ -19,6 +18,7 @@ from crius.tools.plan.render import flags
 from crius.tools.plan.search import family_of, fewest_gpus, fewest_with, fits_on, search, usable_bytes
 from crius.tools.plan.shapes import NOT_TRAINABLE_YET, shape_named
 from crius.tools.plan.variants import overrides
+from crius.tools.plan.workload import from_config
 
 START_RULES = [rule for rule in RULES if rule is not extras_installed]  # torchao need not be here
 

@@ -11,15 +11,11 @@ from planner.trainers import TRAINERS
 from crius.config.layout import Layout
 from crius.errors import ConfigError
 from crius.models.registry import SPECS
-from crius.tools.plan.collectives import all_to_all, exposed, group
-from crius.tools.plan.communication import Communication
 from crius.tools.plan.hardware import ALIASES, KNOWN, hardware
-from crius.tools.plan.matmuls import linears
-from crius.tools.plan.rates import rates
+from crius.tools.plan.holdings import model_parameters
+from crius.tools.plan.rates import TIME, linears, rates
 from crius.tools.plan.shapes import NOT_TRAINABLE_YET
-from crius.tools.plan.time import step_time, tokens_per_second
-from crius.tools.plan.time_constants import TIME
-from crius.tools.plan.weights import model_parameters
+from crius.tools.plan.time import Communication, all_to_all, exposed, group, step_time, tokens_per_second
 from crius.tools.plan.workload import Workload
 
 LLAMA3 = {flavor: llama(flavor) for flavor in SPECS["llama3"].flavors}

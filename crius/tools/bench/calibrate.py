@@ -29,13 +29,11 @@ from crius.host_cpu import bfloat16_instructions, cpu_name, cpu_with_cores
 from crius.host_memory import free_host_bytes
 from crius.launch.environment import visible_gpus
 from crius.tools.bench.calibrate_kernels import attention_flops, copy_bandwidth, gather_speed, matmul_flops, prepare
-from crius.tools.plan.estimate import Estimate
-from crius.tools.plan.from_config import from_config
 from crius.tools.plan.hardware import KNOWN, Hardware
 from crius.tools.plan.machine import known_gpu, user_file, write_hardware
 from crius.tools.plan.memory import memory
 from crius.tools.plan.time import step_time
-from crius.tools.plan.workload import Workload
+from crius.tools.plan.workload import Estimate, Workload, from_config
 from crius.train.inputs import describe_model, with_dtype
 from crius.units import GIB
 

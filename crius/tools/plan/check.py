@@ -7,8 +7,8 @@ from typing import Any
 from crius.config.run import RunConfig
 from crius.models.description import ModelDescription
 from crius.table import aligned
-from crius.tools.plan.from_config import from_config
 from crius.tools.plan.memory import memory, rank_bytes
+from crius.tools.plan.workload import from_config
 from crius.units import GIB
 
 ACTIVATIONS_WITHIN = 0.05

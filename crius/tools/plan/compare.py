@@ -4,7 +4,7 @@ import contextlib
 import json
 import statistics
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,146 @@ from crius.config.run import RunConfig
 from crius.errors import ConfigError
 from crius.machine import Machine
 from crius.models.description import ModelDescription
-from crius.tools.plan.hardware import Hardware
-from crius.tools.plan.of_run import RunPlan, hardware_of_machine, plan_run, summed
+from crius.tools.plan.hardware import KNOWN, Hardware
+from crius.tools.plan.holdings import model_parameters
+from crius.tools.plan.machine import of_machine, shared
+from crius.tools.plan.memory import memory
+from crius.tools.plan.time import step_time
+from crius.tools.plan.workload import CRIUS, Estimate, Workload, from_config
 from crius.units import GIB
+
+# Of the rows of benchmarks/planner/measurements.csv
+GENERATIONS = ("ampere", "hopper", "blackwell", "blackwell_ultra", "cdna3")
+PARAMETERS = (0.3e9, 700e9)
+GPUS = 2048
+SEQ_LEN = (512, 262_144)
+DEGREES = {"tp": 16, "cp": 8, "pp": 16, "ep": 64}
+SHARDS = 512
+WITHOUT_PIPELINE = 203e9
+"""Parameters of one tensor-parallel rank that FSDP split without a pipeline: half of 405 billion."""
+SCHEDULES = ("1f1b", "interleave_1f1b")
+UNMEASURED = ("rtx-4090", "a10g", "l4", "cpu", "h100-pcie", "h100-nvl", "h800", "gh200")
+
+
+def is_narrow_on_cpu(workload: Workload, hardware: Hardware) -> bool:
+    """Whether a CPU computes in fewer bits than the runs that calibrate it: elementwise operations convert there."""
+    return hardware.generation == "cpu" and workload.precision != "float32"
+
+
+def validated_range(workload: Workload, hardware: Hardware) -> list[str]:
+    """Why no published measurement supports a plan of ``workload`` on ``hardware``; empty where they do."""
+    model, layout = workload.model, workload.layout
+    reasons = []
+    is_measured = hardware.generation in GENERATIONS and hardware.name not in UNMEASURED
+    if not hardware.measured and not is_measured:
+        reasons.append(f"no measurement on {hardware.name}: crius plan --calibrate")
+    parameters = model_parameters(model)
+    if not PARAMETERS[0] <= parameters <= PARAMETERS[1] and not hardware.measured:
+        reasons.append(f"{parameters / 1e9:.3g} billion parameters: measured are 0.3 to 700")
+    if is_narrow_on_cpu(workload, hardware):
+        reasons.append(f"{workload.precision} on a CPU, where it was measured to be 2.5 times slower than planned")
+    if layout.num_ranks > GPUS:
+        reasons.append(f"{layout.num_ranks} GPUs: measured are up to {GPUS}")
+    if not SEQ_LEN[0] <= workload.seq_len <= SEQ_LEN[1] and not hardware.measured:
+        reasons.append(f"sequences of {workload.seq_len} tokens: measured are {SEQ_LEN[0]} to {SEQ_LEN[1]}")
+    for axis, most in DEGREES.items():
+        degree = getattr(layout, axis)
+        if degree > most:
+            reasons.append(f"{axis} {degree}: measured is up to {most}")
+    if layout.fsdp > SHARDS:
+        reasons.append(f"weights in {layout.fsdp} shards: measured are up to {SHARDS}")
+    if layout.pp == 1 and parameters / layout.tp > WITHOUT_PIPELINE:
+        whole, measured = parameters / layout.tp / 1e9, WITHOUT_PIPELINE / 1e9
+        reasons.append(f"FSDP of {whole:.0f} billion parameters without a pipeline: measured are up to {measured:.0f}")
+    if layout.pp > 1 and workload.schedule not in SCHEDULES:
+        reasons.append(f"no measurement of schedule {workload.schedule}")
+    if workload.cpu_offload:
+        reasons.append("no measurement with weights offloaded to the host")
+    has_none = not hardware.float8_flops or (workload.precision == "mxfp8" and not hardware.has_mxfp8)
+    if workload.precision in ("float8", "mxfp8", "nvfp4") and has_none:
+        reasons.append(f"{hardware.name} has no {workload.precision}")
+    elif workload.precision == "nvfp4" and not hardware.float4_flops:
+        reasons.append(f"{hardware.name} has no nvfp4: planned as float8")
+    elif workload.precision == "float8" and hardware.generation == "cdna3" and "rowwise" not in workload.float8_recipe:
+        reasons.append(f"one measurement of tensorwise float8 on {hardware.name}, 1.4 times slower than planned")
+    if workload.trainer is CRIUS and hardware.generation != "cpu":
+        if workload.reshard not in ("default", "always", "never"):
+            reasons.append("no measurement of partial resharding")
+    return reasons
+
+
+LEAST_PART = 0.01
+"""Share of the whole below which a part is left out of a line."""
+
+
+def hardware_of_machine(machine: Machine) -> Hardware | None:
+    """What a rank has: as calibrated, else as known by name; None where neither is."""
+    found = of_machine(machine.name)
+    return shared(found, machine.local_ranks) if found else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """What a run should take.
+
+    Attributes:
+        machine: where it is.
+        hardware: what the plan is for; None: unknown, and with it the time.
+        workload: of a step.
+        memory: bytes of the fullest rank, counted as the run reports its peak.
+        time: seconds of a step; None where the hardware is not known, or not how fast it is in this precision.
+    """
+
+    machine: Machine
+    hardware: Hardware | None
+    workload: Workload
+    memory: Estimate
+    time: Estimate | None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Of one rank."""
+        return self.workload.tokens_per_rank / self.time.total if self.time else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For ``plan.json``."""
+        return {
+            "machine": asdict(self.machine),
+            "hardware": self.hardware.name if self.hardware else None,
+            "activation_checkpoint": self.workload.activation_checkpoint,
+            "memory_bytes": dict(self.memory.parts),
+            "step_seconds": dict(self.time.parts) if self.time else None,
+            "tokens_per_second_per_rank": self.tokens_per_second,
+        }
+
+
+def plan_run(config: RunConfig, facts: ModelDescription, machine: Machine, hardware: Hardware | None) -> RunPlan:
+    """The plan of ``config``.
+
+    Args:
+        config: the run, with everything decided that the machine decides.
+        facts: of its model.
+        machine: where it is.
+        hardware: of each rank; None: unknown.
+    """
+    workload = from_config(config, facts, machine.ranks, device="cuda" if machine.on_gpu else "cpu")
+    timed = None if hardware and is_narrow_on_cpu(workload, hardware) else hardware
+    return RunPlan(
+        machine=machine,
+        hardware=hardware,
+        workload=workload,
+        memory=memory(workload, hardware or (None if machine.on_gpu else KNOWN["cpu"]), counting="allocated"),
+        time=step_time(workload, timed) if timed else None,
+    )
+
+
+def summed(parts: Mapping[str, float], unit: float, digits: int = 2) -> str:
+    """``activations 40.10 + parameters 4.01``: parts from the largest down, in units of ``unit``."""
+    total = sum(parts.values())
+    large = {name: value for name, value in parts.items() if value >= LEAST_PART * total > 0}
+    ordered = sorted(large.items(), key=lambda item: -item[1])
+    return " + ".join(f"{name} {value / unit:.{digits}f}" for name, value in ordered)
+
 
 PLAN = "plan.json"
 """In the folder of a run: what its settings do not say of it."""

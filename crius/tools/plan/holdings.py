@@ -1,10 +1,279 @@
-"""The weights, and what the optimizer keeps of them, that one pipeline rank holds. Torch-free."""
+"""Which layers and weights a pipeline rank holds, and of how many microbatches it holds activations. Torch-free."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
-from crius.tools.plan.stages import RankLayers, rank_layers
-from crius.tools.plan.weights import Part, Weights, weights
+from crius.config.low_precision import parts
+from crius.config.parallelism import ParallelismConfig
+from crius.config.pipeline import SPLIT_BACKWARD, V_SCHEDULES, layers_of_stages, split_stages, stages_of_ranks
+from crius.models.description import Layer, ModelDescription, Weight
 from crius.tools.plan.workload import Workload
+
+
+@dataclass(frozen=True)
+class RankLayers:
+    """What one pipeline rank holds.
+
+    Attributes:
+        dense: layers with a dense feed-forward.
+        experts: layers with experts.
+        dense_spans: where in the model the dense ones of each stage begin and end.
+        expert_spans: the same of those with experts.
+        has_embedding: the embedding is among it.
+        has_head: the last norm and the output layer are.
+        in_flight: microbatches of whose activations it holds all at once; of several stages the mean over its layers.
+        neighbours: stages next to its own on other ranks, from which it receives.
+    """
+
+    dense: int
+    experts: int
+    dense_spans: tuple[tuple[int, int], ...]
+    expert_spans: tuple[tuple[int, int], ...]
+    has_embedding: bool = True
+    has_head: bool = True
+    in_flight: float = 1.0
+    neighbours: int = 0
+
+    @property
+    def layers(self) -> int:
+        """Of both kinds."""
+        return self.dense + self.experts
+
+
+def rank_layers(workload: Workload, rank: int) -> RankLayers:
+    """What pipeline rank ``rank`` holds."""
+    model, degree = workload.model, workload.layout.pp
+    total = degree * workload.stages_per_rank if degree > 1 else 1
+    held = stages_of_ranks(workload.schedule, degree, total)[rank] if degree > 1 else [0]
+    sizes = (workload.stage_layers or _sizes(workload, total)) if degree > 1 else (model.num_layers,)
+    leading = model.dense[0] if model.num_experts else sum(sizes)  # the first ones are dense
+    spans = [(sum(sizes[:stage]), sum(sizes[: stage + 1])) for stage in held]
+    dense = tuple((begin, min(end, leading)) for begin, end in spans if begin < leading)
+    experts = tuple((max(begin, leading), end) for begin, end in spans if end > leading)
+    beside = {near for stage in held for near in (stage - 1, stage + 1) if 0 <= near < total}
+    return RankLayers(
+        dense=sum(end - begin for begin, end in dense),
+        experts=sum(end - begin for begin, end in experts),
+        dense_spans=dense,
+        expert_spans=experts,
+        has_embedding=0 in held,
+        has_head=total - 1 in held,
+        in_flight=_in_flight(workload, rank, tuple(sizes[stage] for stage in held)) if degree > 1 else 1.0,
+        neighbours=sum(near not in held for near in beside),
+    )
+
+
+def _sizes(workload: Workload, stages: int) -> tuple[int, ...]:
+    model = workload.model
+    if workload.trainer.balances_memory:
+        return stage_layers(model, stages, workload.seq_len)
+    return _even(model.num_layers, stages) or (1,) * stages
+
+
+def _in_flight(workload: Workload, rank: int, sizes: tuple[int, ...]) -> float:
+    """Microbatches of whose activations pipeline rank ``rank`` holds all at once.
+
+    1F1B and its interleaved form: Narayanan et al. 2021 (arXiv:2104.04473); zero bubble and its V: Qi et al. 2023 and
+    2024 (arXiv:2401.10241, 2405.15362); DualPipe: arXiv:2412.19437.
+    """
+    degree, microbatches, schedule = workload.layout.pp, workload.num_microbatches, workload.schedule
+    if schedule == "gpipe":
+        return microbatches
+    if schedule in V_SCHEDULES:
+        return min(microbatches, degree + (1 if schedule == "dualpipev" else 0.5))
+    if schedule.startswith("interleave") and len(sizes) > 1:
+        return _interleaved(degree, rank, microbatches, sizes, splits=schedule in SPLIT_BACKWARD) / sum(sizes)
+    return min(microbatches, degree - rank)
+
+
+@lru_cache(maxsize=4096)
+def _interleaved(degree: int, rank: int, microbatches: int, sizes: tuple[int, ...], *, splits: bool) -> int:
+    """The most layers, each once for every microbatch, whose activations a rank with stages of ``sizes`` layers holds.
+
+    It takes a round of microbatches through its first stage, then through its second, ..., backwards in the same way.
+    Where the backward is split, later ranks fill the time that they wait with forwards, so that all hold as many.
+    """
+    stages = len(sizes)
+    rounds = max(1, microbatches // degree)
+    each = -(-microbatches // rounds)
+    warm_up = 2 * (degree - (0 if splits else rank) - 1) + (stages - 1) * each
+    rounds = min(rounds, (warm_up + 1) // (stages * each) + 3)  # later ones are as one that follows the warm-up
+    forwards = [size for _ in range(rounds) for size in sizes for _ in range(each)][: microbatches * stages]
+    backwards = [size for _ in range(rounds) for size in reversed(sizes) for _ in range(each)]
+    ahead = min(len(forwards), warm_up + 1 + (splits and rank > 0))
+    held = most = sum(forwards[:ahead])
+    for entering, leaving in zip(forwards[ahead:], backwards, strict=False):
+        held += entering - leaving
+        most = max(most, held)
+    return most
+
+
+@lru_cache(maxsize=1024)
+def stage_layers(model: ModelDescription, stages: int, seq_len: int) -> tuple[int, ...]:
+    """Layers of each of ``stages``, as a run balances them."""
+    if stages > model.num_layers:
+        return (1,) * stages
+    return layers_of_stages(split_stages(model.modules((seq_len + 1) / 2), stages, ParallelismConfig()))
+
+
+def _even(count: int, stages: int) -> tuple[int, ...] | None:
+    """``count`` layers on ``stages``, at least one each; None where that is impossible."""
+    if stages == 0:
+        return () if count == 0 else None
+    if count < stages:
+        return None
+    each, over = divmod(count, stages)
+    return (each + 1,) * over + (each,) * (stages - over)
+
+
+MIN_QUANTIZED = 4096
+"""Weights with fewer numbers keep float32 moments (``crius/optim/storage.py``)."""
+
+BLOCK = 256
+"""Numbers that share a scale in 8-bit moments."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Weights of one unit of FSDP, in numbers.
+
+    Attributes:
+        whole: what a rank computes with, after tensor and expert parallelism.
+        own: what the fullest rank stores of it.
+        own_matrices: of ``own``, those of matrices; ``matrix_small`` and ``matrix_blocks`` so of the next two.
+        own_small: of ``own``, those of weights that keep float32 moments beside 8-bit ones.
+        own_blocks: the others, each weight rounded up to whole blocks.
+        tensors: how many weights these are.
+    """
+
+    whole: float = 0
+    own: float = 0
+    own_matrices: float = 0
+    own_small: float = 0
+    own_blocks: float = 0
+    matrix_small: float = 0
+    matrix_blocks: float = 0
+    tensors: int = 0
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The units of a model as one rank holds them.
+
+    Attributes:
+        dense: a layer with a dense feed-forward.
+        experts: a layer with experts.
+        embedding: before the layers.
+        head: after them: the norm and, unless it is tied on the same stage, the output layer.
+    """
+
+    dense: Part
+    experts: Part
+    embedding: Part
+    head: Part
+
+
+def model_parameters(model: ModelDescription) -> int:
+    """All trained numbers, a tied weight once; the published number where that is known to be another."""
+    return model.published_parameters or model.num_parameters
+
+
+@lru_cache(maxsize=4096)
+def weights(model: ModelDescription, tp: int, ep: int, shards: int, *, is_tied: bool) -> Weights:
+    """The units of ``model``, each weight split over ``tp`` ranks and then by rows over ``shards``.
+
+    Args:
+        model: its description.
+        tp: tensor-parallel ranks, which split as the plan's rows say.
+        ep: ranks that share the experts of a layer, which lie within ``tp * shards``.
+        shards: ranks that store a part of each weight.
+        is_tied: the output layer has no weight of its own, nor a copy of the embedding's.
+    """
+    dim = model.dim
+    norm = _Tensor(dim, 1, dim, is_matrix=False)
+    embedding = _Tensor(-(-model.vocab_size // tp), dim, model.vocab_size * dim)
+    dense, experts = (
+        _part(_tensors(model, layer, tp), shards) if layer else Part() for _, layer in (model.dense, model.experts)
+    )
+    routed = model.experts[1]
+    if routed:
+        width = max(ep, tp)  # ranks that share one copy of the experts
+        experts = _with_experts(experts, routed, width, tp * shards)
+    return Weights(
+        dense=dense,
+        experts=experts,
+        embedding=_part([embedding], shards),
+        head=_part([norm] if is_tied else [norm, embedding], shards),
+    )
+
+
+class _Tensor(NamedTuple):
+    """One weight on a tensor-parallel rank, ``(rows, columns)``, and how many numbers the whole has."""
+
+    rows: int
+    columns: int
+    total: int
+    is_matrix: bool = True
+
+
+def _tensors(model: ModelDescription, layer: Layer, tp: int) -> list[_Tensor]:
+    """The weights of a layer but its routed experts."""
+    return [_tensor(model, weight, tp) for weight in layer.weights if weight.shape[0] and not weight.is_routed]
+
+
+def _tensor(model: ModelDescription, weight: Weight, tp: int) -> _Tensor:
+    if len(weight.shape) == 1:
+        return _Tensor(weight.shape[0], 1, weight.numel, is_matrix=False)
+    rows, columns = weight.shape
+    style = model.plan.style_of(f"layers.0.{weight.name.removesuffix('.weight')}")
+    over_rows, over_columns = parts(style, model.num_kv_heads, tp)
+    if style == "colwise_heads" and model.num_kv_heads < tp:
+        over_rows = 1  # each rank holds all of them, and computes one
+    return _Tensor(-(-rows // over_rows), -(-columns // over_columns), weight.numel)
+
+
+def _part(tensors: Iterable[_Tensor], shards: int) -> Part:
+    tensors = [tensor for tensor in tensors if tensor.rows]
+    own = [-(-tensor.rows // shards) * tensor.columns for tensor in tensors]
+    pairs = list(zip(tensors, own, strict=True))
+    matrices = [(tensor, size) for tensor, size in pairs if tensor.is_matrix]
+    return Part(
+        whole=sum(tensor.rows * tensor.columns for tensor in tensors),
+        own=sum(own),
+        own_matrices=sum(size for _, size in matrices),
+        own_small=_small(pairs),
+        own_blocks=_blocks(pairs),
+        matrix_small=_small(matrices),
+        matrix_blocks=_blocks(matrices),
+        tensors=len(tensors),
+    )
+
+
+def _small(pairs: Iterable[tuple[_Tensor, int]]) -> int:
+    return sum(size for tensor, size in pairs if tensor.total < MIN_QUANTIZED)
+
+
+def _blocks(pairs: Iterable[tuple[_Tensor, int]]) -> int:
+    return sum(-(-size // BLOCK) * BLOCK for tensor, size in pairs if tensor.total >= MIN_QUANTIZED)
+
+
+def _with_experts(common: Part, layer: Layer, most: int, ranks: int) -> Part:
+    routed = [weight for weight in layer.weights if weight.is_routed]
+    numbers = sum(weight.numel for weight in routed)
+    own = numbers / ranks
+    return Part(
+        whole=common.whole + numbers / most,
+        own=common.own + own,
+        own_matrices=common.own_matrices + own,
+        own_small=common.own_small,
+        own_blocks=common.own_blocks + own,
+        matrix_small=common.matrix_small,
+        matrix_blocks=common.matrix_blocks + own,
+        tensors=common.tensors + len(routed),
+    )
+
 
 _STEP_BYTES = 4  # of a weight: how often it was updated
 

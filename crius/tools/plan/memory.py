@@ -7,16 +7,11 @@ with measurements, docs/planner.md with the dry run, which counts every tensor o
 from typing import Literal
 
 from crius.host_cpu import ATTENTION_BLOCK
-from crius.tools.plan.activations import LayerBytes, layer_bytes
-from crius.tools.plan.estimate import Estimate
+from crius.tools.plan.activations import MEMORY, LayerBytes, LossBytes, MemoryConstants, layer_bytes, loss_bytes
 from crius.tools.plan.hardware import Hardware
-from crius.tools.plan.holdings import Held, held_by
-from crius.tools.plan.logits import LossBytes, loss_bytes
-from crius.tools.plan.memory_constants import MEMORY, MemoryConstants
+from crius.tools.plan.holdings import Held, held_by, model_parameters
 from crius.tools.plan.peaks import Activations, LayerKind, Moment, parts_between, peak, waits_for_loss
-from crius.tools.plan.trainer import Pointwise
-from crius.tools.plan.weights import model_parameters
-from crius.tools.plan.workload import Workload
+from crius.tools.plan.workload import Estimate, Pointwise, Workload
 
 __all__ = ["memory", "model_parameters"]
 

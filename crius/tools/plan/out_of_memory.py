@@ -10,9 +10,9 @@ from crius.errors import OutOfMemoryError
 from crius.launch.status import status
 from crius.redact import redact
 from crius.run_file import write_whole
+from crius.tools.plan.compare import RunPlan, plan_run, summed
 from crius.tools.plan.hardware import KNOWN
 from crius.tools.plan.memory import memory
-from crius.tools.plan.of_run import RunPlan, plan_run, summed
 from crius.tools.plan.remedies import LEAST_SAVED, Remedy, remedies
 from crius.tools.plan.watch import hardware_of
 from crius.train.stability import to_json

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from crius.tools.plan.activations import LossBytes
 from crius.tools.plan.holdings import Held
-from crius.tools.plan.logits import LossBytes
 from crius.tools.plan.workload import Workload
 
 _ID_BYTES = 3 * 8  # of a token: its id, label and position

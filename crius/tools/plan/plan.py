@@ -13,6 +13,7 @@ from crius.config.rules_training import OPTIMIZER_RULES
 from crius.config.run import RunConfig, replace_fields
 from crius.errors import ConfigError, CriusError, LayoutError
 from crius.models.description import ModelDescription
+from crius.tools.plan.compare import validated_range
 from crius.tools.plan.explain import explain
 from crius.tools.plan.hardware import Hardware
 from crius.tools.plan.legal import Case, violations
@@ -20,7 +21,6 @@ from crius.tools.plan.rank import Reject, best, best_rows, rejects
 from crius.tools.plan.remedies import MOST_HOST_BYTES, OFFLOAD, Remedy, remedies, remedies_of_shape
 from crius.tools.plan.search import Candidate, Found, fewest_with, search, state_bytes, usable_bytes
 from crius.tools.plan.sensitivity import Neighbour, neighbours
-from crius.tools.plan.validated_range import validated_range
 from crius.tools.plan.variants import overrides
 
 MOST_REMEDIES = 6

@@ -1,14 +1,105 @@
-"""What a processor and its memory reach: seconds of matmuls, attention and elementwise passes. Torch-free."""
+"""What a processor and its memory reach, and seconds of the layers of a model. Torch-free.
+
+``benchmarks/fit_planner.py`` writes the constants.
+"""
 
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
+from crius.models.description import Layer
 from crius.tools.plan.hardware import Hardware
-from crius.tools.plan.time_constants import TimeConstants
-from crius.tools.plan.trainer import Trainer
-from crius.tools.plan.workload import Workload
+from crius.tools.plan.workload import Trainer, Workload
+
+
+@dataclass(frozen=True)
+class TimeConstants:
+    """Efficiencies, overlaps and overheads; shares of a peak unless a unit is named.
+
+    Attributes:
+        matmul_ampere: of the peak, what large matmuls of a training step reach on A100.
+        matmul_hopper: the same on H100 and H200.
+        matmul_blackwell: the same on B200 and GB200.
+        matmul_blackwell_ultra: the same on B300 and GB300, against the same peaks.
+        matmul_cdna3: the same on MI300X.
+        power_exponent: efficiency falls with the power limit's share to this power.
+        power_exponent_blackwell: the same on Blackwell, which its full power limits too.
+        matmul_traffic: times that a matmul's operands cross the memory, as a cost beside its FLOPs.
+        attention_ampere: of the peak, what causal attention reaches on A100.
+        attention_hopper: the same on H100 and H200 with TransformerEngine's kernels.
+        attention_blackwell: the same on Blackwell.
+        flash2_flops: FLOPs a second of FlashAttention-2 on GPUs newer than it, whose matmul units it does not use.
+        memory: of the bandwidth, what elementwise operations reach.
+        elementwise_eager: times that a layer's activations cross the memory in eager PyTorch.
+        elementwise_compiled: the same, compiled.
+        float8_tensorwise: of float8's peak relative to bfloat16's efficiency, with one scale a tensor.
+        float8_rowwise: the same with one scale a row.
+        mxfp8: factor on these with a scale every 32 numbers.
+        nvfp4: of the 4-bit peak.
+        cast_traffic: times that a matmul's operands cross the memory to be quantized.
+        link: of ``link_bandwidth``, what collectives reach.
+        nic: of ``nic_bandwidth``.
+        hop_seconds: latency of a collective for each node it visits, seconds.
+        overlap_cost: share of hidden communication that slows the compute beside it.
+        tp_exposed: share of tensor parallelism's communication that is not hidden.
+        tp_async: factor on it with async tensor parallelism.
+        cp_imbalance: attention slows by this share as context parallelism grows.
+        cp_exposed: share of context parallelism's communication that is not hidden.
+        ep_exposed: share of expert parallelism's all-to-alls that is not hidden.
+        dp_exposed: share of the gradient reduction that overlaps in theory and yet is not hidden.
+        expert_efficiency: factor on the efficiency of matmuls of experts.
+        expert_traffic: times that routed tokens cross the memory to be permuted.
+        expert_seconds: time a layer of experts waits for its routing to reach the host and back, both passes, seconds.
+        expert_torch: factor on the permutation and the routing to experts outside Megatron.
+        graph_launch: share of launch times that is left when graphs or compiled code are launched.
+        op_seconds: time to launch one operation, seconds.
+        step_seconds: fixed cost of a step, seconds.
+        bias: logarithm of how much slower compute is than the rest says. torchtitan's, whose blocks are as Crius's.
+    """
+
+    matmul_ampere: float = 0.866
+    matmul_hopper: float = 0.746
+    matmul_blackwell: float = 0.516
+    matmul_blackwell_ultra: float = 0.687
+    matmul_cdna3: float = 0.342
+    power_exponent: float = 0.466
+    power_exponent_blackwell: float = 0.859
+    matmul_traffic: float = 0.933
+    attention_ampere: float = 0.532
+    attention_hopper: float = 0.459
+    attention_blackwell: float = 0.412
+    flash2_flops: float = 279000000000000.0
+    memory: float = 0.833
+    elementwise_eager: float = 1.77
+    elementwise_compiled: float = 0.468
+    float8_tensorwise: float = 1.0
+    float8_rowwise: float = 0.559
+    mxfp8: float = 0.939
+    nvfp4: float = 0.547
+    cast_traffic: float = 0.445
+    link: float = 0.719
+    nic: float = 0.95
+    hop_seconds: float = 4.14e-06
+    overlap_cost: float = 0.128
+    tp_exposed: float = 1.26
+    tp_async: float = 0.642
+    cp_imbalance: float = 0.199
+    cp_exposed: float = 0.302
+    ep_exposed: float = 0.788
+    dp_exposed: float = 0.292
+    expert_efficiency: float = 0.829
+    expert_traffic: float = 5.98
+    expert_seconds: float = 0.00727
+    expert_torch: float = 4.0
+    graph_launch: float = 0.262
+    op_seconds: float = 5.99e-06
+    step_seconds: float = 0.045
+    bias: float = 0.12
+
+
+TIME = TimeConstants()
+
 
 UNFUSED_CAST = 4
 """Times that quantizing costs more in eager PyTorch; and by rows under tensor parallelism, whose shards are cast alone
@@ -163,3 +254,125 @@ def _narrow(
     if trainer.float8:
         relative = trainer.float8[hardware.generation.startswith("blackwell")]
     return hardware.float8_flops, relative * (constants.mxfp8 if precision == "mxfp8" else 1.0), 1.0
+
+
+@lru_cache(maxsize=1024)
+def linears(layer: Layer, tp: int) -> tuple[tuple[float, float], ...]:
+    """Features in and out of each linear layer that computes every token, as one of ``tp`` ranks has it.
+
+    One that writes to the residual stream splits its input, the others their output.
+    """
+    return tuple(_split(weight.shape, tp, weight.to_residual) for weight in layer.weights if weight.kind == "linear")
+
+
+@lru_cache(maxsize=1024)
+def expert_matmuls(layer: Layer, tp: int) -> tuple[tuple[float, float], ...]:
+    """The same of one routed expert; empty where there is none."""
+    experts = (weight for weight in layer.weights if weight.kind == "expert")
+    return tuple(_split(weight.shape[1:], tp, weight.to_residual) for weight in experts)
+
+
+def _split(shape: tuple[int, ...], tp: int, by_input: bool) -> tuple[float, float]:
+    features_out, features_in = shape
+    if tp == 1:
+        return features_in, features_out
+    return (features_in / tp, features_out) if by_input else (features_in, features_out / tp)
+
+
+@lru_cache(maxsize=1024)
+def numbers(layer: Layer, *kinds: str) -> int:
+    """Numbers of the weights of ``kinds``."""
+    return sum(weight.numel for weight in layer.weights if weight.kind in kinds)
+
+
+HEAD_BYTES = {"eager": 48.0, "chunked": 24.0, "compiled": 20.0, "fused": 14.0}
+"""Bytes a logit moves in the loss and its gradient, by ``Workload.loss``: passes over it in float32 and bfloat16."""
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Seconds by kind."""
+
+    matmul: float
+    attention: float
+    elementwise: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.matmul + self.attention + self.elementwise
+
+    def times(self, factor: float) -> "Compute":
+        """Of ``factor`` times as many layers."""
+        return Compute(factor * self.matmul, factor * self.attention, factor * self.elementwise)
+
+    def plus(self, other: "Compute") -> "Compute":
+        """Both."""
+        return Compute(
+            self.matmul + other.matmul, self.attention + other.attention, self.elementwise + other.elementwise
+        )
+
+
+def recomputed(workload: Workload) -> tuple[float, float]:
+    """Shares of the matmuls and of attention that the backward computes again."""
+    mode, every = workload.activation_checkpoint, workload.selective_layers
+    if mode == "none":
+        return 0.0, 0.0
+    if mode == "full":
+        return 1.0, 1.0
+    if every is None:
+        return 0.5, 0.0
+    share = workload.model.num_layers // every / workload.model.num_layers
+    return share, share
+
+
+def forward(workload: Workload, rates: Rates, constants: TimeConstants) -> Compute:
+    """One forward through a rank's mean share of the layers."""
+    model, layout, attention = workload.model, workload.layout, workload.model.attention
+    tp, tokens = layout.tp, workload.microbatch * workload.seq_len / layout.cp
+    matmul = 0.0
+    for count, layer in (model.dense, model.experts):
+        if layer:
+            seconds = rates.matmuls(tokens, linears(layer, tp)) + _routed(workload, layer, rates, constants, tokens)
+            matmul += count / layout.pp * seconds
+    spread = 1 + constants.cp_imbalance * (layout.cp - 1) / layout.cp
+    width = attention.num_heads * (attention.head_dim + attention.value_dim)
+    scores = tokens * workload.seq_len * width / tp  # half of them: causal
+    return Compute(
+        matmul=matmul,
+        attention=model.num_layers / layout.pp * scores / rates.attention_flops * spread,
+        elementwise=_elementwise(workload, rates, constants, tokens / tp) / rates.bytes,
+    )
+
+
+def _routed(workload: Workload, layer: Layer, rates: Rates, constants: TimeConstants, tokens: float) -> float:
+    """Seconds of the matmuls of routed experts."""
+    experts = layer.feed_forward
+    if not experts.num_experts:
+        return 0.0
+    local = max(1.0, experts.num_experts / workload.layout.ep)
+    routed = rates.matmuls(tokens * experts.top_k, expert_matmuls(layer, workload.layout.tp), local)
+    return routed / (constants.expert_efficiency if workload.model.is_routed else 1.0)
+
+
+def _elementwise(workload: Workload, rates: Rates, constants: TimeConstants, tokens: float) -> float:
+    """Bytes that norms, rotary embedding, residuals, gates and the permutation to experts move in all layers."""
+    model, numbers = workload.model, 0.0
+    for count, layer in (model.dense, model.experts):
+        if layer:
+            attention, feed_forward = layer.attention, layer.feed_forward
+            heads = attention.num_heads + attention.num_kv_heads
+            width = 10 * model.dim + 3 * heads * attention.rotary_dim
+            hidden = feed_forward.width + feed_forward.top_k * feed_forward.expert_width
+            routed = constants.expert_traffic * rates.experts * feed_forward.top_k * model.dim * model.is_routed
+            numbers += count * (rates.elementwise * (width + (5 if feed_forward.gated else 3) * hidden) + routed)
+    return 2 * tokens * numbers / workload.layout.pp
+
+
+def head(workload: Workload, rates: Rates) -> Compute:
+    """Forward and backward of the output layer and the loss."""
+    model, layout = workload.model, workload.layout
+    tokens, rows = workload.microbatch * workload.seq_len / layout.cp, model.vocab_size / layout.tp
+    numbers = tokens * (model.dim + rows) + model.dim * rows
+    matmul = 2 * tokens * model.dim * rows / rates.wide_flops + numbers * rates.wide_traffic
+    return Compute(3 * matmul, 0.0, HEAD_BYTES[workload.loss] * tokens * rows / rates.bytes)

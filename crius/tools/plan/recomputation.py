@@ -6,10 +6,8 @@ from dataclasses import replace
 from crius.config.pipeline import splits_backward
 from crius.config.run import RunConfig
 from crius.models.description import ModelDescription
-from crius.tools.plan.estimate import Estimate
-from crius.tools.plan.from_config import from_config
 from crius.tools.plan.memory import memory
-from crius.tools.plan.workload import Checkpointing
+from crius.tools.plan.workload import Checkpointing, Estimate, from_config
 from crius.units import GIB
 
 log = logging.getLogger("crius.train")

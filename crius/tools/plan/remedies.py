@@ -14,12 +14,11 @@ from crius.config.pipeline import microbatch_unit
 from crius.config.rules import RULES
 from crius.config.run import RunConfig, replace_fields
 from crius.models.description import ModelDescription
-from crius.tools.plan.from_config import MOMENT_BYTES, Device, from_config
 from crius.tools.plan.hardware import Hardware
 from crius.tools.plan.legal import violations
 from crius.tools.plan.memory import memory
 from crius.tools.plan.time import step_time
-from crius.tools.plan.workload import Workload
+from crius.tools.plan.workload import MOMENT_BYTES, Device, Workload, from_config
 from crius.units import GIB
 
 ROUNDING_PRICE = 0.05

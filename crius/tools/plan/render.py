@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 from crius.table import aligned
-from crius.tools.plan.estimate import Estimate
 from crius.tools.plan.explain import explain, in_words
 from crius.tools.plan.hardware import Hardware
 from crius.tools.plan.memory import model_parameters
@@ -14,7 +13,7 @@ from crius.tools.plan.plan import Plan
 from crius.tools.plan.rank import TIE, score, spelled
 from crius.tools.plan.remedies import Remedy
 from crius.tools.plan.search import Candidate, judge, usable_bytes
-from crius.tools.plan.workload import Workload
+from crius.tools.plan.workload import Estimate, Workload
 from crius.units import GIB
 
 MOST_LINES = 12

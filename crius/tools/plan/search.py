@@ -5,14 +5,12 @@ from functools import cached_property, lru_cache
 
 from crius.config.dtype import ITEMSIZE
 from crius.config.layout import Layout
-from crius.tools.plan.estimate import Estimate
-from crius.tools.plan.from_config import MOMENT_BYTES
 from crius.tools.plan.hardware import Hardware
 from crius.tools.plan.legal import Case, layouts
 from crius.tools.plan.memory import memory, model_parameters
 from crius.tools.plan.time import step_time
 from crius.tools.plan.variants import Variants
-from crius.tools.plan.workload import Workload
+from crius.tools.plan.workload import MOMENT_BYTES, Estimate, Workload
 
 MEMORY_MARGIN = 0.08
 """Share of the memory that a plan leaves free: what is said to fit and does not costs more than the reverse."""

@@ -15,10 +15,10 @@ from crius.errors import ConfigError, CriusError
 from crius.models.description import ModelDescription
 from crius.table import aligned
 from crius.tools.plan.errors import Errors
-from crius.tools.plan.from_config import from_config
 from crius.tools.plan.hardware import hardware
 from crius.tools.plan.memory import memory
 from crius.tools.plan.time import step_time
+from crius.tools.plan.workload import from_config
 from crius.units import GIB
 
 SPEED, MEMORY = "tokens_per_second_per_rank", "memory_gib"

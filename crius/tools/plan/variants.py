@@ -10,9 +10,8 @@ from crius.config.pipeline import SPLIT_BACKWARD
 from crius.config.run import RunConfig, replace_fields
 from crius.models.description import ModelDescription
 from crius.models.registry import SPECS
-from crius.tools.plan.from_config import Device, from_config
 from crius.tools.plan.legal import PREFIX, Case, microbatches, schedules
-from crius.tools.plan.workload import Checkpointing, Workload
+from crius.tools.plan.workload import Checkpointing, Device, Workload, from_config
 
 MODES: tuple[Checkpointing, ...] = ("none", "selective", "full")
 """Of activation checkpointing, from the fastest to the smallest."""

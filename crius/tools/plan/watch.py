@@ -18,9 +18,8 @@ from crius.metrics.ledger import TimeLedger
 from crius.metrics.record import Record, StepMetrics
 from crius.models.description import ModelDescription
 from crius.run_file import write_run_file
-from crius.tools.plan.compare import PLAN, Comparison, Reports
+from crius.tools.plan.compare import PLAN, Comparison, Reports, RunPlan, hardware_of_machine, plan_run, summed
 from crius.tools.plan.hardware import Hardware
-from crius.tools.plan.of_run import RunPlan, hardware_of_machine, plan_run, summed
 from crius.units import GIB
 
 SLOW = 1.3

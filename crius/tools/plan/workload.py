@@ -1,14 +1,101 @@
 """``Workload``: everything but the hardware that decides how much memory and time a step takes. Torch-free.
 
-A workload comes from a ``RunConfig``, from a row of published measurements, or from the search.
+It comes from a ``RunConfig``, from a row of published measurements, or from the search. ``Trainer``: how a trainer
+differs in what it keeps, fuses and overlaps; those of others than Crius are in ``benchmarks/planner/trainers.py``.
 """
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
 
+from crius.config.attention import keeps_probabilities
+from crius.config.batch import batch_sizes
+from crius.config.dtype import ITEMSIZE
 from crius.config.layout import Layout
+from crius.config.loss_chunks import loss_chunks
+from crius.config.low_precision import converts_output, is_enabled, kind, linear_choices
+from crius.config.pipeline import (
+    layers_of_stages,
+    microbatch_unit,
+    num_stages,
+    settle_stages,
+    split_stages,
+    stages_per_rank,
+)
+from crius.config.run import RunConfig
 from crius.models.description import ModelDescription
-from crius.tools.plan.trainer import CRIUS, Pointwise, Trainer
+
+Pointwise = Literal["operators", "norms", "silu", "fused"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Trainer:
+    """Of memory first, then of time. Where a factor is None the fitted constant of that name holds.
+
+    Attributes:
+        gathers_keys: context parallelism keeps the keys and values of the whole sequence.
+        keeps_gathered: tensor parallelism keeps the gathered input of a matmul, not the rank's part of the sequence.
+        pointwise: what norms and gates keep, unless they are compiled.
+        selects_ops: selective checkpointing keeps the results of some ops; if not, it recomputes the core of attention,
+            of which fused attention keeps nothing anyway.
+        is_traced: forward, loss and backward are one graph, which keeps nothing that it does not read again.
+        receives_all: a pipeline allocates what it receives once for all microbatches.
+        ends_stay: embedding and output layer are one unit of FSDP, gathered and with whole gradients until the end of a
+            microbatch.
+        gathers_logits: tensor parallelism gathers the logits of the whole vocabulary before the loss.
+        balances_memory: pipeline stages are balanced by cost where memory is counted; if not, by the number of layers.
+        eager_logit_bytes: of one logit, all that exists of it in the backward of an eager loss.
+        split_logit_bytes: how many more where the vocabulary is split, or the logits of its parts are gathered.
+        kept: factor on what layers are counted to keep, but where all is recomputed.
+        balances_time: pipeline stages are balanced by cost where time is counted; if not, all ranks have as many layers
+            but the last, which has what is left.
+        own_kernels: attention reaches what the GPU's fastest kernel does, not only FlashAttention-2's FLOPs.
+        attention: factor on what attention reaches.
+        elementwise: times that a layer's activations cross the memory; None: as eager or compiled PyTorch does.
+        float8: of float8's peak relative to bfloat16's efficiency, before Blackwell and on it; None: torchao's.
+        fuses_casts: quantizing is one kernel without compilation too.
+        casts_once: weights that stay on their rank are quantized once a step.
+        waits: share of the compute that communication hidden beside it costs.
+        keeps_weights: ``reshard never`` gathers once a step, not in each microbatch.
+        reduces: share of the replicas' reduction that is not hidden.
+        overlaps_tensor: factor on the exposed communication of tensor parallelism where it is overlapped.
+        overlaps_experts: factor on the exposed all-to-alls where a pipeline rank has several stages.
+        experts: factor on permutation and routing to experts.
+        loops_over_experts: the host launches each expert of a rank by itself.
+        bias: logarithm of how much slower its compute is than the rest says.
+    """
+
+    gathers_keys: bool = True
+    keeps_gathered: bool = True
+    pointwise: Pointwise = "silu"
+    selects_ops: bool = True
+    is_traced: bool = False
+    receives_all: bool = True
+    ends_stay: bool = False
+    gathers_logits: bool = False
+    balances_memory: bool = True
+    eager_logit_bytes: float = 12.0  # log-probabilities in float32, their gradient, its gradient
+    split_logit_bytes: float = 4.0
+    kept: float = 1.0
+    balances_time: bool = True
+    own_kernels: bool = False
+    attention: float = 1.0
+    elementwise: float | None = None
+    float8: tuple[float, float] | None = None
+    fuses_casts: bool = False
+    casts_once: bool = False
+    waits: float | None = None
+    keeps_weights: bool = True
+    reduces: float | None = None
+    overlaps_tensor: float | None = None
+    overlaps_experts: float = 1.0
+    experts: float | None = None
+    loops_over_experts: bool = True
+    bias: float | None = None
+
+
+CRIUS = Trainer()
+
 
 Precision = Literal["float32", "bfloat16", "float8", "mxfp8", "nvfp4"]
 Checkpointing = Literal["none", "selective", "full"]
@@ -105,3 +192,134 @@ class Workload:
         layout = self.layout
         sequences = self.microbatch * self.num_microbatches * layout.batch
         return sequences * self.seq_len / layout.num_ranks
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Memory of one rank in bytes, or time of one step in seconds.
+
+    Attributes:
+        parts: by what they are for; they sum to the total.
+        note: of memory: the moment of the peak and the rank; of time: what bounds it.
+        detail: finer parts of some of ``parts``, by name: for explanations, never added again.
+    """
+
+    parts: Mapping[str, float]
+    note: str = ""
+    detail: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def total(self) -> float:
+        """All parts."""
+        return sum(self.parts.values())
+
+
+MOMENT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "8bit": 1.0 + 4 / 256}
+"""Of one number of an optimizer's running means, by ``optimizer.state_dtype``."""
+
+Device = Literal["cuda", "cpu", "dry_run"]
+
+
+def from_config(config: RunConfig, facts: ModelDescription, num_ranks: int, *, device: Device = "cuda") -> Workload:
+    """What ``config`` asks of ``num_ranks`` ranks.
+
+    Where recomputation is left to the machine or to the compiler (``auto``, ``memory_budget``) all activations stay.
+
+    Args:
+        config: the run; its rules have been checked.
+        facts: of its model.
+        num_ranks: ranks of the layout.
+        device: what it runs on; ``dry_run``: on fake tensors, which take a CPU's kernels and are not compiled.
+
+    Raises:
+        LayoutError: the degrees do not multiply to ``num_ranks``.
+    """
+    layout = Layout.of(config.parallelism, num_ranks)
+    parallelism, training = settle_stages(config.parallelism, facts.num_layers), config.training
+    sizes = batch_sizes(training, layout.batch, microbatch_unit(parallelism))
+    mode, option = config.activation_checkpoint.mode, config.activation_checkpoint.selective_option
+    float8 = config.quantize.dense.float8
+    return Workload(
+        model=facts,
+        layout=layout,
+        seq_len=training.seq_len,
+        microbatch=sizes.local,
+        num_microbatches=sizes.accumulation,
+        schedule=parallelism.pipeline_parallel_schedule,
+        stages_per_rank=stages_per_rank(parallelism) if layout.pp > 1 else 1,
+        activation_checkpoint=cast(Checkpointing, mode) if mode in ("selective", "full") else "none",
+        selective_layers=option if isinstance(option, int) else None,
+        compile=config.compile.enable and device != "dry_run",
+        precision=kind(config.quantize.dense) if is_enabled(config.quantize.dense) else _precision(config),
+        float8_recipe=float8.recipe if float8.enable else "",
+        float8_all_gather=float8.enable and float8.enable_fsdp_float8_all_gather,
+        weight_bytes=ITEMSIZE[training.dtype],
+        param_bytes=_param_bytes(config),
+        reduce_bytes=ITEMSIZE[training.mixed_precision_reduce],
+        moment_bytes=MOMENT_BYTES[config.optimizer.state_dtype],
+        reshard=str(parallelism.reshard_after_forward_mode),
+        gradient_sync="deferred" if training.gradient_sync == "deferred" or layout.pp > 1 else "immediate",
+        async_tp=parallelism.enable_async_tensor_parallel,
+        **_loss(config, facts, device),
+        optimizer=config.optimizer.implementation,
+        cpu_offload=training.enable_cpu_offload and device == "cuda",
+        pointwise=_pointwise(config, device),
+        muon=config.optimizer.name == "muon",
+        stage_layers=_stage_layers(config, facts) if layout.pp > 1 else (),
+        keeps_mask=device != "cuda" and layout.cp > 1,
+        keeps_probabilities=_on_cpu(config, device) and keeps_probabilities(config),
+        snapshot=config.stability.nonfinite == "rollback" and device != "cuda",
+    )
+
+
+def _param_bytes(config: RunConfig) -> int:
+    """``auto`` is taken for bfloat16, as on a GPU."""
+    return ITEMSIZE.get(config.training.mixed_precision_param, 2)
+
+
+def _precision(config: RunConfig) -> Literal["float32", "bfloat16"]:
+    return "float32" if _param_bytes(config) == 4 else "bfloat16"
+
+
+def _loss(config: RunConfig, facts: ModelDescription, device: Device) -> dict[str, Any]:
+    in_low_precision = False
+    if is_enabled(config.quantize.dense):
+        plan = facts.plan
+        in_low_precision = converts_output(linear_choices(config, facts, plan, accelerated=True), plan)
+    chunks = loss_chunks(
+        config,
+        facts.vocab_size,
+        "cuda" if device == "cuda" else "cpu",
+        num_ranks=config.parallelism.tensor_parallel_degree,
+        in_low_precision=in_low_precision,
+    )
+    if chunks.tokens is not None:
+        return {"loss": "chunked", "loss_tokens": chunks.tokens, "score_tokens": chunks.block_tokens}
+    is_compiled = config.compile.enable and config.compile.loss and device != "dry_run"
+    return {"loss": "compiled" if is_compiled else "eager"}
+
+
+def _on_cpu(config: RunConfig, device: Device) -> bool:
+    """Whether the run takes a CPU's kernels."""
+    return device == "cpu" or (device == "dry_run" and config.training.device == "cpu")
+
+
+def _pointwise(config: RunConfig, device: Device) -> Pointwise:
+    """Compiled blocks keep only inputs, as the fused kernels of a CPU do, which are for float32; they take no DTensors,
+    as which norms compute under tensor parallelism.
+    """
+    if config.compile.enable and device != "dry_run":
+        return "fused"
+    if device == "cuda":
+        return "silu"
+    takes_fused = _on_cpu(config, device) and config.kernels.pointwise != "torch" and _param_bytes(config) == 4
+    if not takes_fused:
+        return "operators"
+    return "norms" if config.parallelism.tensor_parallel_degree > 1 else "fused"
+
+
+def _stage_layers(config: RunConfig, facts: ModelDescription) -> tuple[int, ...]:
+    """Layers of each stage, as the run splits them."""
+    modules = facts.modules((config.training.seq_len + 1) / 2)
+    parallelism = settle_stages(config.parallelism, facts.num_layers)
+    return layers_of_stages(split_stages(modules, num_stages(parallelism), parallelism))
