@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from peers.task import Task
 
-from crius import cli
+from crius.cli.settings import run_of
 from crius.config.run import RunConfig
 from crius.data.loader import BatchLoader
 from crius.data.tokenizer import build_tokenizer
@@ -89,12 +89,6 @@ def write_tokens(folder: Path, tokens: np.ndarray) -> None:
     (folder / META).write_text(meta.to_json(), encoding="utf-8")
 
 
-def crius_config(flags: list[str]) -> RunConfig:
-    """What ``crius train FLAGS`` would run."""
-    _, bound, _ = cli.app.parse_args(["config", "show", *flags], exit_on_error=False, print_error=False)
-    return bound.arguments["run"]
-
-
 def write_weights(config: RunConfig, file: Path) -> None:
     """The weights that Crius starts with, by Hugging Face's names."""
     spec, facts = registry.SPECS[config.model.name], describe_model(config)
@@ -124,10 +118,10 @@ def write_batches(config: RunConfig, steps: int, file: Path) -> None:
 
 def write_task(folder: Path, flags: list[str], steps: int, warmup: int) -> list[str]:
     """Write what the trainers share; returns the flags of Crius."""
-    sizes = describe_model(crius_config(flags))
+    sizes = describe_model(run_of(*flags))
     write_tokens(folder / "tokens", markov_tokens(sizes.vocab_size))
     flags = [*flags, "--data.path", str(folder / "tokens"), "--training.steps", str(steps)]
-    config = crius_config(flags)
+    config = run_of(*flags)
     write_weights(config, folder / "weights.pt")
     write_batches(config, steps, folder / "windows.bin")
     own = dataclasses.asdict(sizes.config)

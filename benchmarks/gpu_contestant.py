@@ -18,8 +18,7 @@ from peers import titan_math
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from crius.cli import app
-from crius.config.load import normalized_argv
+from crius.cli.settings import run_of
 from crius.config.run import RunConfig
 from crius.data.loader import BatchLoader
 from crius.models import registry
@@ -30,13 +29,6 @@ from crius.tools.bench.contestant import Channel, Turns
 from crius.tools.bench.train_job import run_facts, wait_for
 from crius.train.inputs import describe_model, open_run_corpus, run_batch_sizes
 from crius.units import GIB
-
-
-def parse(flags: list[str]) -> RunConfig:
-    """The config that ``crius train FLAGS`` would run."""
-    argv = ["config", "show", *normalized_argv(flags)]
-    _, bound, _ = app.parse_args(argv, exit_on_error=False, print_error=False)
-    return bound.arguments.get("run", RunConfig())
 
 
 def start_weights(config: RunConfig, device: torch.device) -> tuple[dict[str, Tensor], Tensor]:
@@ -230,7 +222,7 @@ def options_of(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 def main(argv: list[str]) -> int:
     """Take part."""
     options, flags = options_of(argv)
-    config = parse(flags)
+    config = run_of(*flags)
     if "OMP_NUM_THREADS" in os.environ:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     device = pick_device(config.training.device, 0)

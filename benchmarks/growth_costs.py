@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from survival import parse, silent
+from survival import silent
 from torch.nn import functional as F
 
+from crius.cli.settings import run_of
 from crius.config.data import DataConfig, TokenizerConfig
 from crius.config.run import RunConfig
 from crius.data.boundary import boundary_of
@@ -73,7 +74,7 @@ def state_bytes(loop: Loop) -> float:
 
 def train(flags: Sequence[str], folder: Path) -> list[list[dict[str, float]]]:
     """Train in forked processes; what ``watched`` wrote, by rank and step."""
-    config = parse([*BASE, *flags])
+    config = run_of(*BASE, *flags)
     ranks = config.parallelism.total_ranks(1)
     with silent():
         code = run_workers(functools.partial(watched, config, folder), ranks, folder)
@@ -122,7 +123,7 @@ def sequence_length(lengths: Sequence[int], rounds: int) -> Series:
 
 def attention_seconds(seq_len: int, rounds: int) -> float:
     """CPU seconds of causal attention, forward and backward, at the heads of the debug model."""
-    facts = describe_model(parse(BASE))
+    facts = describe_model(run_of(*BASE))
     heads = (facts.num_heads, facts.num_kv_heads, facts.num_kv_heads)
     q, k, v = (torch.randn(1, n, seq_len, facts.head_dim, requires_grad=True) for n in heads)
 
@@ -139,7 +140,7 @@ def model_size(models: Sequence[tuple[str, int]], rounds: int) -> tuple[list[flo
     runs = [shape(flavor=flavor, layers=layers, batch=4) for flavor, layers in models]
     flops = []
     for flags in runs:
-        config = parse([*BASE, *flags])
+        config = run_of(*BASE, *flags)
         tokens = config.training.global_batch_size * config.training.seq_len
         flops.append(describe_model(config).flops_per_token((config.training.seq_len + 1) / 2) * tokens)
     return flops, {"step": [cpu_seconds(found) for found in in_turns(runs, rounds)]}
@@ -252,5 +253,5 @@ def checkpoint_size(layers: Sequence[int]) -> tuple[list[float], Series]:
             train(flags, Path(name))
             files = (Path(name) / "checkpoints").rglob("*")
             sizes.append(float(sum(file.stat().st_size for file in files if file.is_file())))
-        parameters.append(float(describe_model(parse([*BASE, *flags])).num_parameters))
+        parameters.append(float(describe_model(run_of(*BASE, *flags)).num_parameters))
     return parameters, {"bytes": sizes}

@@ -19,8 +19,7 @@ from typing import Any
 
 import torch
 
-from crius import cli
-from crius.config.load import normalized_argv
+from crius.cli.settings import run_of
 from crius.config.run import RunConfig
 from crius.launch.environment import Placement
 from crius.launch.local import run_workers
@@ -52,12 +51,6 @@ CHAOS = {
     "fsdp2": [*SMALL, SHARD, "2"],
     "reproducible, 1, 2 or 4 ranks": [*SMALL, "--reproducible", "--world-sizes", "1,2,4"],
 }
-
-
-def parse(flags: list[str]) -> RunConfig:
-    """The config that ``crius train FLAGS`` would run."""
-    _, bound, _ = cli.app.parse_args(["config", "show", *normalized_argv(flags)], exit_on_error=False)
-    return bound.arguments["run"]
 
 
 def timed(config: RunConfig, folder: Path, placement: Placement) -> None:
@@ -94,7 +87,7 @@ def step_costs(rounds: int) -> dict[str, dict[str, Any]]:
     for _ in range(rounds):
         for layout, degrees in LAYOUTS.items():
             for variant, flags in VARIANTS.items():
-                config = parse([*RUN, *degrees, *flags])
+                config = run_of(*RUN, *degrees, *flags)
                 ranks = config.parallelism.total_ranks(1)
                 with tempfile.TemporaryDirectory() as name:
                     folder = Path(name)

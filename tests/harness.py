@@ -13,11 +13,10 @@ from pathlib import Path
 
 import fork_server
 
-from crius import cli
+from crius.cli.settings import run_of
 from crius.cli.train import run_tools
 from crius.config.export import differences
 from crius.config.layout import apply_layout, parse_layout
-from crius.config.load import normalized_argv
 from crius.config.run import RunConfig
 from crius.config.training import TrainingConfig
 from crius.launch.environment import Placement
@@ -47,10 +46,7 @@ def parse(flags: list[str]) -> RunConfig:
     """The config that ``crius train FLAGS`` would run, but it saves nothing unless a flag or a file asks for that."""
     if not any(flag.startswith(("--checkpoint.", "--config")) for flag in flags):
         flags = [*flags, "--checkpoint.no_enable"]
-    _, bound, _ = cli.app.parse_args(
-        ["config", "show", *normalized_argv(flags)], exit_on_error=False, print_error=False
-    )
-    return bound.arguments.get("run", RunConfig())
+    return run_of(*flags)
 
 
 def llama(config: str | DecoderConfig = "debug", **sizes) -> ModelDescription:

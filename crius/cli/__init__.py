@@ -1,6 +1,7 @@
 """The ``crius`` command: verbs and what they call. Imports that are slow or need torch happen inside the verbs."""
 
 import functools
+import importlib
 import os
 import sys
 import traceback
@@ -8,7 +9,6 @@ from collections.abc import Sequence
 
 from cyclopts import CycloptsError
 
-from crius.cli import bench, checkpoint, plan, settings, train, verify  # noqa: F401  # each adds its verbs to the app
 from crius.cli.app import COMMAND, SOURCES, app
 from crius.config.load import normalized_argv
 from crius.config.mistakes import WrongSettings, explain
@@ -16,6 +16,12 @@ from crius.data.globs import is_utf8
 from crius.errors import ConfigError, CriusError
 from crius.models.registry import import_models
 from crius.redact import printable, redact
+
+VERBS = {
+    **{"train": "train", "plan": "plan", "verify": "verify", "bench": "bench", "checkpoint": "checkpoint"},
+    **{"config": "settings", "data": "settings", "doctor": "settings"},
+}
+"""The module here of each verb, which adds it to ``app`` when it is imported."""
 
 IMPORT = "CRIUS_IMPORT"
 """Variable with modules to import, joined by commas: what ``--import`` names, for the processes of a run."""
@@ -33,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parse = functools.partial(app.parse_args, exit_on_error=False, print_error=False)
     try:
         arguments = _import_models(arguments)
+        add_verbs(arguments[0] if arguments else "")
         command, bound, _ = parse(arguments)
         is_parsed = True
         return command(*bound.args, **bound.kwargs) or 0
@@ -51,6 +58,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception:  # a mistake of Crius, or of a library below it
         print(printable(redact(traceback.format_exc())), file=sys.stderr)
         return 1
+
+
+def add_verbs(verb: str = "") -> None:
+    """Add one verb to the app, or all of them where there is no such verb."""
+    for name in {VERBS[verb]} if verb in VERBS else dict.fromkeys(VERBS.values()):
+        importlib.import_module(f"crius.cli.{name}")
 
 
 def _import_models(arguments: list[str]) -> list[str]:
@@ -80,4 +93,4 @@ def _import_models(arguments: list[str]) -> list[str]:
     return rest
 
 
-__all__ = ["SOURCES", "app", "main"]
+__all__ = ["SOURCES", "add_verbs", "app", "main"]

@@ -33,7 +33,7 @@ from crius.config.changes import flag
 from crius.config.data import DataConfig, TokenizerConfig
 from crius.config.export import differences, flatten
 from crius.config.facts import Facts
-from crius.config.load import OF_MODEL, recipe_names
+from crius.config.load import OF_MODEL, normalized_argv, recipe_names
 from crius.config.run import RunConfig
 from crius.errors import ConfigError, CriusError
 from crius.models.registry import IMPORTED
@@ -112,8 +112,13 @@ def config_of(place: str) -> RunConfig:
 
 
 def run_of(*flags: str) -> RunConfig:
-    """The settings of a run with these flags."""
-    _, bound, _ = app.parse_args(["config", "show", *flags], exit_on_error=False, print_error=False)
+    """The settings of a run with these flags.
+
+    Raises:
+        CycloptsError: they cannot be read.
+    """
+    argv = ["config", "show", *normalized_argv(flags)]
+    _, bound, _ = app.parse_args(argv, exit_on_error=False, print_error=False)
     run: RunConfig = bound.arguments.get("run", RunConfig())
     return run
 

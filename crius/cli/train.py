@@ -29,12 +29,16 @@ from crius.cli.app import (
 from crius.config import rules
 from crius.config.facts import Facts
 from crius.config.run import RunConfig
-from crius.errors import ConfigError
+from crius.errors import ConfigError, OutOfMemoryError
 from crius.launch.environment import Placement
 from crius.launch.lock import RunLock
 
 if TYPE_CHECKING:
-    from crius.train.tools import Tools
+    from crius.models.description import ModelDescription
+    from crius.train.tools import Story, Tools
+
+FAULTS = "CRIUS_FAULT"
+"""Variable that plants faults: ``crius/tools/faults``."""
 
 
 @app.command
@@ -94,20 +98,28 @@ def train(
 
 def run_tools() -> "Tools":
     """What stands around a run: the planner, and faults that the environment asks for."""
-    from crius.tools.faults.planted import PlantedFaults
-    from crius.tools.plan.out_of_memory import explain
-    from crius.tools.plan.recomputation import recomputation
     from crius.tools.plan.watch import watch_plan
     from crius.train.tools import Tools
 
+    tools = Tools(recomputation=_recomputation, watch=watch_plan, explain=_explain)
+    if FAULTS not in os.environ:
+        return tools
+    from crius.tools.faults.planted import PlantedFaults
+
     planted = PlantedFaults()
-    return Tools(
-        recomputation=recomputation,
-        watch=watch_plan,
-        explain=explain,
-        around=planted.around,
-        prepare=planted.prepare,
-    )
+    return dataclasses.replace(tools, around=planted.around, prepare=planted.prepare)
+
+
+def _recomputation(config: RunConfig, facts: "ModelDescription", num_ranks: int, budget: float, *, on_gpu: bool) -> str:
+    from crius.tools.plan.recomputation import recomputation
+
+    return recomputation(config, facts, num_ranks, budget, on_gpu=on_gpu)
+
+
+def _explain(story: "Story", what: str, said: str) -> OutOfMemoryError:
+    from crius.tools.plan.out_of_memory import explain
+
+    return explain(story, what, said)
 
 
 def _own(run: RunConfig, folder: Path, stack: contextlib.ExitStack) -> list[RunLock]:

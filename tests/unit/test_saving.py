@@ -15,6 +15,7 @@ from crius.checkpoint.local_disk import LocalDisk
 from crius.checkpoint.names import step_name
 from crius.cli import next_steps
 from crius.cli.app import _base_name
+from crius.cli.settings import run_of
 from crius.config.run import RunConfig
 from crius.errors import CheckpointError, EnvironmentError
 from crius.launch.environment import Placement
@@ -40,8 +41,7 @@ MIB = 2**20
     ],
 )
 def test_a_run_saves_unless_told_not_to_and_is_restarted_only_where_that_is_asked_for(flags, saves, is_supervised):
-    _, bound, _ = cli.app.parse_args(["config", "show", *flags], exit_on_error=False)
-    config = bound.arguments.get("run", RunConfig()).checkpoint
+    config = run_of(*flags).checkpoint
     assert (config.is_enabled, config.is_supervised) == (saves, is_supervised)
 
 
@@ -194,8 +194,7 @@ def test_under_a_launcher_the_command_is_the_launchers(local, want, monkeypatch)
     ],
 )
 def test_the_same_curve_on_more_workers_is_offered_where_it_starts_anew(more, is_offered, monkeypatch, tmp_path):
-    _, bound, _ = cli.app.parse_args(["config", "show", *more], exit_on_error=False)
-    config = bound.arguments.get("run", RunConfig())
+    config = run_of(*more)
     monkeypatch.setattr(next_steps, "_workers", lambda facts, run: (4, ["--layout", "fsdp4"]))
     started(monkeypatch, "/usr/bin/crius", "train", *more)
     rows = dict(next_steps._next_commands(None, config, tmp_path))
@@ -238,8 +237,7 @@ def test_the_last_lines_name_what_is_there_and_never_end_a_good_run_as_failed(mo
     ],
 )
 def test_a_run_folder_is_named_by_the_model_that_is_trained(flags, name):
-    _, bound, _ = cli.app.parse_args(["config", "show", *flags], exit_on_error=False)
-    config = bound.arguments.get("run", RunConfig())
+    config = run_of(*flags)
     if name == "llama3_8b":  # the recipe has sizes of its own
         config = dataclasses.replace(config, model=dataclasses.replace(RunConfig().model, flavor="8b"))
     assert _base_name(config) == name
