@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from crius.config.loss_chunks import BLOCK_BYTES, CHUNK_BYTES
+from crius.config.resolve import BLOCK_BYTES, CHUNK_BYTES
 from crius.kernels.linear_cross_entropy import Chunks, linear_cross_entropy, reference, score_block
 from crius.models.layers.attention import CausalAttention, DocumentMask
 

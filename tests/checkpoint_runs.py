@@ -4,8 +4,8 @@ from harness import SMALL, layout_flags
 
 from crius.checkpoint.contents import contents_hash
 from crius.checkpoint.disk import open_disk
+from crius.checkpoint.folder import read_manifest
 from crius.checkpoint.names import step_name
-from crius.checkpoint.verify import read_manifest
 
 BATCH = 12
 SHORT = [

@@ -5,12 +5,11 @@ import random
 
 import numpy as np
 
-from crius.checkpoint.digest import digest_of
 from crius.checkpoint.disk import open_disk
-from crius.checkpoint.manifest import MANIFEST, Chunk, FileEntry, Manifest, TensorEntry
+from crius.checkpoint.files import Part, write_shard
+from crius.checkpoint.folder import damages, read_manifest
+from crius.checkpoint.manifest import MANIFEST, Chunk, FileEntry, Manifest, TensorEntry, digest_of
 from crius.checkpoint.names import step_name
-from crius.checkpoint.shard_file import Part, write_shard
-from crius.checkpoint.verify import damages, read_manifest
 from crius.errors import CheckpointError
 
 # name to dtype, shape, and at which rows the ranks' parts begin

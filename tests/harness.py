@@ -15,13 +15,13 @@ import fork_server
 
 from crius.cli.settings import run_of
 from crius.cli.train import run_tools
-from crius.config.export import differences
 from crius.config.layout import apply_layout, parse_layout
 from crius.config.run import RunConfig
+from crius.config.toml_file import differences
 from crius.config.training import TrainingConfig
+from crius.launch.crew import Supervision
 from crius.launch.environment import Placement
 from crius.launch.local import run_workers
-from crius.launch.supervision import Supervision
 from crius.models.config import DecoderConfig
 from crius.models.description import ModelDescription
 from crius.models.registry import SPECS

@@ -13,8 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import SequenceParallel
 from torch.nn import functional as F
 
-from crius.data.batch import Batch
-from crius.data.loader import BatchLoader
+from crius.data.loader import Batch, BatchLoader
 from crius.parallel import context, gradients, init, pipeline, tensor, ties
 from crius.parallel.fsdp import GradientSync
 from crius.parallel.gradients import Gradients

@@ -6,9 +6,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from crius.checkpoint.digest import Hasher
 from crius.checkpoint.disk import Disk
-from crius.checkpoint.manifest import ITEM_BYTES, Manifest, TensorEntry
+from crius.checkpoint.manifest import ITEM_BYTES, Hasher, Manifest, TensorEntry
 
 OF_LAYOUT = ("rng.", "_scale.")
 """Parts of names of tensors that belong to ranks and not to the model."""

@@ -1,11 +1,273 @@
 """One folder of checkpoints, on a local file system or behind an fsspec URL. No torch."""
 
+import errno
+import os
 import re
-from contextlib import AbstractContextManager
+import shutil
+import stat
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from crius.checkpoint.local_disk import LocalDisk
+from crius.checkpoint.names import check_name, parse_folder, parse_step, step_name
 from crius.checkpoint.remote_disk import FsspecDisk
+from crius.errors import CheckpointError
+
+_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+# a FIFO that is put in a file's place must not hold up whoever opens it
+_READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class LocalSink:
+    """See ``Sink``."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def write(self, data: bytes | bytearray | memoryview, /) -> None:
+        """Append all of ``data``."""
+        view = memoryview(data)
+        if view.nbytes:
+            view = view.cast("B")
+        while view.nbytes:
+            view = view[os.write(self._descriptor, view) :]
+
+
+class LocalDisk:
+    """See ``Disk``. Every name is resolved from the open folder, never as a path, so that no link leads away."""
+
+    is_local = True
+
+    def __init__(self, folder: str | Path) -> None:
+        self.where = str(folder)
+        self._root = Path(folder)
+
+    def stage(self, step: int, attempt: str) -> str:
+        """A folder beside that of the step."""
+        return check_name(f"{step_name(step)}.tmp-{attempt}", self.where)
+
+    def file_name(self, stem: str, attempt: str) -> str:
+        """``stem``: each attempt has a folder of its own."""
+        return stem
+
+    def prepare(self, folder: str) -> None:
+        """Make the folder, and the folder of checkpoints, if they are not there."""
+        name = check_name(folder, self.where)
+        with self._said("cannot be made", folder):
+            if not self._root.is_dir():
+                self._root.mkdir(parents=True, exist_ok=True)
+                _sync_folder(self._root.absolute().parent)
+            with self._open_root() as root, suppress(FileExistsError):
+                os.mkdir(name, dir_fd=root)
+            with self._open_folder(name):  # what was there might be a file or a link
+                pass
+
+    @contextmanager
+    def create(self, path: str) -> Iterator[LocalSink]:
+        """Write a new file; it is synced when the context is left."""
+        folder, name = self._parts(path)
+        with self._said("cannot be written", path), self._open_folder(folder) as parent:
+            descriptor = os.open(name, _CREATE_FLAGS, 0o666, dir_fd=parent)
+            try:
+                try:
+                    yield LocalSink(descriptor)
+                    os.fsync(descriptor)
+                    if hasattr(os, "posix_fadvise"):  # whoever verifies the file is to read the disk, not memory
+                        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+                finally:
+                    os.close(descriptor)
+            except BaseException:
+                with suppress(OSError):
+                    os.unlink(name, dir_fd=parent)
+                raise
+
+    def read(self, path: str, begin: int = 0, end: int | None = None) -> bytes:
+        """The bytes from ``begin`` up to ``end``."""
+        with self._said("cannot be read", path), self.open(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            stop = size if end is None else end
+            if not 0 <= begin <= stop <= size:
+                raise CheckpointError(f"{path} has no bytes {begin:,} to {stop:,}, it has {size:,}.", where=self.where)
+            file.seek(begin)
+            data = file.read(stop - begin)
+        if len(data) != stop - begin:
+            raise CheckpointError(f"{path} became shorter while it was read.", where=self.where)
+        return data
+
+    def open(self, path: str) -> BinaryIO:
+        """The file, to read from its start."""
+        folder, name = self._parts(path)
+        with self._said("cannot be opened", path), self._open_folder(folder) as parent:
+            descriptor = os.open(name, _READ_FLAGS, dir_fd=parent)
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                os.close(descriptor)
+                raise CheckpointError(f"{path} is no plain file.", where=self.where)
+            return os.fdopen(descriptor, "rb")
+
+    def size(self, path: str) -> int:
+        """Bytes of a file."""
+        return self._status(path).st_size
+
+    def age_seconds(self, path: str) -> float | None:
+        """Seconds since a file was written."""
+        return time.time() - self._status(path).st_mtime
+
+    def files(self, folder: str) -> list[str]:
+        """Names of all that is in a folder, links and folders too."""
+        name = check_name(folder, self.where)
+        with self._said("cannot be listed", folder):
+            try:
+                with self._open_folder(name) as opened:
+                    return sorted(os.listdir(opened))
+            except FileNotFoundError:
+                return []
+
+    def folders(self) -> list[str]:
+        """Names of the folders; links are none."""
+        return sorted(name for name, is_folder in self._entries() if is_folder)
+
+    def committed(self) -> list[int]:
+        """Steps of all that has the name of a checkpoint."""
+        return sorted(step for name, _ in self._entries() if (step := parse_step(name)) is not None)
+
+    def commit(self, folder: str, step: int) -> None:
+        """Rename the folder to that of the step; one that is there gets another name first."""
+        name = step_name(step)
+        with self._said("cannot be committed", folder):
+            with self._open_folder(check_name(folder, self.where)) as opened:
+                _sync(opened)
+            with self._open_root() as root:
+                if name in os.listdir(root):
+                    # a kill between the two renames leaves the folder to put_back
+                    self._rename(root, name, f"{name}.replaced-{_tag()}")
+                self._rename(root, folder, name)
+                _sync(root)
+
+    def set_aside(self, folder: str) -> str:
+        """Rename the folder."""
+        found = parse_folder(folder)
+        if not found:
+            raise CheckpointError(f"{folder} is not a checkpoint and cannot be set aside.", where=self.where)
+        kept = f"{step_name(found.step)}.aside-{_tag()}"
+        self._move(folder, kept)
+        return kept
+
+    def put_back(self, name: str) -> None:
+        """Rename a folder to that of its step."""
+        found = parse_folder(name)
+        if not found or found.step in self.committed():
+            raise CheckpointError(f"{name} cannot be put back: its place is taken.", where=self.where)
+        self._move(name, step_name(found.step))
+
+    def sweep(self, folder: str, attempt: str = "") -> list[str]:
+        """Remove a folder that another attempt was writing."""
+        found = parse_folder(folder)
+        if not found or found.kind != "tmp" or found.tag == attempt:
+            return []
+        self.remove(folder)
+        return [folder]
+
+    def remove(self, folder: str) -> None:
+        """Rename a checkpoint to what a save leaves behind, then remove that."""
+        found, name = parse_folder(folder), check_name(folder, self.where)
+        if found and found.kind != "tmp":
+            name = f"{step_name(found.step)}.tmp-removed-{_tag()}"
+            self._move(folder, name)
+        with self._said("cannot be removed", folder), self._open_root() as root:
+            shutil.rmtree(name, dir_fd=root)
+
+    def free_bytes(self) -> int | None:
+        """What a user without privileges can still write."""
+        place = self._root.absolute()
+        while not place.exists():
+            place = place.parent
+        with self._said("does not say how much is free", ""):
+            found = os.statvfs(place)
+        return found.f_bavail * found.f_frsize
+
+    def _parts(self, path: str) -> tuple[str, str]:
+        folder, _, name = path.partition("/")
+        return check_name(folder, self.where), check_name(name, f"{self.where}/{folder}")
+
+    def _entries(self) -> list[tuple[str, bool]]:
+        """Names of all that is in the folder of checkpoints, and whether it is a folder; a link is none."""
+        with self._said("cannot be listed", ""):
+            try:
+                with os.scandir(self._root) as entries:
+                    return [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+            except FileNotFoundError:
+                return []
+
+    def _status(self, path: str) -> os.stat_result:
+        with self.open(path) as file:
+            return os.fstat(file.fileno())
+
+    @contextmanager
+    def _open_root(self) -> Iterator[int]:
+        with _descriptor(os.open(self._root, _FOLDER_FLAGS)) as opened:
+            yield opened
+
+    @contextmanager
+    def _open_folder(self, name: str) -> Iterator[int]:
+        with ExitStack() as stack:
+            root = stack.enter_context(self._open_root())
+            yield stack.enter_context(_descriptor(os.open(name, _FOLDER_FLAGS | os.O_NOFOLLOW, dir_fd=root)))
+
+    def _move(self, source: str, target: str) -> None:
+        check_name(source, self.where)
+        with self._said("cannot be renamed", source), self._open_root() as root:
+            self._rename(root, source, target)
+            _sync(root)
+
+    def _rename(self, root: int, source: str, target: str) -> None:
+        os.rename(source, target, src_dir_fd=root, dst_dir_fd=root)
+
+    @contextmanager
+    def _said(self, what: str, path: str) -> Iterator[None]:
+        """Turn an OSError into an error that says what could not be done where."""
+        try:
+            yield
+        except OSError as error:
+            raise self._error(what, path, error) from error
+
+    def _error(self, what: str, path: str, error: OSError) -> CheckpointError:
+        place = f"{self.where}/{path}" if path else self.where
+        is_link = error.errno in (errno.ELOOP, errno.ENOTDIR)
+        return CheckpointError(
+            f"{place} {what}: {error.strerror or error}.",
+            why="symbolic links in a folder of checkpoints are not followed" if is_link else "",
+            fix="free some space, or give another folder" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "",
+        )
+
+
+@contextmanager
+def _descriptor(descriptor: int) -> Iterator[int]:
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _sync_folder(folder: Path) -> None:
+    with _descriptor(os.open(folder, _FOLDER_FLAGS)) as opened:
+        _sync(opened)
+
+
+def _sync(folder: int) -> None:
+    try:
+        os.fsync(folder)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some network file systems cannot sync folders: they have no need to
+            raise
+
+
+def _tag() -> str:
+    return uuid.uuid4().hex[:12]
+
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 

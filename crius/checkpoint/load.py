@@ -8,14 +8,11 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner
 
-from crius.checkpoint.dtypes import DTYPES
-from crius.checkpoint.folder import CheckpointFolder
+from crius.checkpoint.folder import CheckpointFolder, damages, extra_files, read_manifest
 from crius.checkpoint.manifest import Manifest
 from crius.checkpoint.names import step_name
-from crius.checkpoint.planner import Gather
-from crius.checkpoint.reader import ShardReader
+from crius.checkpoint.reader import DTYPES, Gather, ShardReader
 from crius.checkpoint.state import read_state
-from crius.checkpoint.verify import damages, extra_files, read_manifest
 from crius.errors import CheckpointError
 
 SHOWN = 8
@@ -63,7 +60,7 @@ def find(
         folder: of checkpoints.
         load_step: the one to take; -1 for the newest good one.
         rank, size: of this process.
-        gather: see ``crius.checkpoint.planner.Gather``.
+        gather: see ``crius.checkpoint.reader.Gather``.
         verify: hash every byte.
         beat: called while bytes move.
 

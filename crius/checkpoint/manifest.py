@@ -15,16 +15,45 @@ import gc
 import itertools
 import json
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, BinaryIO, NamedTuple, NoReturn
 
-from crius.checkpoint.digest import ALGORITHM, digest_of, is_digest
+import xxhash
+
 from crius.checkpoint.names import MANIFEST, MAX_STEP, check_name, is_state
 from crius.checkpoint.tiles import MAX_SPLIT_DIMS, cover, fits, split_dims
 from crius.errors import CheckpointError
 from crius.strict_json import load_object
+
+ALGORITHM = "xxh3-128"
+BLOCK_BYTES = 1 << 20
+"""What is hashed, read or written at a time: it stays in the processor's cache from one of these to the next."""
+
+_DIGEST = re.compile(r"[0-9a-f]{32}")
+
+Hasher = xxhash.xxh3_128
+"""``.update(data)`` and ``.hexdigest()``, as in hashlib."""
+
+
+def digest_of(data: bytes | bytearray | memoryview) -> str:
+    """The hash as 32 hex digits."""
+    return xxhash.xxh3_128(data).hexdigest()
+
+
+def is_digest(text: object) -> bool:
+    """Whether ``text`` is what ``digest_of`` returns for something."""
+    return isinstance(text, str) and _DIGEST.fullmatch(text) is not None
+
+
+def blocks_of(file: BinaryIO) -> Iterator[memoryview]:
+    """The bytes of a file from here on, in blocks; each is overwritten by the next."""
+    buffer = memoryview(bytearray(BLOCK_BYTES))
+    while count := file.readinto(buffer):  # type: ignore[attr-defined]  # every binary file has it
+        yield buffer[:count]
+
 
 FORMAT, VERSION = "crius-checkpoint", 1
 ITEM_BYTES = {

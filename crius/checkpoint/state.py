@@ -3,9 +3,8 @@
 import json
 from typing import Any
 
-from crius.checkpoint.digest import digest_of
 from crius.checkpoint.disk import Disk
-from crius.checkpoint.manifest import MAX_TEXT, Manifest
+from crius.checkpoint.manifest import MAX_TEXT, Manifest, digest_of
 from crius.errors import CheckpointError
 from crius.strict_json import load_object
 

@@ -11,11 +11,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from crius.checkpoint.disk import Disk
-from crius.checkpoint.dtypes import NAMES, host_bytes
+from crius.checkpoint.files import Part, check_written, write_shard, write_small
 from crius.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry
 from crius.checkpoint.names import MANIFEST
-from crius.checkpoint.shard_file import Part, write_shard
-from crius.checkpoint.small_file import check_written, write_small
+from crius.checkpoint.reader import NAMES, host_bytes
 from crius.checkpoint.state import encode_state
 from crius.errors import CheckpointError
 

@@ -11,8 +11,8 @@ from cyclopts import CycloptsError
 
 from crius.cli.app import COMMAND, SOURCES, app
 from crius.config.load import normalized_argv
-from crius.config.mistakes import WrongSettings, explain
-from crius.data.globs import is_utf8
+from crius.config.names import WrongSettings, explain
+from crius.data.documents import is_utf8
 from crius.errors import ConfigError, CriusError
 from crius.models.registry import import_models
 from crius.redact import printable, redact

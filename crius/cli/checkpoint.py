@@ -12,13 +12,11 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from crius.checkpoint.digest import ALGORITHM
 from crius.checkpoint.disk import open_disk
-from crius.checkpoint.folder import FEWEST, CheckpointFolder, expendable
-from crius.checkpoint.manifest import Manifest
+from crius.checkpoint.folder import FEWEST, CheckpointFolder, Damage, damages, expendable, lacks, read_manifest
+from crius.checkpoint.manifest import ALGORITHM, Manifest
 from crius.checkpoint.names import MANIFEST, parse_folder, parse_step, step_name
 from crius.checkpoint.state import read_state
-from crius.checkpoint.verify import Damage, damages, lacks, read_manifest
 from crius.cli.app import Json, checkpoint_app, emit
 from crius.config.operation import CheckpointConfig
 from crius.errors import CheckpointError, ConfigError

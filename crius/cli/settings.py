@@ -31,10 +31,10 @@ from crius.cli.app import (
 from crius.config import rules
 from crius.config.changes import flag
 from crius.config.data import DataConfig, TokenizerConfig
-from crius.config.export import differences, flatten
 from crius.config.facts import Facts
 from crius.config.load import OF_MODEL, normalized_argv, recipe_names
 from crius.config.run import RunConfig
+from crius.config.toml_file import differences, flatten
 from crius.errors import ConfigError, CriusError
 from crius.models.registry import IMPORTED
 from crius.redact import redact_value

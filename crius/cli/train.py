@@ -149,11 +149,11 @@ def _start(
 
     Workers, also where one is enough, are what can be started again: a supervised run has them.
     """
+    from crius.launch.crew import Supervision
     from crius.launch.environment import single_placement
     from crius.launch.local import run_single, run_workers
     from crius.launch.lock import keep_all, kept
     from crius.launch.stop import ignore_stop_signals
-    from crius.launch.supervision import Supervision
     from crius.train import job
 
     target = functools.partial(job.run, run, folder, STARTED, strict=strict, tools=run_tools())

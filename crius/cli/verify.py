@@ -18,8 +18,8 @@ from crius.cli.app import (
     run_dir,
     verify_app,
 )
-from crius.config.export import flatten
 from crius.config.run import RunConfig
+from crius.config.toml_file import flatten
 from crius.config.training import SET_BY_FORMAT
 from crius.errors import ConfigError
 

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from crius.config.export import flatten
-from crius.config.patterns import fits
+from crius.config.param_groups import fits
 from crius.config.run import RunConfig
+from crius.config.toml_file import flatten
 from crius.errors import ConfigError
 
 Kind = Literal["refuse", "warn", "free"]

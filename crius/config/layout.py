@@ -5,10 +5,10 @@ import re
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from crius.config.batch import batch_sizes
 from crius.config.names import did_you_mean
 from crius.config.parallelism import ParallelismConfig, Schedule
 from crius.config.pipeline import microbatch_unit
+from crius.config.resolve import batch_sizes
 from crius.config.run import RunConfig, replace_fields
 from crius.errors import ConfigError, LayoutError
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from crius.config.patterns import fits, fits_any
+from crius.config.param_groups import fits, fits_any
 from crius.config.run import RunConfig
 from crius.config.training import DenseQuantizeConfig
 from crius.errors import PlanError

@@ -11,7 +11,6 @@ from typing import Any
 
 from crius import plugins
 from crius.config.data import SOURCES
-from crius.config.export import flatten
 from crius.config.facts import Facts, Rule, Violations
 from crius.config.load import did_you_mean
 from crius.config.rules_layout import LAYOUT_RULES, divisors
@@ -20,6 +19,7 @@ from crius.config.rules_quantize import QUANTIZE_RULES
 from crius.config.rules_reproducible import REPRODUCIBLE_RULES
 from crius.config.rules_training import CHECKPOINT_RULES, KERNEL_RULES, OPTIMIZER_RULES, STABILITY_RULES
 from crius.config.run import RunConfig
+from crius.config.toml_file import flatten
 from crius.errors import ConfigError
 from crius.install import REQUIREMENTS, install_line
 

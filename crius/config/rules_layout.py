@@ -3,10 +3,10 @@
 import re
 from collections.abc import Iterator
 
-from crius.config.batch import batch_sizes
 from crius.config.facts import Facts, Rule, Violations
 from crius.config.load import did_you_mean
 from crius.config.pipeline import microbatch_unit
+from crius.config.resolve import batch_sizes
 from crius.config.training import SAVE_OPS, ActivationCheckpointConfig
 from crius.errors import ConfigError, LayoutError
 

@@ -1,6 +1,5 @@
 """Rules about the pipeline: stages, microbatches, schedule files, and what does not go with a split backward."""
 
-from crius.config.batch import batch_sizes
 from crius.config.facts import Facts, Rule, Violations
 from crius.config.parallelism import ParallelismConfig
 from crius.config.pipeline import (
@@ -14,6 +13,7 @@ from crius.config.pipeline import (
     splits_backward,
     stages_per_rank,
 )
+from crius.config.resolve import batch_sizes
 from crius.config.schedule import PREFIX, read_schedule
 from crius.errors import ConfigError, LayoutError
 

@@ -5,7 +5,6 @@ import re
 import shlex
 from collections.abc import Iterable
 
-from crius.config.batch import batch_sizes
 from crius.config.facts import Facts, Rule, Violations
 from crius.config.low_precision import (
     LAYER_NUMBER,
@@ -20,8 +19,9 @@ from crius.config.low_precision import (
     split,
     summary,
 )
-from crius.config.patterns import fits, fits_any, nearest
+from crius.config.param_groups import fits, fits_any, nearest
 from crius.config.pipeline import microbatch_unit
+from crius.config.resolve import batch_sizes
 from crius.config.rules_layout import sequence_divides, tensor_parallel_divides
 from crius.config.training import DenseQuantizeConfig, Float8Config, MXFP8Config
 from crius.errors import ConfigError, LayoutError

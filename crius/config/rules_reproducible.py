@@ -1,7 +1,7 @@
 """Rules about runs whose bits do not depend on the data-parallel ranks, and about checks that repeat work."""
 
-from crius.config.export import flatten
 from crius.config.facts import Facts, Rule, Violations
+from crius.config.toml_file import flatten
 from crius.errors import ConfigError, LayoutError
 
 _ON = "training.reproducible"

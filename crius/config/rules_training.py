@@ -4,11 +4,10 @@ import dataclasses
 import shlex
 from dataclasses import fields
 
-from crius.config.attention import obstacle
 from crius.config.facts import Facts, Rule, Violations
 from crius.config.operation import CheckpointConfig
-from crius.config.param_groups import EXAMPLE, KEYS, GroupSpec, group_of, parse_group
-from crius.config.patterns import fits, nearest
+from crius.config.param_groups import EXAMPLE, KEYS, GroupSpec, fits, group_of, nearest, parse_group
+from crius.config.resolve import obstacle
 from crius.config.training import OptimizerConfig
 from crius.errors import ConfigError
 

@@ -11,12 +11,11 @@ import numpy as np
 
 from crius import __version__
 from crius.checkpoint.disk import Disk, open_disk
+from crius.checkpoint.files import Part, write_shard, write_small
+from crius.checkpoint.folder import damages
 from crius.checkpoint.manifest import Chunk, Manifest, TensorEntry
 from crius.checkpoint.names import MANIFEST, parse_step, step_name
-from crius.checkpoint.shard_file import Part, write_shard
-from crius.checkpoint.small_file import write_small
 from crius.checkpoint.state import encode_state
-from crius.checkpoint.verify import damages
 from crius.errors import CheckpointError, ConfigError
 from crius.interop.dcp import METADATA, read_dcp
 from crius.interop.foreign import Foreign, ForeignTensor, as_array

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from crius.config.patterns import fits, nearest
+from crius.config.param_groups import fits, nearest
 from crius.errors import ConfigError
 from crius.interop.foreign import Foreign, ForeignTensor
 
@@ -89,7 +89,7 @@ def assign(foreign: Foreign, renames: Sequence[Rename], skips: Sequence[str]) ->
     Args:
         foreign: the other checkpoint.
         renames: names of parameters.
-        skips: patterns of keys to leave, see ``crius.config.patterns.fits``.
+        skips: patterns of keys to leave, see ``crius.config.param_groups.fits``.
 
     Raises:
         ConfigError: a rename or a pattern meets no key, or two keys become one.

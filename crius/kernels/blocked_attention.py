@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
-from crius.host_cpu import ATTENTION_BLOCK as BLOCK
+from crius.host import ATTENTION_BLOCK as BLOCK
 from crius.kernels import choice
 
 _library = torch.library.Library("crius", "FRAGMENT")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from crius.errors import ConfigError
-from crius.host_cpu import is_wide_amd_cpu
+from crius.host import is_wide_amd_cpu
 
 Linear = Literal["torch", "onednn"]
 Pointwise = Literal["torch", "fused"]
@@ -93,7 +93,7 @@ def resolve(
         device_type: ``cpu`` or ``cuda``.
         capability: of the GPU; None where there is none at hand.
         has_mask: whether attention gets a mask besides the causal one.
-        keeps_probabilities: whether attention on a CPU may keep its probabilities, see ``crius.config.attention``.
+        keeps_probabilities: whether attention on a CPU may keep its probabilities, see ``crius.config.resolve``.
 
     Raises:
         ConfigError: what is asked for by name does not run there.

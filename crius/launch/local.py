@@ -6,18 +6,33 @@ to stderr is seen; the job adds a logging handler for ``logs/rank-0.log``. The o
 """
 
 import contextlib
+import fcntl
+import functools
 import math
 import os
 import shutil
 import signal
+import stat
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from crius.config.operation import WatchdogConfig
 from crius.errors import EnvironmentError
-from crius.launch.crew import Crew, Exit, Stop, caught_signals, worker_processes
+from crius.launch.crew import (
+    Attempt,
+    Crew,
+    Exit,
+    History,
+    Stop,
+    Supervision,
+    caught_signals,
+    reason_to_stop,
+    worker_processes,
+)
 from crius.launch.environment import Placement
 from crius.launch.report import (
     Blame,
@@ -32,15 +47,70 @@ from crius.launch.report import (
     root_cause,
     say,
 )
-from crius.launch.scratch import scratch_folder
-from crius.launch.sentry import sentry
 from crius.launch.status import Heartbeat, mirror_path, read_mirror
 from crius.launch.stop import PREEMPTED, messenger, tell_stop_signal
-from crius.launch.supervision import Attempt, History, Supervision, reason_to_stop
-from crius.launch.tested import warn_where_untested
-from crius.launch.watchdog import Hang, Watch
+from crius.launch.watchdog import Hang, Watch, sentry
 from crius.launch.worker import attempt
 from crius.signals import STOP_SIGNALS
+
+TESTED = "linux"
+_NAMES = {"darwin": "macOS", "win32": "Windows"}
+
+
+def untested(platform: str) -> str:
+    """The warning for ``platform``, a value of ``sys.platform``; empty where Crius is tested."""
+    if platform == TESTED:
+        return ""
+    return f"warning: Crius is tested on Linux; on {_NAMES.get(platform, platform)} it is not"
+
+
+@functools.cache
+def warn_where_untested() -> None:
+    """Print the warning for this machine to stderr, once per process."""
+    if warning := untested(sys.platform):
+        sys.stderr.write(f"{warning}\n")
+
+
+_PREFIX = "crius-"
+_OWNER = "owner"  # locked by the launcher as long as it lives, and empty until it is
+
+
+@contextlib.contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """A new private folder below ``TMPDIR`` while the context is open. Removes those of launchers that were killed."""
+    _collect()
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+    owner = os.open(folder / _OWNER, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks, or a full one: then nobody collects it
+            fcntl.flock(owner, fcntl.LOCK_EX)
+            os.write(owner, str(os.getpid()).encode())
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(owner)
+
+
+def _collect() -> None:
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if _is_ours(folder) and _is_orphan(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_ours(folder: Path) -> bool:
+    found = folder.lstat()
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+
+
+def _is_orphan(folder: Path) -> bool:
+    """Whether a launcher made ``folder`` and is gone. Raises OSError where it lives, or where no launcher made it."""
+    owner = os.open(folder / _OWNER, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.fstat(owner).st_size > 0
+    finally:
+        os.close(owner)
 
 
 @dataclass

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from crius import plugins
 from crius.config.operation import MetricsConfig
-from crius.metrics.record import Record
-from crius.metrics.sinks.base import Sink
+from crius.metrics.record import Record, Sink
 from crius.metrics.sinks.console import ConsoleSink
 from crius.metrics.sinks.jsonl import JsonlSink
 

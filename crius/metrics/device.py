@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from crius.host_cpu import cpu_with_cores
+from crius.host import cpu_with_cores
 from crius.machine import Machine
 from crius.units import GIB
 

@@ -33,7 +33,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from crius.buffers import is_persistent
 from crius.errors import PlanError
 from crius.kernels.attention import Mask
 from crius.models.config import DecoderConfig
@@ -44,6 +43,7 @@ from crius.models.layers.linear import Linear
 from crius.models.layers.norm import RMSNorm
 from crius.models.layers.output import Loss, Output
 from crius.models.layers.rope import rotary_cos_sin, rotary_frequencies, stretched_frequencies
+from crius.shards import is_persistent
 
 
 class Block(nn.Module):

@@ -27,10 +27,10 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from crius.buffers import counters, uncounted
 from crius.config.training import ActivationCheckpointConfig
 from crius.errors import ConfigError
 from crius.models.plan import ShardingPlan, match
+from crius.shards import counters, uncounted
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 ContextFn = Callable[[], Contexts]

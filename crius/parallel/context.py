@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from crius.errors import LayoutError, PlanError
 from crius.kernels.attention import Mask, causal_attention, masked_attention
 from crius.models.layers.attention import CausalAttention, DocumentMask
-from crius.parallel.collectives import all_gather, all_to_all
+from crius.parallel.runtime import all_gather, all_to_all
 
 Method = Literal["all_gather", "ulysses"]
 

@@ -16,9 +16,15 @@ from crius.config.parallelism import ParallelismConfig
 from crius.config.run import RunConfig
 from crius.config.training import TrainingConfig
 from crius.models.plan import ShardingPlan
-from crius.parallel.bits import HashedReduceScatter, PlainReduceScatter
 from crius.parallel.mesh import Mesh
-from crius.parallel.reproducible import TreeAccumulation, TreeReduceScatter, describe_trees, install_trees
+from crius.parallel.reproducible import (
+    HashedReduceScatter,
+    PlainReduceScatter,
+    TreeAccumulation,
+    TreeReduceScatter,
+    describe_trees,
+    install_trees,
+)
 from crius.shards import local_tensor, num_shards
 
 

@@ -21,12 +21,12 @@ from torch.distributed.pipelining.schedules import (
     get_schedule_class,
 )
 
-from crius.buffers import counters, uncounted, zero
 from crius.config.parallelism import ParallelismConfig
 from crius.config.pipeline import placement
 from crius.parallel.fsdp import fsdp_modules
 from crius.parallel.stages import TORCH_SCHEDULES, order_of
 from crius.parallel.ties import TiedStages
+from crius.shards import counters, uncounted, zero
 
 _HIDDEN_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

@@ -27,7 +27,7 @@ from crius.models.layers.linear import LowPrecisionLinear
 from crius.models.layers.norm import RMSNorm
 from crius.models.layers.output import Output
 from crius.models.plan import ShardingPlan
-from crius.parallel.collectives import all_gather
+from crius.parallel.runtime import all_gather
 from crius.parallel.ties import keeping_ties
 
 

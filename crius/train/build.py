@@ -10,8 +10,6 @@ from typing import Literal
 import torch
 from torch import nn
 
-from crius.config.batch import BatchSizes
-from crius.config.loss_chunks import loss_chunks
 from crius.config.low_precision import (
     TOO_SMALL,
     LinearChoice,
@@ -23,6 +21,7 @@ from crius.config.low_precision import (
     table,
 )
 from crius.config.pipeline import describe_microbatches, describe_stages, num_stages, placement, split_stages
+from crius.config.resolve import BatchSizes, loss_chunks
 from crius.config.run import RunConfig
 from crius.config.training import DenseQuantizeConfig, OptimizerConfig
 from crius.kernels.linear_cross_entropy import Chunks

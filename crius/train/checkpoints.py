@@ -14,18 +14,16 @@ import torch
 from torch import Tensor
 
 import crius
-from crius.buffers import named_buffers, named_state
 from crius.checkpoint.disk import open_disk
-from crius.checkpoint.dtypes import NAMES
-from crius.checkpoint.folder import CheckpointFolder
+from crius.checkpoint.folder import CheckpointFolder, read_manifest
 from crius.checkpoint.load import Found, check_tensors, dtype_of, find, load_tensors
 from crius.checkpoint.manifest import Manifest
 from crius.checkpoint.names import step_name
+from crius.checkpoint.reader import NAMES
 from crius.checkpoint.save import Place, Saver
-from crius.checkpoint.verify import read_manifest
 from crius.config.changes import changes, check_changes
-from crius.config.export import shown
 from crius.config.run import RunConfig
+from crius.config.toml_file import shown
 from crius.data.loader import BatchLoader
 from crius.errors import CheckpointError, ConfigError
 from crius.launch.environment import Placement
@@ -34,7 +32,7 @@ from crius.metrics.ledger import TimeLedger
 from crius.optim import state as optimizer_state
 from crius.parallel.mesh import Mesh
 from crius.parallel.runtime import World
-from crius.shards import laid_out, local_tensor, named_parameters
+from crius.shards import laid_out, local_tensor, named_buffers, named_parameters, named_state
 from crius.train.guard import UpdateGuard
 from crius.train.inputs import check_steps_left, checkpoint_folder
 from crius.train.state import TrainState, restore_streams, seed_streams, streams

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from crius.buffers import named_buffers, named_state
 from crius.config.operation import StabilityConfig
 from crius.errors import NonFiniteError, SpikeError
 from crius.parallel.gradients import Gradients
 from crius.parallel.runtime import World
-from crius.shards import local_tensor
+from crius.shards import local_tensor, named_buffers, named_state
 from crius.train.sdc import Replicas
 from crius.train.stability import IncidentReporter, Score, SpikeMonitor
 from crius.train.state import Snapshot, TrainState

@@ -7,16 +7,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from crius.checkpoint.disk import open_disk
-from crius.checkpoint.folder import CheckpointFolder
+from crius.checkpoint.folder import CheckpointFolder, read_manifest
 from crius.checkpoint.names import step_name
 from crius.checkpoint.state import read_state
-from crius.checkpoint.verify import read_manifest
-from crius.config.batch import BatchSizes, batch_sizes
 from crius.config.changes import FIRST_BOUNDARIES, changes, check_changes
-from crius.config.dtype import auto_dtype
-from crius.config.export import shown
 from crius.config.pipeline import microbatch_unit, settle_stages
+from crius.config.resolve import BatchSizes, auto_dtype, batch_sizes
 from crius.config.run import RunConfig
+from crius.config.toml_file import shown
 from crius.data.corpus import Corpus, open_corpus
 from crius.data.tokenizer import build_tokenizer
 from crius.data.tokens import META, TokenMeta

@@ -15,21 +15,20 @@ import torch
 from torch.distributed.tensor.parallel import loss_parallel
 
 import crius
-from crius.config.export import to_toml
 from crius.config.layout import Layout
 from crius.config.run import RunConfig
-from crius.data.batch import Batch
+from crius.config.toml_file import to_toml
 from crius.data.corpus import Corpus
-from crius.data.loader import BatchLoader, validation_batches
+from crius.data.loader import Batch, BatchLoader, validation_batches
 from crius.data.sample_log import Attempt, SampleLog, next_attempt
-from crius.host_memory import keep_freed_memory
+from crius.host import keep_freed_memory
 from crius.kernels import choice as kernels
 from crius.launch.environment import Placement
 from crius.launch.stop import PREEMPTED, catch_stop_signals
 from crius.metrics.build import build_sinks
 from crius.metrics.device import machine_of, peak_tflops, total_memory_gib
 from crius.metrics.ledger import TimeLedger
-from crius.metrics.sinks.base import PlanSink, Sink
+from crius.metrics.record import PlanSink, Sink
 from crius.models import registry
 from crius.optim.build import build_optimizer
 from crius.optim.lr_scheduler import WarmupStableDecay

@@ -12,11 +12,10 @@ from torch import Tensor
 
 from crius.config.layout import Layout
 from crius.config.run import RunConfig
-from crius.data.batch import Batch
-from crius.data.loader import BatchLoader
+from crius.data.loader import Batch, BatchLoader
 from crius.data.sample_log import SampleLog
 from crius.errors import NonFiniteError
-from crius.host_memory import keep_freed_memory, keep_tensors_apart
+from crius.host import keep_freed_memory, keep_tensors_apart
 from crius.launch.status import status
 from crius.launch.stop import StopRequest
 from crius.metrics.ledger import TimeLedger

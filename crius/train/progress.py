@@ -17,8 +17,7 @@ from crius.errors import LayoutError
 from crius.launch.environment import Placement
 from crius.launch.stop import StopRequest
 from crius.metrics.ledger import TimeLedger
-from crius.metrics.record import ValidationMetrics
-from crius.metrics.sinks.base import PlanSink
+from crius.metrics.record import PlanSink, ValidationMetrics
 from crius.parallel.runtime import World
 from crius.run_file import write_run_file
 from crius.train.state import TrainState

@@ -14,8 +14,7 @@ from torch import Tensor
 from crius.launch.status import status
 from crius.metrics.device import peak_memory
 from crius.metrics.ledger import TimeLedger
-from crius.metrics.record import Record, StepMetrics
-from crius.metrics.sinks.base import Sink
+from crius.metrics.record import Record, Sink, StepMetrics
 from crius.parallel.runtime import World
 from crius.train.guard import UpdateGuard
 from crius.train.state import TrainState

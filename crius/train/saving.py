@@ -6,7 +6,7 @@ from pathlib import Path
 
 from crius.checkpoint.disk import open_disk
 from crius.checkpoint.folder import FEWEST, CheckpointFolder
-from crius.config.dtype import ITEMSIZE
+from crius.config.resolve import ITEMSIZE
 from crius.config.run import RunConfig
 from crius.errors import EnvironmentError
 from crius.models.description import ModelDescription

@@ -16,13 +16,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from crius.buffers import named_state
-from crius.data.batch import Batch
+from crius.data.loader import Batch
 from crius.errors import CorruptionError
-from crius.parallel.bits import HashedReduceScatter, hash_bits
 from crius.parallel.fsdp import plan_units, show_gradients
+from crius.parallel.reproducible import HashedReduceScatter, hash_bits
 from crius.parallel.runtime import World
-from crius.shards import local_shard, named_parameters
+from crius.shards import local_shard, named_parameters, named_state
 from crius.train.build import Built, Job
 from crius.train.state import restore_streams, streams
 from crius.train.step import Accumulation, Runner

@@ -14,12 +14,11 @@ from typing import Protocol
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from crius.config.attention import keeps_probabilities
-from crius.config.dtype import auto_dtype
 from crius.config.operation import ProfilerConfig
+from crius.config.resolve import auto_dtype, keeps_probabilities
 from crius.config.run import RunConfig, replace_fields
 from crius.errors import ConfigError
-from crius.host_memory import free_host_bytes
+from crius.host import free_host_bytes
 from crius.kernels import choice
 from crius.models.description import ModelDescription
 from crius.parallel.runtime import World

@@ -11,12 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from crius.buffers import named_buffers
 from crius.models.buffer import Buffer
 from crius.optim.base import Optimizer
 from crius.optim.lr_scheduler import WarmupStableDecay
 from crius.parallel.runtime import World
-from crius.shards import local_tensor
+from crius.shards import local_tensor, named_buffers
 
 COUNTERS = ("step", "tokens", "updates", "skipped_steps", "rolled_back_steps")
 

@@ -10,15 +10,15 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from crius.buffers import counters, zero
 from crius.config.layout import Layout
-from crius.data.batch import IGNORE_INDEX, Batch
+from crius.data.loader import IGNORE_INDEX, Batch
 from crius.launch.status import status
 from crius.metrics.record import ValidationMetrics
 from crius.parallel.fsdp import GradientSync, fsdp_modules
 from crius.parallel.gradients import Gradients
 from crius.parallel.pipeline import Pipeline
 from crius.parallel.runtime import World
+from crius.shards import counters, zero
 
 log = logging.getLogger("crius.train")
 

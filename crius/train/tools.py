@@ -10,12 +10,12 @@ import torch
 
 from crius.config.run import RunConfig
 from crius.errors import CriusError, OutOfMemoryError
-from crius.host_memory import free_host_bytes
+from crius.host import free_host_bytes
 from crius.launch.environment import Placement
 from crius.launch.status import status
 from crius.machine import Machine
 from crius.metrics.ledger import TimeLedger
-from crius.metrics.sinks.base import PlanSink
+from crius.metrics.record import PlanSink
 from crius.models.description import ModelDescription
 from crius.redact import redact
 from crius.train.inputs import with_dtype

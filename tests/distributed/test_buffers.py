@@ -15,8 +15,8 @@ from test_verify import verify
 
 from crius.checkpoint.contents import whole_tensor
 from crius.checkpoint.disk import open_disk
+from crius.checkpoint.folder import read_manifest
 from crius.checkpoint.names import step_name
-from crius.checkpoint.verify import read_manifest
 from crius.tools.verify.init import init
 from crius.tools.verify.parity import parity
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from crius.config.layout import Layout
-from crius.data.batch import Batch
+from crius.data.loader import Batch
 from crius.launch.local import run_workers
 from crius.optim.build import build_optimizer
 from crius.optim.lr_scheduler import WarmupStableDecay

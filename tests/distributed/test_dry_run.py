@@ -9,7 +9,7 @@ import torch
 from harness import TIED, parse
 
 from crius.config.layout import Layout
-from crius.data.batch import Batch
+from crius.data.loader import Batch
 from crius.errors import ConfigError, LayoutError
 from crius.launch.local import run_workers
 from crius.optim.build import build_optimizer

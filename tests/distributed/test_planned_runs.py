@@ -6,7 +6,7 @@ import pytest
 from harness import SMALL, parse, run
 
 from crius import cli
-from crius.config.export import flatten
+from crius.config.toml_file import flatten
 from crius.metrics.device import machine_of
 from crius.tools.plan import remedies
 from crius.tools.plan.hardware import KNOWN

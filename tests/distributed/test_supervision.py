@@ -19,11 +19,10 @@ import torch.distributed as dist
 from crius.config.operation import LaunchConfig, WatchdogConfig
 from crius.errors import DataError, HangError
 from crius.launch import stop
-from crius.launch.crew import caught_signals
+from crius.launch.crew import Attempt, History, Supervision, caught_signals, reason_to_stop
 from crius.launch.local import run_workers
 from crius.launch.report import Blame, Failure
 from crius.launch.status import status
-from crius.launch.supervision import Attempt, History, Supervision, reason_to_stop
 from crius.launch.worker import leave
 from crius.signals import STOP_SIGNALS
 

@@ -9,7 +9,7 @@ from harness import TEXT, parse
 from mutations import divide_by_local_tokens, draw_other_bits_on_one_rank, drop_a_layer
 
 from crius.cli.app import facts_of
-from crius.data.batch import Batch
+from crius.data.loader import Batch
 from crius.parallel import tensor
 from crius.tools.verify import parameters
 from crius.tools.verify.compile import compile as verify_compile

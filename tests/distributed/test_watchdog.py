@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 from crius.config.operation import LaunchConfig, WatchdogConfig
 from crius.errors import HangError
+from crius.launch.crew import Supervision
 from crius.launch.environment import Placement
 from crius.launch.local import run_single, run_workers
 from crius.launch.status import Heartbeat, status
-from crius.launch.supervision import Supervision
 from crius.launch.watchdog import Hang, Watch, Witness, choose_culprit, hang_error, limit_seconds
 from crius.launch.witness import Collective
 from crius.launch.worker import leave

@@ -12,9 +12,9 @@ import fork_server
 import pytest
 from harness import ROOT
 
-from crius.config.export import flatten
 from crius.config.load import ALIASES
 from crius.config.run import RunConfig
+from crius.config.toml_file import flatten
 
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"(?:<!-- (?P<mark>[^\n]*?) -->\n)?```sh\n(?P<text>.*?)```", re.DOTALL)

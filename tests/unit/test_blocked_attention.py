@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from crius.config import attention as rule
 from crius.config import dtype as dtype_rule
-from crius.host_cpu import ATTENTION_BLOCK
+from crius.host import ATTENTION_BLOCK
 from crius.kernels import blocked_attention as blocked
 from crius.kernels.attention import causal_attention
 from crius.kernels.choice import Choice, applied, resolve

@@ -12,7 +12,7 @@ import torch
 from harness import parse
 
 from crius import cli
-from crius.host_cpu import cpu_with_cores
+from crius.host import cpu_with_cores
 from crius.tools.bench import calibrate
 from crius.tools.bench.calibrate import Probe, solved
 from crius.tools.plan.hardware import KNOWN, hardware

@@ -8,9 +8,8 @@ import pytest
 from checkpoint_samples import local, save, write
 from fsspec.implementations.memory import MemoryFileSystem
 
-from crius.checkpoint.digest import digest_of
 from crius.checkpoint.disk import open_disk
-from crius.checkpoint.manifest import Manifest
+from crius.checkpoint.manifest import Manifest, digest_of
 from crius.cli import main
 
 

@@ -12,12 +12,11 @@ import torch
 from checkpoint_samples import TENSORS, damage, local, pieces, problems, save
 from safetensors.torch import load_file
 
-from crius.checkpoint.digest import BLOCK_BYTES, digest_of
 from crius.checkpoint.disk import open_disk
-from crius.checkpoint.manifest import ITEM_BYTES, Chunk, FileEntry, Manifest, TensorEntry
-from crius.checkpoint.shard_file import Part, write_shard
+from crius.checkpoint.files import Part, write_shard
+from crius.checkpoint.folder import damages, extra_files, read_manifest
+from crius.checkpoint.manifest import BLOCK_BYTES, ITEM_BYTES, Chunk, FileEntry, Manifest, TensorEntry, digest_of
 from crius.checkpoint.tiles import cover
-from crius.checkpoint.verify import damages, extra_files, read_manifest
 from crius.errors import CheckpointError
 
 STEP = "step-00000020"
@@ -270,7 +269,7 @@ def test_a_newer_manifest_is_refused_with_the_reason():
 
 def test_a_manifest_that_is_too_large_is_not_read(tmp_path, monkeypatch):
     disk = local(tmp_path, 20)
-    monkeypatch.setattr("crius.checkpoint.verify.MAX_MANIFEST_BYTES", 100)
+    monkeypatch.setattr("crius.checkpoint.folder.MAX_MANIFEST_BYTES", 100)
     assert "the limit is 100" in problems(disk, STEP)[0]
 
 

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from kills import every_kill
 
-from crius.checkpoint import progress
 from crius.checkpoint import save as save_module
 from crius.checkpoint.disk import open_disk
 from crius.checkpoint.folder import CheckpointFolder
@@ -183,7 +182,7 @@ def test_ranks_that_write_to_places_of_their_own_have_not_saved(tmp_path):
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("slow", [0, 1])
 def test_a_rank_that_waits_for_a_slow_one_beats_while_that_one_writes(slow, mode, tmp_path, monkeypatch):
-    monkeypatch.setattr(progress, "SECONDS", 0.0)
+    monkeypatch.setattr(save_module, "SECONDS", 0.0)
     store, heard, writes, is_stuck = dist.HashStore(), [], threading.Semaphore(0), threading.Event()
 
     def beat():
@@ -217,8 +216,8 @@ def test_a_rank_that_waits_for_a_slow_one_beats_while_that_one_writes(slow, mode
 def test_progress_is_told_and_asked_for_twice_a_second_at_most():
     now, told, heard = 0.0, [], []
     store = dist.HashStore()
-    slow = progress.Progress(0, store, "p", lambda: told.append(now), None, lambda: now)
-    other = progress.Progress(1, store, "p", None, lambda *word: heard.append((now, *word)), lambda: now)
+    slow = save_module.Progress(0, store, "p", lambda: told.append(now), None, lambda: now)
+    other = save_module.Progress(1, store, "p", None, lambda *word: heard.append((now, *word)), lambda: now)
     slow.is_missing(7)
     for tenths in range(20):
         now = tenths / 10

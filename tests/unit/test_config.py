@@ -15,12 +15,12 @@ import tomli_w
 from harness import GOLDEN, parse
 
 from crius import cli
-from crius.config.batch import BatchSizes, batch_sizes
 from crius.config.data import DataConfig
-from crius.config.export import command_line_flags, flatten, to_toml
 from crius.config.model import ModelConfig
 from crius.config.names import ALIASES, MOVED, NOTHING, nearest_typo
+from crius.config.resolve import BatchSizes, batch_sizes
 from crius.config.run import RunConfig
+from crius.config.toml_file import command_line_flags, flatten, to_toml
 from crius.config.training import TrainingConfig
 
 DEFAULTS = flatten(RunConfig())

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from crius.checkpoint.disk import open_disk
-from crius.checkpoint.verify import damages, read_manifest
+from crius.checkpoint.folder import damages, read_manifest
 from crius.errors import CheckpointError, ConfigError
 from crius.interop.convert import convert
 from crius.interop.dcp import read_dcp

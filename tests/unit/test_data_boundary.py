@@ -8,12 +8,12 @@ import pytest
 
 from crius.config.changes import changes, check_changes
 from crius.config.data import DataConfig, TokenizerConfig, ValidationConfig
-from crius.config.export import flatten
 from crius.config.run import RunConfig
-from crius.data.batch import IGNORE_INDEX
+from crius.config.toml_file import flatten
 from crius.data.boundary import NO_LABEL, Boundary, boundary_of
 from crius.data.corpus import open_corpus
 from crius.data.huggingface import open_huggingface
+from crius.data.loader import IGNORE_INDEX
 from crius.data.prepare import prepare
 from crius.data.stream import ShardReader
 from crius.data.tokenizer import ByteTokenizer, build_tokenizer

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from crius.config.data import DataConfig, TokenizerConfig
-from crius.data.batch import IGNORE_INDEX, Batch
 from crius.data.boundary import boundary_of
 from crius.data.documents import Piece
-from crius.data.loader import BatchLoader, validation_batches
+from crius.data.loader import IGNORE_INDEX, Batch, BatchLoader, validation_batches
 from crius.data.prepare import write_folder
 from crius.data.source import Rows
 from crius.data.stream import ShardReader, StreamSource

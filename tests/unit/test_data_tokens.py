@@ -13,9 +13,8 @@ from crius.data import tokens
 from crius.data.boundary import boundary_of
 from crius.data.checked import BlockHasher
 from crius.data.documents import Piece
-from crius.data.permutation import mix, permute
 from crius.data.prepare import write_folder
-from crius.data.source import positions_of
+from crius.data.source import mix, permute, positions_of
 from crius.data.tokenizer import ByteTokenizer
 from crius.data.tokens import ORDER_BLOCK, IndexedSource, TokenFile
 from crius.errors import DataError

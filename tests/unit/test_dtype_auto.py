@@ -6,9 +6,9 @@ import pytest
 import torch
 from harness import SMALL, Alone, parse, train
 
-from crius import host_cpu
+from crius import host
 from crius.config import dtype as dtype_rule
-from crius.config.dtype import auto_dtype
+from crius.config.resolve import auto_dtype
 from crius.errors import ConfigError
 from crius.train.inputs import describe_model, resumed_dtype, with_dtype
 from crius.train.setup import decide
@@ -28,13 +28,13 @@ PARAM = "--training.mixed_precision_param"
 def test_the_cpu_tells_what_multiplies_bfloat16(flags, expected, tmp_path, monkeypatch):
     path = tmp_path / "cpuinfo"
     path.write_text(f"processor\t: 0\nmodel name\t: amx_bf16\nflags\t\t: {flags}\nbugs\t\t: avx512_bf16\n")
-    monkeypatch.setattr(host_cpu, "_CPUINFO", path)
-    assert host_cpu.bfloat16_instructions() == expected
+    monkeypatch.setattr(host, "_CPUINFO", path)
+    assert host.bfloat16_instructions() == expected
 
 
 def test_a_cpu_that_tells_nothing_has_no_such_instructions(tmp_path, monkeypatch):
-    monkeypatch.setattr(host_cpu, "_CPUINFO", tmp_path / "missing")
-    assert host_cpu.bfloat16_instructions() == ""
+    monkeypatch.setattr(host, "_CPUINFO", tmp_path / "missing")
+    assert host.bfloat16_instructions() == ""
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from torch import nn
 
 from crius.config.layout import Layout
 from crius.config.parallelism import ParallelismConfig
-from crius.data.batch import Batch
+from crius.data.loader import Batch
 from crius.launch.stop import StopRequest
 from crius.train import progress
 from crius.train.step import evaluate

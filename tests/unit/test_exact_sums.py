@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from crius.parallel.bits import hash_bits
-from crius.parallel.reproducible import TreeAccumulation, slice_scales, sliced_squares, tree_sum
+from crius.parallel.reproducible import TreeAccumulation, hash_bits, slice_scales, sliced_squares, tree_sum
 
 # of shards; most leave numbers over that fill no vector of the CPU
 CUTS = (1, 7, 33, 257, 3501)

@@ -11,8 +11,8 @@ from crius import cli
 from crius.cli.app import SOURCES, _base_name, facts_of
 from crius.config import rules
 from crius.config.changes import kind_of
-from crius.config.export import to_toml
 from crius.config.rules import plain_name
+from crius.config.toml_file import to_toml
 from crius.errors import ConfigError
 from crius.models.config import RopeScaling
 from crius.train import inputs

@@ -5,8 +5,7 @@ import os
 import pytest
 
 from crius.config.data import DataConfig
-from crius.data.documents import find_files
-from crius.data.globs import matches
+from crius.data.documents import find_files, matches
 from crius.errors import DataError
 
 

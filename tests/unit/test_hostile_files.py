@@ -14,8 +14,7 @@ import pytest
 import torch
 from hostile_samples import ENTRY, GIB, archive, call, entry, name, put, replace_entry, safetensors, valid
 
-from crius.checkpoint.digest import digest_of
-from crius.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry
+from crius.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry, digest_of
 from crius.errors import CheckpointError
 from crius.interop.convert import convert
 from crius.interop.dcp import METADATA, read_dcp

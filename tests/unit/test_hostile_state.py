@@ -7,13 +7,11 @@ import logging
 import pytest
 from checkpoint_samples import local, save
 
-from crius.checkpoint.digest import digest_of
-from crius.checkpoint.folder import CheckpointFolder
+from crius.checkpoint.folder import CheckpointFolder, read_manifest
 from crius.checkpoint.load import find
-from crius.checkpoint.manifest import FileEntry
+from crius.checkpoint.manifest import FileEntry, digest_of
 from crius.checkpoint.names import step_name
 from crius.checkpoint.state import MAX_READ, MAX_STATE_BYTES, encode_state, read_state
-from crius.checkpoint.verify import read_manifest
 from crius.cli import main
 from crius.config.changes import changes
 from crius.data.stream import StreamSource

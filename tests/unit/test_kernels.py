@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from crius import host_cpu
+from crius import host
 from crius.config.training import ActivationCheckpointConfig
 from crius.errors import ConfigError
 from crius.kernels import choice, linear, rms_norm, rotary, swiglu
@@ -337,7 +337,7 @@ def test_what_auto_comes_to(asked, device_type, known, want, monkeypatch):
 def test_onednn_is_for_amd_with_avx512(vendor, flags, want, tmp_path, monkeypatch):
     file = tmp_path / "cpuinfo"
     file.write_text(f"processor\t: 0\nvendor_id\t: {vendor}\nflags\t\t: {flags}\n")
-    monkeypatch.setattr(host_cpu, "_CPUINFO", file)
+    monkeypatch.setattr(host, "_CPUINFO", file)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
     assert resolve("auto", "auto", "auto", device_type="cpu").linear == want
 

@@ -22,7 +22,7 @@ import pytest
 import crius
 from crius.errors import DataError, LayoutError
 from crius.launch import crew, local, worker
-from crius.launch.scratch import scratch_folder
+from crius.launch.local import scratch_folder
 from crius.launch.status import status
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from crius.errors import ConfigError, LayoutError
-from crius.launch import tested
+from crius.launch import local
 from crius.launch.environment import single_placement
 from crius.launch.local import run_single
 from crius.launch.report import (
@@ -227,11 +227,11 @@ def test_a_folder_that_cannot_be_written_is_a_user_error(tmp_path):
     ],
 )
 def test_where_it_is_not_tested_the_launcher_says_so_once(platform, said, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(tested, "sys", SimpleNamespace(platform=platform, stderr=sys.stderr))
-    tested.warn_where_untested.cache_clear()
+    monkeypatch.setattr(local, "sys", SimpleNamespace(platform=platform, stderr=sys.stderr))
+    local.warn_where_untested.cache_clear()
     try:
         for _ in range(2):
             assert run_single(lambda _: None, single_placement(), tmp_path) == 0
     finally:
-        tested.warn_where_untested.cache_clear()
+        local.warn_where_untested.cache_clear()
     assert capsys.readouterr().err == said

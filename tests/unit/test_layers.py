@@ -12,8 +12,8 @@ ROOT = Path(__file__).parent.parent.parent
 
 TOOLS = ("plan", "dry_run", "verify", "bench", "faults", "report", "data_audit")
 LAYER = {
-    **{"config": 0, "models": 1, "kernels": 1, "__main__": 6, "cli": 5, "help": 0, "buffers": 0},
-    **dict.fromkeys(("host_cpu", "host_memory", "install", "plugins", "redact", "run_file", "shards", "signals"), -1),
+    **{"config": 0, "models": 1, "kernels": 1, "__main__": 6, "cli": 5, "help": 0},
+    **dict.fromkeys(("host", "install", "plugins", "redact", "run_file", "shards", "signals"), -1),
     **dict.fromkeys(("machine", "units", "silence", "strict_json", "table"), -1),
     **dict.fromkeys(("parallel", "quantize", "data", "optim", "checkpoint", "metrics"), 2),
     "interop": 3,
@@ -30,7 +30,7 @@ ARROWS = [
     ("train", "interop"),
     ("tools/verify", "tools.plan.recomputation"),
 ]
-PRIVATE = ("config.load", "config.rules", "config.export")  # sections, run and batch are for all
+PRIVATE = ("config.load", "config.rules", "config.toml_file")  # sections, run and resolve are for all
 # (importers, what they may not import although it lies below them)
 CLOSED = [
     *[(name, "config") for name in ("models", "kernels")],
@@ -50,9 +50,10 @@ LONGER: dict[str, str] = {}  # "file" or "file:function" to the reason; still be
 
 TORCH_FREE = (
     *("errors.py", "cli/*.py", "config/*.py", "models/*/config.py", "models/*/plan.py", "models/plan.py"),
-    *(f"checkpoint/{name}.py" for name in ("digest", "disk", "folder", "local_disk", "manifest", "names")),
-    *(f"checkpoint/{name}.py" for name in ("remote_disk", "shard_file", "small_file", "state", "verify")),
-    "checkpoint/tiles.py",
+    *(
+        f"checkpoint/{name}.py"
+        for name in ("disk", "files", "folder", "manifest", "names", "remote_disk", "state", "tiles")
+    ),
     "interop/*.py",
     "tools/data_audit/*.py",
     *(f"tools/bench/{name}.py" for name in ("contestant", "receipt", "samples", "train", "turns")),
@@ -69,7 +70,6 @@ TORCH_FREE = (
 )
 NEEDS_TORCH = (
     "launch/doctor.py",
-    "data/batch.py",
     "data/loader.py",
     "tools/plan/out_of_memory.py",
     "tools/plan/watch.py",
@@ -231,7 +231,7 @@ def test_what_shows_before_torch_does_not_import_it():
         ("models/a.py", "from crius.config.run import RunConfig"),
         ("models/a.py", "from crius.parallel import fsdp"),
         ("kernels/a.py", "import crius.models.spec"),
-        ("optim/a.py", "from crius.data.batch import Batch"),
+        ("optim/a.py", "from crius.data.loader import Batch"),
         ("data/a.py", "from crius.config import load"),
         ("data/a.py", "from crius.config.load import RunSources"),
         ("parallel/a.py", "def f():\n    from crius.train import job"),

@@ -2,12 +2,12 @@
 
 import pytest
 
-from crius.config.batch import batch_sizes
-from crius.config.export import differences, flatten
 from crius.config.layout import OPTIONS, Layout, apply_layout, batch_unit, option_changes, parse_layout
 from crius.config.parallelism import ParallelismConfig
 from crius.config.pipeline import microbatch_unit
+from crius.config.resolve import batch_sizes
 from crius.config.run import RunConfig
+from crius.config.toml_file import differences, flatten
 from crius.config.training import TrainingConfig
 from crius.errors import ConfigError, LayoutError
 

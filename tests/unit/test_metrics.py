@@ -17,7 +17,7 @@ import torch
 import crius
 from crius.config.layout import Layout
 from crius.config.operation import MetricsConfig
-from crius.data.batch import IGNORE_INDEX, Batch
+from crius.data.loader import IGNORE_INDEX, Batch
 from crius.metrics import device as devices
 from crius.metrics.build import build_sinks
 from crius.metrics.ledger import TimeLedger

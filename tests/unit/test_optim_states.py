@@ -16,7 +16,7 @@ from crius.models import registry
 from crius.optim import muon, storage
 from crius.optim.build import IMPLEMENTATIONS, build_optimizer
 from crius.optim.groups import parameter_groups
-from crius.optim.rounding import places_of, random_bits, round_to_bfloat16, stream
+from crius.optim.storage import places_of, random_bits, round_to_bfloat16, stream
 
 SMALL = llama(num_layers=2)
 PLAN = replace(SMALL.plan, embeddings=("tok_embeddings",))

@@ -8,8 +8,8 @@ from harness import parse
 from test_planner_runs import BIG, GIB
 
 from crius import cli
-from crius.config.export import to_toml
 from crius.config.layout import Layout
+from crius.config.toml_file import to_toml
 from crius.errors import ConfigError, LayoutError
 from crius.tools.plan import auto
 from crius.tools.plan.hardware import KNOWN

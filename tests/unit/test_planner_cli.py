@@ -8,7 +8,7 @@ import sys
 import pytest
 from harness import ROOT, commands, llama, parse
 
-from crius.config.export import flatten
+from crius.config.toml_file import flatten
 from crius.tools.plan.check import compare_dry_run
 
 SMALL = ["--flavor", "8b", "--gpus", "8"]

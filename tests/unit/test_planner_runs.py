@@ -10,9 +10,9 @@ import pytest
 import torch
 from harness import SMALL, parse
 
-from crius.config.export import flatten
+from crius.config.toml_file import flatten
 from crius.errors import ConfigError, LayoutError, OutOfMemoryError
-from crius.host_cpu import cpu_with_cores
+from crius.host import cpu_with_cores
 from crius.launch.status import status
 from crius.machine import Machine
 from crius.metrics.ledger import TimeLedger

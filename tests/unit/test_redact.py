@@ -11,8 +11,8 @@ import tomllib
 import pytest
 from harness import ROOT, TEXT, crius, parse
 
-from crius.config.export import flatten, to_toml
 from crius.config.run import RunConfig
+from crius.config.toml_file import flatten, to_toml
 from crius.errors import DataError, HangError
 from crius.launch.report import report_of, write_report
 from crius.launch.watchdog import Hang

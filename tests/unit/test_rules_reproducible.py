@@ -4,7 +4,7 @@ import pytest
 from test_rules import facts_of
 
 from crius.config import rules
-from crius.config.batch import batch_sizes
+from crius.config.resolve import batch_sizes
 from crius.config.rules_reproducible import (
     REPRODUCIBLE_RULES,
     reproducible_excludes,

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from harness import parse
 
 from crius import cli
-from crius.checkpoint.local_disk import LocalDisk
+from crius.checkpoint.disk import LocalDisk
 from crius.checkpoint.names import step_name
 from crius.cli import next_steps
 from crius.cli.app import _base_name

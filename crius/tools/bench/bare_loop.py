@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from crius.config.batch import BatchSizes
+from crius.config.resolve import BatchSizes
 from crius.config.run import RunConfig
 from crius.data.loader import BatchLoader
 from crius.errors import ConfigError

@@ -25,8 +25,7 @@ import torch
 import crius
 from crius.config.run import RunConfig, replace_fields
 from crius.errors import EnvironmentError
-from crius.host_cpu import bfloat16_instructions, cpu_name, cpu_with_cores
-from crius.host_memory import free_host_bytes
+from crius.host import bfloat16_instructions, cpu_name, cpu_with_cores, free_host_bytes
 from crius.launch.environment import visible_gpus
 from crius.tools.bench.calibrate_kernels import attention_flops, copy_bandwidth, gather_speed, matmul_flops, prepare
 from crius.tools.plan.hardware import KNOWN, Hardware

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from crius.config.run import RunConfig
-from crius.host_memory import keep_freed_memory
+from crius.host import keep_freed_memory
 from crius.kernels import choice
 from crius.kernels.attention import causal_attention
 from crius.launch.environment import Placement

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from crius.checkpoint import shard_file
+from crius.checkpoint import files
 from crius.checkpoint.disk import open_disk
 from crius.checkpoint.folder import CheckpointFolder
 from crius.checkpoint.load import find, load_tensors
@@ -135,7 +135,7 @@ def _rows(own: Path, tensors: dict[str, Tensor]) -> list[CheckpointRow]:
         return _saves(own / name, tensors, CheckpointConfig(mode="sync", **changes))
 
     def unhashed() -> float | None:
-        with mock.patch.object(shard_file, "Hasher", _NoHash):
+        with mock.patch.object(files, "Hasher", _NoHash):
             return crius("unhashed", **quick)()
 
     return [

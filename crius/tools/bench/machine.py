@@ -12,8 +12,7 @@ from pathlib import Path
 
 import torch
 
-from crius.host_cpu import cpu_name
-from crius.host_memory import free_host_bytes
+from crius.host import cpu_name, free_host_bytes
 
 _PROC = Path("/proc/self")
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 
-from crius.config.export import command_line_flags, to_toml
 from crius.config.operation import CheckpointConfig
 from crius.config.run import RunConfig
+from crius.config.toml_file import command_line_flags, to_toml
 from crius.errors import ConfigError, EnvironmentError
 from crius.table import aligned
 from crius.tools.bench.machine import Machine

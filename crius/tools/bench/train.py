@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from crius.config.export import command_line_flags, differences, shown, to_toml
 from crius.config.operation import CheckpointConfig, ProfilerConfig
 from crius.config.run import RunConfig, replace_fields
+from crius.config.toml_file import command_line_flags, differences, shown, to_toml
 from crius.errors import ConfigError
 from crius.table import aligned
 from crius.tools.bench.receipt import check_result_file, receipt, write_result

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor.parallel import loss_parallel
 
-from crius.data.batch import Batch
+from crius.data.loader import Batch
 from crius.models.plan import match
 from crius.optim.build import build_optimizer
 from crius.parallel.fsdp import GradientSync

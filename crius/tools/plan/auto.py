@@ -6,13 +6,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from crius.config.batch import AUTO_GLOBAL_BATCH_SIZE
-from crius.config.export import flatten
 from crius.config.layout import DEGREES
+from crius.config.resolve import AUTO_GLOBAL_BATCH_SIZE
 from crius.config.run import RunConfig, replace_fields
+from crius.config.toml_file import flatten
 from crius.errors import ConfigError
-from crius.host_cpu import cpu_with_cores
-from crius.host_memory import free_host_bytes
+from crius.host import cpu_with_cores, free_host_bytes
 from crius.models.description import ModelDescription
 from crius.tools.plan.hardware import KNOWN, Hardware
 from crius.tools.plan.machine import of_machine, shared

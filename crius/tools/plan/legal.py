@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
-from crius.config.batch import AUTO_GLOBAL_BATCH_SIZE
-from crius.config.export import flatten
 from crius.config.facts import Facts, Rule
 from crius.config.layout import DEGREES, Layout
 from crius.config.parallelism import ParallelismConfig
 from crius.config.pipeline import microbatches_allowed
+from crius.config.resolve import AUTO_GLOBAL_BATCH_SIZE
 from crius.config.rules import RULES
 from crius.config.run import RunConfig
+from crius.config.toml_file import flatten
 from crius.errors import CriusError
 from crius.models.description import ModelDescription
 from crius.models.registry import SPECS

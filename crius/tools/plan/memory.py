@@ -6,7 +6,7 @@ with measurements, docs/planner.md with the dry run, which counts every tensor o
 
 from typing import Literal
 
-from crius.host_cpu import ATTENTION_BLOCK
+from crius.host import ATTENTION_BLOCK
 from crius.tools.plan.activations import MEMORY, LayerBytes, LossBytes, MemoryConstants, layer_bytes, loss_bytes
 from crius.tools.plan.hardware import Hardware
 from crius.tools.plan.holdings import Held, held_by, model_parameters

@@ -6,13 +6,13 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from crius.config.batch import BatchSizes, batch_sizes
-from crius.config.export import flatten
 from crius.config.facts import Rule
 from crius.config.layout import Layout
 from crius.config.pipeline import microbatch_unit
+from crius.config.resolve import BatchSizes, batch_sizes
 from crius.config.rules import RULES
 from crius.config.run import RunConfig, replace_fields
+from crius.config.toml_file import flatten
 from crius.models.description import ModelDescription
 from crius.tools.plan.hardware import Hardware
 from crius.tools.plan.legal import violations

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from crius.config.dtype import ITEMSIZE
 from crius.config.layout import Layout
+from crius.config.resolve import ITEMSIZE
 from crius.tools.plan.hardware import Hardware
 from crius.tools.plan.legal import Case, layouts
 from crius.tools.plan.memory import memory, model_parameters

@@ -117,11 +117,11 @@ class PlanWatch:
         return Comparison(plan=self._plan, measured=self._reports.measured())
 
     def line(self) -> str:
-        """See ``crius.metrics.sinks.base.PlanSink``."""
+        """See ``crius.metrics.record.PlanSink``."""
         return self.comparison().line() if self._plan.hardware else ""
 
     def as_dict(self) -> dict[str, Any] | None:
-        """See ``crius.metrics.sinks.base.PlanSink``."""
+        """See ``crius.metrics.record.PlanSink``."""
         return self.comparison().as_dict() if self._plan.hardware else None
 
     def _load(self, record: StepMetrics, steps: int) -> Load:

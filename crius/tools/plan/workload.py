@@ -8,11 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
-from crius.config.attention import keeps_probabilities
-from crius.config.batch import batch_sizes
-from crius.config.dtype import ITEMSIZE
 from crius.config.layout import Layout
-from crius.config.loss_chunks import loss_chunks
 from crius.config.low_precision import converts_output, is_enabled, kind, linear_choices
 from crius.config.pipeline import (
     layers_of_stages,
@@ -22,6 +18,7 @@ from crius.config.pipeline import (
     split_stages,
     stages_per_rank,
 )
+from crius.config.resolve import ITEMSIZE, batch_sizes, keeps_probabilities, loss_chunks
 from crius.config.run import RunConfig
 from crius.models.description import ModelDescription
 

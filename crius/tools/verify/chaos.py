@@ -24,8 +24,8 @@ from crius.config.facts import Facts
 from crius.config.run import RunConfig, replace_fields
 from crius.data.sample_log import samples_path
 from crius.errors import ConfigError
+from crius.launch.crew import Attempt
 from crius.launch.status import PHASES
-from crius.launch.supervision import Attempt
 from crius.tools.verify import survival
 from crius.tools.verify.equality import compare
 from crius.tools.verify.matrix import check_timeout

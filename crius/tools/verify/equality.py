@@ -10,11 +10,10 @@ import numpy as np
 
 from crius.checkpoint.contents import OF_LAYOUT, contents_hash, whole_tensor
 from crius.checkpoint.disk import Disk, open_disk
-from crius.checkpoint.folder import CheckpointFolder
+from crius.checkpoint.folder import CheckpointFolder, damages, read_manifest
 from crius.checkpoint.manifest import Manifest
 from crius.checkpoint.names import step_name
 from crius.checkpoint.state import read_state
-from crius.checkpoint.verify import damages, read_manifest
 from crius.tools.data_audit.audit import audit
 
 COMPARED = ("loss", "grad_norm")

@@ -17,11 +17,11 @@ from crius.config import rules
 from crius.config.facts import Facts
 from crius.config.run import RunConfig, replace_fields
 from crius.errors import ConfigError
+from crius.launch.crew import Attempt, Supervision
 from crius.launch.environment import Placement
 from crius.launch.local import run_workers
 from crius.launch.lock import run_lock
 from crius.launch.stop import PREEMPTED
-from crius.launch.supervision import Attempt, Supervision
 from crius.tools.faults.fault import VARIABLE, ProcessFault, read_faults
 from crius.tools.faults.planted import PlantedFaults
 from crius.tools.verify.run import STOPPED, Stopped

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from crius.data.batch import IGNORE_INDEX, Batch
+from crius.data.loader import IGNORE_INDEX, Batch
 from crius.models.init import Init, Normal
 from crius.models.layers.attention import CausalAttention
 from crius.models.plan import match

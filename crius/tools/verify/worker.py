@@ -16,12 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from crius.buffers import named_state
 from crius.config.layout import Layout
 from crius.config.low_precision import is_enabled
 from crius.config.run import RunConfig
 from crius.config.training import ActivationCheckpointConfig
-from crius.data.batch import Batch
+from crius.data.loader import Batch
 from crius.errors import NonFiniteError
 from crius.launch.environment import Placement
 from crius.launch.report import log_path
@@ -31,6 +30,7 @@ from crius.models.init import init_rules
 from crius.models.layers.linear import LowPrecisionLinear
 from crius.parallel.mesh import build_mesh
 from crius.parallel.runtime import World, world
+from crius.shards import named_state
 from crius.tools.plan.recomputation import recomputation
 from crius.tools.verify.parameters import Shards, checksums, compare
 from crius.tools.verify.uneven import uneven_attention, uneven_documents, uneven_labels

@@ -1,13 +1,14 @@
-"""Safetensors files, written as a stream and hashed on the way. No torch."""
+"""How a checkpoint lies on disk: shards of tensors, and small files beside them. Torch-free."""
 
 import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from crius.checkpoint.digest import BLOCK_BYTES, Hasher
 from crius.checkpoint.disk import Disk
-from crius.checkpoint.manifest import ITEM_BYTES, FileEntry
+from crius.checkpoint.folder import damages_of_file
+from crius.checkpoint.manifest import BLOCK_BYTES, ITEM_BYTES, FileEntry, Hasher, digest_of
+from crius.checkpoint.names import MANIFEST
 from crius.errors import CheckpointError
 
 METADATA = "__metadata__"
@@ -94,3 +95,51 @@ def _header(parts: Sequence[Part]) -> bytes:
     text = json.dumps(record, separators=(",", ":")).encode()
     text = text.ljust(math.ceil(len(text) / _ALIGN) * _ALIGN)
     return len(text).to_bytes(8, "little") + text
+
+
+def write_small(disk: Disk, folder: str, name: str, data: bytes, *, verify: bool) -> FileEntry:
+    """Write a new file of a checkpoint that is being saved.
+
+    Args:
+        disk: folder of checkpoints.
+        folder: that the save writes into.
+        name: of the file.
+        data: all of it.
+        verify: read the file again. A manifest that is not what was written does not stay: where it is the commit, the
+            checkpoint would count.
+
+    Raises:
+        CheckpointError: the disk does not take it, or does not give it back as it was written.
+    """
+    with disk.create(f"{folder}/{name}") as sink:
+        sink.write(data)
+    entry = FileEntry(len(data), digest_of(data))
+    if verify:
+        try:
+            check_written(disk, folder, name, entry)
+        except CheckpointError:
+            if name == MANIFEST:
+                disk.remove(folder)
+            raise
+    return entry
+
+
+def check_written(
+    disk: Disk, folder: str, name: str, entry: FileEntry, beat: Callable[[], None] = lambda: None
+) -> None:
+    """Read a file again that was just written.
+
+    Args:
+        disk, folder, name: the file.
+        entry: what was written.
+        beat: called after each block that was read.
+
+    Raises:
+        CheckpointError: it is not what was written.
+    """
+    if damage := damages_of_file(disk, folder, name, entry, beat):
+        raise CheckpointError(
+            f"{disk.where}/{folder}/{name} was not read back as it was written: {damage.what}.",
+            why="memory, disk or the way to it changes bits",
+            fix="check the machine: its log, its memory, its disk",
+        )

@@ -1,9 +1,53 @@
-"""How much memory this host, or the container that this process is in, can still give, and what a process keeps."""
+"""What this host has: instructions of its CPU, and its memory."""
 
 import ctypes
 import os
+import platform
 import re
 from pathlib import Path
+
+_CPUINFO = Path("/proc/cpuinfo")
+
+BFLOAT16_FLAGS = ("amx_bf16", "avx512_bf16")
+"""Flags, as Linux names them, of instructions that multiply bfloat16; the fastest first."""
+
+ATTENTION_BLOCK = 32
+"""Queries of a sequence whose scores are computed together, so that they stay in the caches: docs/kernels.md."""
+
+
+def cpu_name() -> str:
+    """The model of this CPU, as Linux says it; elsewhere its architecture."""
+    return _entry("model name") or platform.processor() or platform.machine()
+
+
+def cpu_with_cores() -> str:
+    """``cpu_name`` and the number of cores: machines that share a home folder can differ in that alone."""
+    return f"{cpu_name()}, {os.cpu_count() or 1} cores"
+
+
+def bfloat16_instructions() -> str:
+    """The fastest instructions of this CPU that multiply bfloat16, by their flag; empty where it has none.
+
+    Linux tells; elsewhere the answer is empty. Every core of a machine has the same ones.
+    """
+    flags = _entry("flags").split()
+    return next((flag for flag in BFLOAT16_FLAGS if flag in flags), "")
+
+
+def is_wide_amd_cpu() -> bool:
+    """Whether the CPU is AMD's and has AVX-512 (Zen 4 and later), as far as Linux tells."""
+    return _entry("vendor_id") == "AuthenticAMD" and "avx512f" in _entry("flags").split()
+
+
+def _entry(name: str) -> str:
+    """What ``/proc/cpuinfo`` has of the first core; empty where it has nothing, or is none."""
+    try:
+        text = _CPUINFO.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    found = re.search(rf"^{name}\s*:(.*)$", text, re.MULTILINE)
+    return found[1].strip() if found else ""
+
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")

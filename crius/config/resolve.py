@@ -1,0 +1,197 @@
+"""What ``auto`` and -1 come to: dtype, what attention keeps, chunks of the loss, sizes of the batch."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from crius.config.parallelism import ParallelismConfig
+from crius.config.run import RunConfig
+from crius.config.training import TrainingConfig
+from crius.host import ATTENTION_BLOCK, BFLOAT16_FLAGS, bfloat16_instructions, is_wide_amd_cpu
+
+ITEMSIZE = {"float32": 4, "bfloat16": 2}
+"""Bytes of a number."""
+
+
+def auto_dtype(*, on_gpu: bool) -> tuple[Literal["float32", "bfloat16"], str]:
+    """The dtype, and why: docs/training.md has the measurement.
+
+    Args:
+        on_gpu: where a run computes; else on the CPU of this host.
+    """
+    if on_gpu:
+        return "bfloat16", "a GPU"
+    instructions = bfloat16_instructions()
+    if instructions:
+        return "bfloat16", f"a CPU with {instructions}"
+    return "float32", f"a CPU without {' or '.join(BFLOAT16_FLAGS)}"
+
+
+MOST_TOKENS = 512
+"""The longest sequences for which ``auto`` keeps them: half of ``seq_len`` numbers for each token and head."""
+
+
+def obstacle(config: RunConfig) -> tuple[str, str]:
+    """Why a run on a CPU cannot take the kernel, and what to change; both empty where it can."""
+    training = config.training
+    if config.model.attention_mask == "document":
+        return "it takes no mask", "--kernels.attention auto, or --model.attention_mask causal"
+    if config.parallelism.context_parallel_degree > 1:
+        return "context parallelism splits sequences among ranks", "--kernels.attention auto"
+    dtype = training.mixed_precision_param
+    if (auto_dtype(on_gpu=False)[0] if dtype == "auto" else dtype) != "float32":
+        return "it takes float32 only", "--training.mixed_precision_param float32, or --kernels.attention auto"
+    if training.seq_len % ATTENTION_BLOCK:
+        longer = training.seq_len + -training.seq_len % ATTENTION_BLOCK
+        why = f"training.seq_len {training.seq_len} is no multiple of {ATTENTION_BLOCK}"
+        return why, f"--training.seq_len {longer}, or --kernels.attention auto"
+    return "", ""
+
+
+def keeps_probabilities(config: RunConfig) -> bool:
+    """Whether a run on a CPU takes the kernel: asked for, or left to ``auto`` where it was measured to be faster and
+    takes little memory. What is recomputed has no say: that is not to change a bit of a run.
+    """
+    if config.kernels.attention != "auto":
+        return config.kernels.attention == "blocked"
+    is_short = config.training.seq_len <= MOST_TOKENS
+    return is_short and is_wide_amd_cpu() and obstacle(config) == ("", "")
+
+
+CHUNK_BYTES = {"cpu": 8 * 2**20, "cuda": 2**30}
+"""Logits of a chunk. Each chunk but the first reads and writes the weight's gradient once more: with the 4,186 tokens
+of 128,256 bfloat16 logits on a GPU that is a tenth of the time of its matmuls, whatever the model dim."""
+LEAST_TOKENS = 256
+"""Of a chunk: the matmuls of fewer are slow."""
+BLOCK_BYTES = {"cpu": 8 * 2**20, "cuda": 128 * 2**20}
+"""Float32 logits that are scored at a time: what caches hold, or what gives each multiprocessor several rows."""
+
+
+@dataclass(frozen=True)
+class LossChunks:
+    """How the loss is cut.
+
+    Attributes:
+        tokens: whose logits exist at a time; None: of all of a microbatch.
+        block_tokens: of those, tokens that are scored in float32 at a time.
+        reason: why, in a few words.
+    """
+
+    tokens: int | None
+    block_tokens: int
+    reason: str
+
+
+def loss_chunks(
+    config: RunConfig,
+    vocab_size: int,
+    device_type: Literal["cpu", "cuda"],
+    *,
+    num_ranks: int = 1,
+    in_low_precision: bool = False,
+) -> LossChunks:
+    """How a run cuts its loss.
+
+    Args:
+        config: the run; its rules have been checked, its ``training.mixed_precision_param`` is decided.
+        vocab_size: of the model.
+        device_type: what it runs on.
+        num_ranks: tensor-parallel ranks that the vocabulary is split over.
+        in_low_precision: the output layer is.
+    """
+    asked, parallelism = config.kernels.linear_cross_entropy, config.parallelism
+    if asked == "off":
+        return LossChunks(None, 0, "as asked")
+    if in_low_precision:
+        return LossChunks(None, 0, "auto: the output layer is in low precision")
+    if asked == "auto" and parallelism.pipeline_parallel_degree > 1 and _is_gpipe(parallelism):
+        return LossChunks(None, 0, "auto: gpipe would keep a gradient of the output layer for each microbatch")
+    vocabulary = -(-vocab_size // num_ranks)
+    tokens = config.kernels.loss_chunk_tokens
+    if tokens == -1:
+        itemsize = ITEMSIZE.get(config.training.mixed_precision_param, 2)  # auto: as on a GPU
+        tokens = max(LEAST_TOKENS, CHUNK_BYTES[device_type] // (vocabulary * itemsize))
+    block = min(tokens, max(1, BLOCK_BYTES[device_type] // (4 * vocabulary)))
+    if config.compile.enable and config.compile.loss:  # which writes no float32
+        block = tokens
+    return LossChunks(tokens, block, asked if asked == "auto" else "as asked")
+
+
+def _is_gpipe(parallelism: ParallelismConfig) -> bool:
+    return not parallelism.pipeline_parallel_schedule_csv and parallelism.pipeline_parallel_schedule == "gpipe"
+
+
+AUTO_GLOBAL_BATCH_SIZE = 8
+AUTO_LOCAL_BATCH_SIZE = 8
+AUTO_MICROBATCHES_A_UNIT = 4
+"""Under pipeline parallelism; at 4 microbatches a stage the bubble of 1F1B is below a fifth."""
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """Sequences in a microbatch of one rank, in an optimizer step, and microbatches a step."""
+
+    local: int
+    total: int
+    accumulation: int
+
+
+def batch_sizes(training: TrainingConfig, data_parallel_ranks: int, microbatch_unit: int = 1) -> BatchSizes:
+    """Fill ``local_batch_size`` and ``global_batch_size`` where they are -1.
+
+    Args:
+        training: the section; its sizes are -1 or at least 1.
+        data_parallel_ranks: ranks that read different sequences.
+        microbatch_unit: the microbatches a step are to be a multiple of this (``config.pipeline.microbatch_unit``).
+
+    Raises:
+        ValueError: the sizes do not divide; the message says which and what would. ``rules`` turns it into a
+            ``ConfigError`` before anything starts.
+    """
+    local, total = training.local_batch_size, training.global_batch_size
+    if training.reproducible and training.virtual_shards >= 1 and training.virtual_shards % data_parallel_ranks == 0:
+        return _virtual_batch_sizes(training, data_parallel_ranks)
+    if total == -1:
+        # not simply local x ranks: the loss curve must not depend on the ranks, nor on a knob for memory
+        unit = data_parallel_ranks * max(1, local) * microbatch_unit
+        total = -(-AUTO_GLOBAL_BATCH_SIZE // unit) * unit
+    if total % data_parallel_ranks:
+        raise ValueError(
+            f"global_batch_size {total} is no multiple of the {data_parallel_ranks} data-parallel ranks; "
+            f"{_nearest_multiples(total, data_parallel_ranks)}"
+        )
+    share = total // data_parallel_ranks
+    if local == -1:
+        local = _local_batch_size(share, microbatch_unit)
+    if share % local:
+        unit = local * data_parallel_ranks
+        raise ValueError(
+            f"global_batch_size {total} is no multiple of local_batch_size {local} x {data_parallel_ranks} "
+            f"data-parallel ranks = {unit}; {_nearest_multiples(total, unit)}"
+        )
+    return BatchSizes(local=local, total=total, accumulation=share // local)
+
+
+def _virtual_batch_sizes(training: TrainingConfig, data_parallel_ranks: int) -> BatchSizes:
+    """A microbatch is a virtual shard."""
+    local, total, shards = training.local_batch_size, training.global_batch_size, training.virtual_shards
+    if total == -1:
+        total = shards * (local if local != -1 else -(-AUTO_GLOBAL_BATCH_SIZE // shards))
+    if total % shards:
+        nearest = _nearest_multiples(total, shards)
+        raise ValueError(f"global_batch_size {total} is no multiple of the {shards} virtual shards; {nearest}")
+    return BatchSizes(local=total // shards, total=total, accumulation=shards // data_parallel_ranks)
+
+
+def _local_batch_size(share: int, microbatch_unit: int) -> int:
+    """The largest that leaves enough microbatches for the pipeline to be busy; without one, just the largest."""
+    sizes = [size for size in range(1, AUTO_LOCAL_BATCH_SIZE + 1) if share % size == 0]
+    if microbatch_unit == 1:
+        return max(sizes)
+    sizes = [size for size in sizes if share // size % microbatch_unit == 0] or [1]
+    busy = [size for size in sizes if share // size >= AUTO_MICROBATCHES_A_UNIT * microbatch_unit]
+    return max(busy, default=min(sizes))
+
+
+def _nearest_multiples(value: int, unit: int) -> str:
+    below, above = value // unit * unit, -(-value // unit) * unit
+    return f"nearest that work: {below} or {above}" if below else f"the least that works: {above}"
