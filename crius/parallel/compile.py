@@ -91,7 +91,7 @@ def prepare_compile(
         os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = str(threads)
     compiler_config.cache_key_tag = f"{os.environ.get('TORCH_COMPILE_CACHE_KEY_TAG', '')}{_kernels_tag()}"
     if for_cpu:
-        from crius.parallel.kernel_cache import suit_cpu  # noqa: PLC0415
+        from crius.parallel.inductor import suit_cpu  # noqa: PLC0415
 
         suit_cpu()
     dynamo_config.recompile_limit = max(RECOMPILE_LIMIT, dynamo_config.recompile_limit)

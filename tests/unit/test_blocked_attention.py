@@ -8,13 +8,13 @@ from torch.autograd import gradcheck
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from crius.config import attention as rule
-from crius.config import dtype as dtype_rule
+from crius.config import resolve as rule
 from crius.host import ATTENTION_BLOCK
 from crius.kernels import blocked_attention as blocked
 from crius.kernels.attention import causal_attention
 from crius.kernels.choice import Choice, applied, resolve
 from crius.tools.plan.activations import layer_bytes
+from crius.tools.plan.workload import CRIUS
 from crius.train.setup import run_kernels
 
 BLOCKED = Choice(attention=("blocked",))
@@ -126,7 +126,7 @@ def test_the_planner_counts_the_probabilities():
     flags = {"sequence_parallel": True}
     tokens = 64
     seen = (tokens - ATTENTION_BLOCK) / 2
-    blocked_, flash = (layer_bytes(64, layer, 1, 4, "crius", "fused", seen_tokens=n, **flags).none for n in (seen, 0))
+    blocked_, flash = (layer_bytes(64, layer, 1, 4, CRIUS, "fused", seen_tokens=n, **flags).none for n in (seen, 0))
     assert (blocked_ - flash) * tokens == 4 * 4 * (tokens * (tokens - ATTENTION_BLOCK) // 2 - tokens)  # less log-sums
 
 
@@ -191,7 +191,7 @@ def test_where_a_run_on_a_cpu_takes_it(flags, is_amd, want, monkeypatch):
 
 @pytest.mark.parametrize(("instructions", "why"), [("avx512_bf16", "it takes float32 only"), ("", "")])
 def test_an_automatic_dtype_is_that_of_the_cpu(instructions, why, monkeypatch):
-    monkeypatch.setattr(dtype_rule, "bfloat16_instructions", lambda: instructions)
+    monkeypatch.setattr(rule, "bfloat16_instructions", lambda: instructions)
     config = facts_of(["--training.mixed_precision_param", "auto", "--training.seq_len", "256"]).config
     assert rule.obstacle(config)[0] == why
 

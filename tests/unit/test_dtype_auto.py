@@ -7,7 +7,7 @@ import torch
 from harness import SMALL, Alone, parse, train
 
 from crius import host
-from crius.config import dtype as dtype_rule
+from crius.config import resolve as dtype_rule
 from crius.config.resolve import auto_dtype
 from crius.errors import ConfigError
 from crius.train.inputs import describe_model, resumed_dtype, with_dtype

@@ -1,8 +1,11 @@
 """Who may import whom, where, and how long a file and a function may be: the architecture's sections 2 and 3."""
 
 import ast
+import io
+import os
 import subprocess
 import sys
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,6 +50,14 @@ OPTIONAL |= {"torch.utils.tensorboard", "torch._inductor.lowering", "torch._indu
 
 AIM_FILE, STOP_FILE, AIM_FUNCTION, STOP_FUNCTION = 400, 500, 60, 100
 LONGER: dict[str, str] = {}  # "file" or "file:function" to the reason; still below the hard stop
+
+MOST_CODE = {"trainer": 19_450, "tools": 9_480}
+"""Lines of code of the two houses: they shrink towards 15,000 and 8,500, and grow only with what a user gets."""
+
+MOST_LOADED = {"crius": 186, "crius.tools.plan": 12}
+"""Files that a run of one process loads, which shrink towards 160 in all."""
+
+NO_CODE = {getattr(tokenize, name) for name in ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER")}
 
 TORCH_FREE = (
     *("errors.py", "cli/*.py", "config/*.py", "models/*/config.py", "models/*/plan.py", "models/plan.py"),
@@ -165,6 +176,25 @@ def too_long(root: Path, longer: dict[str, str]) -> list[str]:
     return found
 
 
+def code_lines(text: str) -> int:
+    """Lines of a module without docstrings, comments and blanks."""
+    strings = [node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Expr)]
+    notes = [node for node in strings if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    found = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in NO_CODE:
+            found |= {*range(token.start[0], token.end[0] + 1)}
+    return len(found.difference(*(range(note.lineno, (note.end_lineno or 0) + 1) for note in notes)))
+
+
+def houses(root: Path) -> dict[str, int]:
+    """Lines of code of the trainer and of the tools around it."""
+    found = dict.fromkeys(MOST_CODE, 0)
+    for path, _ in trees(root):
+        found["tools" if path.startswith("tools/") else "trainer"] += code_lines((root / "crius" / path).read_text())
+    return found
+
+
 def torch_users(root: Path) -> list[str]:
     """Modules of TORCH_FREE that cannot be imported in a process without torch."""
     files = {file for pattern in TORCH_FREE for file in (root / "crius").glob(pattern)}
@@ -180,7 +210,13 @@ def torch_users(root: Path) -> list[str]:
         "        print(name, error)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, *names], cwd=root, text=True, capture_output=True, check=True, timeout=60
+        [sys.executable, "-c", code, *names],
+        cwd=root,
+        text=True,
+        capture_output=True,
+        check=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": str(root)},
     )
     return done.stdout.splitlines()
 
@@ -199,6 +235,41 @@ def test_files_and_functions_are_short():
 
 def test_the_training_room_has_few_files():
     assert len(list((ROOT / "crius" / "train").glob("[!_]*.py"))) <= 16
+
+
+def test_the_houses_grow_no_further():
+    assert {name: number for name, number in houses(ROOT).items() if number > MOST_CODE[name]} == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ('"""One.\n\nTwo.\n"""\n\nx = 1  # three\n', 1),
+        ("# one\nx = (\n    1,\n\n    2,\n)\n", 4),
+        ('class A:\n    """One."""\n\n    x: int\n    """Two."""\n', 2),
+        ('x = """\none\n"""\n', 3),
+    ],
+)
+def test_code_is_counted_without_docstrings_comments_and_blanks(text, number, tmp_path):
+    assert houses(plant(tmp_path, "tools/plan/a.py", text)) == {"trainer": 0, "tools": number}
+
+
+def test_a_run_of_one_process_loads_few_files(tmp_path):
+    code = (
+        "import sys\n"
+        "from crius.cli import main\n"
+        "assert main(sys.argv[1:]) == 0\n"
+        "print(*(name for name, module in sys.modules.items() if getattr(module, '__file__', None)), sep='\\n')\n"
+    )
+    flags = ["--training.steps", "3", "--training.seq_len", "32", "--validation.interval", "0", "--job.run_dir", "r"]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code, "train", *flags]
+    done = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True, timeout=120, env=environ)
+    assert done.returncode == 0, done.stderr
+    names = done.stdout.splitlines()
+    loaded = {package: [name for name in names if is_below(name, package)] for package in MOST_LOADED}
+    assert {package: found for package, found in loaded.items() if len(found) > MOST_LOADED[package]} == {}
+    assert {name.split(".")[2] for name in names if name.startswith("crius.tools.")} == {"plan"}
 
 
 def doubled_lines(root: Path) -> list[str]:
