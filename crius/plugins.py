@@ -55,8 +55,8 @@ def load(group: str, name: str, kind: type[T] | None = None) -> T | None:
     return loaded
 
 
-def imported(load: Callable[[], T], what: str, where: str, fix: str) -> T:
-    """What ``load`` imports of a stranger's code.
+def imported(load: Callable[[], T], what: str, where: str, fix: str, *, done: str = "imported") -> T:
+    """What ``load`` imports, or makes, of a stranger's code.
 
     Raises:
         ConfigError: it fails; names the line that raised.
@@ -67,7 +67,7 @@ def imported(load: Callable[[], T], what: str, where: str, fix: str) -> T:
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
         last = next((frame for frame in reversed(frames) if frame.filename != __file__), None)
         raise ConfigError(
-            f"{what} cannot be imported: {type(error).__name__}: {error}",
+            f"{what} cannot be {done}: {type(error).__name__}: {error}",
             where=where,
             why=f"raised in {last.filename}, line {last.lineno}" if last else "",
             fix=fix,

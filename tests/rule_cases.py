@@ -188,7 +188,7 @@ CASES = [
         rules_layout.tensor_parallel_divides,
         [TENSOR, "3"],
         {},
-        "tensor_parallel_degree 3 does not divide num_heads 8, num_kv_heads 4",
+        "tensor_parallel_degree 3 does not divide num_heads 8 and num_kv_heads 4",
         TENSOR,
         f"use 1, 2, 4, 8, e.g. {TENSOR} 2",
     ),

@@ -16,8 +16,6 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from planner.trainers import TRAINERS
-
 from crius.errors import CriusError
 from crius.table import aligned
 from crius.tools.plan.errors import Errors
@@ -28,6 +26,7 @@ from crius.tools.plan.workload import Workload
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from planner.measurements import Measurement, Unjudged, read_measurements
+from planner.trainers import TRAINERS
 
 GAP = 0.10
 """Two layouts whose tokens/s differ by less than this share are not put in order."""

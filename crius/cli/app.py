@@ -23,7 +23,7 @@ from crius.errors import ConfigError, EnvironmentError
 from crius.help import PlainHelp
 from crius.install import install_line
 from crius.models.huggingface import read_model_settings
-from crius.models.registry import FLAVORS, SPECS, find_spec
+from crius.models.registry import FLAVORS, IMPORTED, SPECS, find_spec
 from crius.redact import printable
 
 Run = Annotated[RunConfig, Parameter(name="*")]
@@ -84,6 +84,11 @@ app.command(checkpoint_app)
 app.command(config_app)
 app.command(data_app)
 app.command(verify_app)
+
+
+def imports() -> list[str]:
+    """The flags that name again what this command line imports."""
+    return [word for name in IMPORTED for word in ("--import", name)]
 
 
 def emit(text: str) -> None:

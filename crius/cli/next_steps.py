@@ -37,9 +37,10 @@ def say_next(facts: Facts, run: RunConfig, folder: Path, placement: Placement | 
         run: as it was trained.
         folder: of the run.
         placement: of this process; None: started here.
-        code: exit code of the run; after a failure nothing is printed.
+        code: exit code of the run; after a failure only what is saved is told.
     """
-    if code and code not in STOPPED:
+    has_failed = bool(code) and code not in STOPPED
+    if has_failed and not (run.checkpoint.is_enabled and (folder / "run.toml").exists()):
         return
     present = ", ".join(name for name in _LEFT if (folder / name).exists())
     emit(f"run folder: {folder}{present and f' ({present})'}")

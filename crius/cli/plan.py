@@ -22,6 +22,7 @@ from crius.cli.app import (
     check_save_ops,
     emit,
     facts_of,
+    imports,
     need_torch,
     refuse_given,
 )
@@ -144,6 +145,7 @@ def _case(run: RunConfig, gpu: str, gpus: int | None, nodes: int | None, precisi
     run = with_dtype(replace_fields(run, changes), on_gpu=on_gpu)
     run = with_tokens(run, rows_are_given=SOURCES.rows_are_given())
     problems = [*_open_flavor(run, pinned), *(_missing_precision(run, found, precision) if on_gpu else ())]
+    problems += rules.sizes(facts_of(run, 0, None, is_dry=True))
     if problems:
         raise ConfigError.together(problems)
     facts = describe_known_model(run)
@@ -231,7 +233,7 @@ def _recommend(plan: "Plan", gpu: str, files: tuple[Path, ...], *, explain: bool
     from crius.tools.plan.render import plan_lines
 
     settings = _settings(plan.case, plan.settings, files)
-    start = " ".join(["crius train", *_sources(files)])
+    start = " ".join(["crius train", *imports(), *_sources(files)])
     lines = plan_lines(plan, card_taken(gpu or DEFAULT_GPU), start, settings, is_explained=explain)
     data, code = plan_data(plan, settings), 0
     if check:

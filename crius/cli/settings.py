@@ -1,6 +1,7 @@
 """``crius config``, ``crius data`` and ``crius doctor``."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import shlex
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 from cyclopts import Parameter
 
 from crius.cli.app import (
+    COMMAND,
     SOURCES,
     ConfigFiles,
     Json,
@@ -27,6 +29,7 @@ from crius.cli.app import (
     data_app,
     emit,
     facts_of,
+    imports,
 )
 from crius.config import rules
 from crius.config.changes import flag
@@ -36,7 +39,6 @@ from crius.config.load import OF_MODEL, normalized_argv, recipe_names
 from crius.config.run import RunConfig
 from crius.config.toml_file import differences, flatten
 from crius.errors import ConfigError, CriusError
-from crius.models.registry import IMPORTED
 from crius.redact import redact_value
 from crius.units import GIB
 
@@ -203,7 +205,7 @@ def doctor(
     """
     from crius.launch.doctor import examine
 
-    report = examine()
+    report = dataclasses.replace(examine(), command=_train_command())
     if not report.missing:
         try:
             _examine_run(report, facts_of(run, nproc, None))
@@ -211,6 +213,11 @@ def doctor(
             report.missing.append(f"for this run: {error.body()}")
     emit(json.dumps(report.as_dict(), indent=2) if as_json else report.render())
     return 0 if report.ready else 1
+
+
+def _train_command() -> str:
+    """The command that starts the run that this one asks about."""
+    return shlex.join(["crius", "train", *(word for word in COMMAND[1:] if word != "--json")])
 
 
 def _examine_run(report: "Report", facts: Facts) -> None:
@@ -229,7 +236,7 @@ def _examine_run(report: "Report", facts: Facts) -> None:
         names = [name for name in flatten(facts.config) if name.startswith("model.")]
         values = flatten(facts.config)
         sizes = [part for name in names if _is_typed(name, values[name]) for part in flag(name, values[name])]
-        plan = ["crius", "plan", *sizes, *(word for name in IMPORTED for word in ("--import", name))]
+        plan = ["crius", "plan", *sizes, *imports()]
         report.missing.append(f"memory for {line}, {gibibytes}: {shlex.join(plan)} says which GPUs hold it")
 
 

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import json
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -175,7 +176,10 @@ def _end(facts: Facts, run: RunConfig, folder: Path, placement: Placement | None
     from crius.launch.worker import leave
 
     if placement is None or placement.rank == 0:
-        say_next(facts, run, folder, placement, code)
+        try:
+            say_next(facts, run, folder, placement, code)
+        except BrokenPipeError:  # who reads is gone; the run is what it is
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if code and placement:
         leave(code)  # a normal exit would wait for peers that may be gone
     return code

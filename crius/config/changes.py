@@ -43,6 +43,13 @@ KINDS: tuple[tuple[str, Kind], ...] = (
 more. ``warn``: the curve changes, as it may be meant to. ``free``: it stays, up to the order of sums."""
 
 
+SHAPES = (
+    *("model.name", "model.flavor", "model.vocab_size", "model.dim", "model.num_layers", "model.num_heads"),
+    *("model.num_kv_heads", "model.head_dim", "model.ffn_dim", "model.tied_embeddings"),
+)
+"""Of weights: a checkpoint of others cannot be read, whoever allows it."""
+
+
 FIRST_BOUNDARIES: dict[str, Any] = {"data.add_bos": False, "data.add_eos": True}
 """The rule of checkpoints that lack these settings. With the document mask it was another one: positions restarted
 behind the end of a document, which saw the next document's first token as its label."""
@@ -117,13 +124,15 @@ def check_changes(found: Iterable[Change], allowed: Iterable[str], where: str) -
     # another fingerprint of the data, which a refused setting of data brings, is allowed under the name data
     sections = ("data" if change.name.startswith("data.") else change.name for change in refused)
     names = " ".join(dict.fromkeys([*patterns, *sections]))
+    allow = f", or --checkpoint.allow_changes {names}"
     back = " ".join(part for change in refused if change.old is not None for part in flag(change.name, change.old))
     raise ConfigError(
         f"the run cannot go on from its checkpoint with {'another setting' if len(refused) == 1 else 'other settings'}:"
         + "".join(f"\n  {_plain(change.name)}: {_shown(change.old)} -> {_shown(change.new)}" for change in refused),
         where=where,
         why="it would not be the same run any more",
-        fix=f"{back + ', or ' if back else ''}--job.run_dir NEW for a new run, or --checkpoint.allow_changes {names}",
+        fix=f"{back + ', or ' if back else ''}--job.run_dir NEW for a new run"
+        + ("" if any(fits(shape, change.name) for change in refused for shape in SHAPES) else allow),
     )
 
 

@@ -31,6 +31,12 @@ VERIFY_RECIPE = "verify"
 PRECISION_RECIPE = "precision"
 """What ``crius verify precision`` does: a run long enough to learn something."""
 
+TAKEN = (
+    *("dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_dim", "vocab_size", "rope_theta"),
+    *("rope_scaling", "norm_eps", "tied_embeddings"),
+)
+"""Sizes that a file of ``model.from_hf`` gives, all of which the run.toml of its run has."""
+
 FROM_HF = "--model.from_hf"
 OF_MODEL = " (model.from_hf)"
 """How the origin of a value ends that ``model.from_hf`` gave."""
@@ -140,7 +146,7 @@ class RunSources:
         said = {field: next(iter(named[f"--model.{field}"].tokens), None) for field in ("name", "flavor")}
         name = said["name"].value if said["name"] else ""
         where = f"{FROM_HF} ({'command line' if token.source == 'cli' else token.source})"
-        has_sizes = settings.get("model.flavor") == CUSTOM and {"model.dim", "model.num_layers"} <= settings.keys()
+        has_sizes = settings.get("model.flavor") == CUSTOM and settings.keys() >= {f"model.{size}" for size in TAKEN}
         found: dict[str, Any] = {"name": str(settings.get("model.name")), "flavor": CUSTOM}
         file = ""
         if not (has_sizes and settings.get("model.from_hf") == token.value):

@@ -50,10 +50,10 @@ def _mistakes(
         fix = "repeat a flag for each of its values: --flag A --flag B"
         yield ConfigError(f"{unused} belongs to no flag.", where="command line", fix=fix)
     elif isinstance(error, WrongSettings):
-        yield from _unknown_flags(error.arguments, argv)
+        yield from _unknown_flags(error.arguments, argv, argv)
         yield from error.problems
     elif isinstance(error, UnknownOptionError):
-        yield from _unknown_flags(error.argument_collection, [error.token.keyword or error.token.value, *argv])
+        yield from _unknown_flags(error.argument_collection, [error.token.keyword or error.token.value, *argv], argv)
     else:
         yield conversion(error, error.command_chain or ())
     if parse and isinstance(error, MissingArgumentError) and error.keyword and error.keyword in argv:
@@ -65,13 +65,15 @@ def _mistakes(
             yield from _mistakes(another, rest, parse)
 
 
-def _unknown_flags(arguments: ArgumentCollection, argv: Iterable[str]) -> Iterator[ConfigError]:
+def _unknown_flags(arguments: ArgumentCollection, words: Iterable[str], argv: Sequence[str]) -> Iterator[ConfigError]:
     known = {name for argument in arguments if not argument.children for name in (*argument.names, *argument.negatives)}
-    names = [name.removeprefix("--") for name in known]
-    written = (token.partition("=")[0] for token in itertools.takewhile(lambda token: token != "--", argv))
+    short = {} if "--recipe" not in known else SHORT | PLAN_SHORT if "--gpus" in known else SHORT
+    names = [*(name.removeprefix("--") for name in known), *short]
+    verb = " ".join(itertools.takewhile(lambda token: token.isidentifier(), argv))
+    written = (token.partition("=")[0] for token in itertools.takewhile(lambda token: token != "--", words))
     for flag in dict.fromkeys(written):
         if flag.startswith("-") and not _is_number(flag) and flag not in known:
-            yield unknown("flag", flag, names, "command line")
+            yield unknown("flag", flag, names, "command line", verb)
 
 
 def _is_number(text: str) -> bool:
@@ -94,7 +96,7 @@ def conversion(error: CycloptsError, commands: Iterable[str]) -> ConfigError:
     return ConfigError(text, fix=f"see {' '.join(['crius', *commands])} --help for what can be given")
 
 
-def unknown(kind: str, written: str, known: Iterable[str], where: str) -> ConfigError:
+def unknown(kind: str, written: str, known: Iterable[str], where: str, verb: str = "train") -> ConfigError:
     """An unknown flag (``--a.b``) or TOML key (``a.b``), with what stands for it, if anything does."""
     dashes = "--" if kind == "flag" else ""
     shown = written if written.isprintable() else ascii(written)
@@ -105,7 +107,7 @@ def unknown(kind: str, written: str, known: Iterable[str], where: str) -> Config
     if why:
         return ConfigError(f"unknown {kind} {shown}: nothing stands for it.", where=where, why=why, fix="leave it out")
     what = f"unknown {kind} {shown}: there is no such setting."
-    return ConfigError(what, where=where, fix="crius train --help lists every flag")
+    return ConfigError(what, where=where, fix=f"crius {verb} --help lists every flag")
 
 
 # torchtitan's names of flags that Crius spells otherwise; accepted wherever a flag or a TOML key is.

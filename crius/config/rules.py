@@ -19,7 +19,7 @@ from crius.config.rules_quantize import QUANTIZE_RULES
 from crius.config.rules_reproducible import REPRODUCIBLE_RULES
 from crius.config.rules_training import CHECKPOINT_RULES, KERNEL_RULES, OPTIMIZER_RULES, STABILITY_RULES
 from crius.config.run import RunConfig
-from crius.config.toml_file import flatten
+from crius.config.toml_file import flatten, imports_of
 from crius.errors import ConfigError
 from crius.install import REQUIREMENTS, install_line
 
@@ -31,7 +31,9 @@ def known_model(facts: Facts) -> Violations:
     if spec is None:
         known = [*facts.specs, *plugins.installed(plugins.MODELS)]
         what = f"no model is called {model.name}{did_you_mean(model.name, known) or '.'}"
-        yield ConfigError(what, where=facts.flag("model.name"), fix=f"use one of {', '.join(known)}")
+        named = imports_of(facts.origin("model.name"))
+        fix = f"add {named}, as the file says" if named else f"use one of {', '.join(known)}"
+        yield ConfigError(what, where=facts.flag("model.name"), fix=fix)
     elif model.flavor not in spec.known_flavors:
         what = f"{model.name} has no flavor {model.flavor}{did_you_mean(model.flavor, spec.known_flavors) or '.'}"
         yield ConfigError(what, where=facts.flag("model.flavor"), fix=f"use one of {', '.join(spec.known_flavors)}")

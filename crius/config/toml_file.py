@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import tomllib
 import types
@@ -169,3 +170,13 @@ def _kind(hint: Any) -> str:
         return f"a list of which each item is {_kind(get_args(hint)[0])}"
     words = {bool: "true or false", int: "an integer", float: "a number", str: "text", Path: "text", list: "a list"}
     return words.get(hint, "a date or a time")
+
+
+def imports_of(path: str) -> str:
+    """The flags ``--import MODULE`` that a run.toml notes in its first lines; empty where there are none."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            lines = list(itertools.takewhile(lambda line: line.startswith("# --import "), itertools.islice(file, 100)))
+    except OSError:
+        return ""
+    return " ".join(line[2:].strip() for line in lines if line.isascii() and line.strip().isprintable())

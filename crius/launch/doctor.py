@@ -43,12 +43,14 @@ class Report:
         missing: ``what: how to get it`` of what Crius cannot run without, or what makes a GPU useless.
         optional: the same, of what only some flags need.
         gpu_bytes: memory of the first GPU that torch can use; 0 without one.
+        command: that starts the run that was asked about.
     """
 
     facts: dict[str, str]
     missing: list[str]
     optional: list[str]
     gpu_bytes: int = 0
+    command: str = "crius train"
 
     @property
     def ready(self) -> bool:
@@ -64,7 +66,7 @@ class Report:
         width = max(map(len, self.facts))
         lines = [f"{name:<{width}}  {value}" for name, value in self.facts.items()]
         lines += [f"missing   {line}" for line in self.missing] + [f"optional  {line}" for line in self.optional]
-        verdict = "ready: crius train" if self.ready else "not ready: see the lines above"
+        verdict = f"ready: {self.command}" if self.ready else "not ready: see the lines above"
         return "\n".join([*lines, verdict])
 
 

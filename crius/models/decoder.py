@@ -150,12 +150,12 @@ def _differences(decoder: nn.Module, model: ModelDescription) -> Iterator[str]:
 
 
 def _compared(built: dict[str, str], told: dict[str, str], part: str, described: str) -> Iterator[str]:
-    for name in built.keys() - told.keys():
+    for name in (name for name in built if name not in told):
         yield f"{part} {name} {built[name]} is not in the description"
-    for name in told.keys() - built.keys():
+    for name in (name for name in told if name not in built):
         yield f"the described {described} {name} {told[name]} is not in the model"
-    for name in built.keys() & told.keys():
-        if built[name] != told[name]:
+    for name in built:
+        if built[name] != told.get(name, built[name]):
             yield f"{part} {name} is {built[name]}, described as {told[name]}"
 
 

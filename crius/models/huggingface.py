@@ -156,9 +156,12 @@ def _take(found: Mapping[str, Any], family: HuggingFace, settings: dict[str, Any
     if not isinstance(rope, dict):
         yield f"rope_scaling {_shown(rope)} is no object"
         rope = {}
+    if any(isinstance(value, dict) for value in rope.values()):
+        yield f"rope_parameters {_shown(rope)} differ by kind of layer, which is not built"
+        rope = {}
     if rope.get("partial_rotary_factor") not in (1, None):
         yield f"partial_rotary_factor {_shown(rope['partial_rotary_factor'])} is not built, only 1 is"
-    known = {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
+    known = {"rope_theta": rope["rope_theta"]} if rope.get("rope_theta") is not None else {}
     for key, field_name, kind, has_default in _SIZES:
         value = known.get(key, found.get(key))
         if value is None and has_default:

@@ -6,6 +6,7 @@ Facts are at hand without torch; a model's code is imported only to build it.
 
 import importlib
 import pkgutil
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -14,7 +15,9 @@ from typing import TYPE_CHECKING
 import crius.models
 from crius import plugins
 from crius.errors import ConfigError
-from crius.models.description import ModelDescription
+from crius.models.config import DecoderConfig
+from crius.models.description import Layer, ModelDescription
+from crius.models.plan import ShardingPlan
 from crius.models.spec import CUSTOM, ModelSpec
 
 if TYPE_CHECKING:
@@ -63,6 +66,7 @@ def import_models(modules: Iterable[str], where: str) -> None:
                 why="what --import names has a crius.models.spec.ModelSpec in a variable SPEC",
                 fix="docs/adding_a_model.md shows one",
             )
+        _check(spec, f"module {name}", where)
         if spec.name in SPECS:
             raise ConfigError(
                 f"module {name} calls its model {spec.name}, which is one of Crius.",
@@ -73,6 +77,34 @@ def import_models(modules: Iterable[str], where: str) -> None:
         IMPORTED.append(name)
 
 
+def _check(spec: ModelSpec, what: str, where: str) -> None:
+    """Hold what a stranger's module says of its model against what every verb relies on.
+
+    Raises:
+        ConfigError: something is of another kind, or its plan or its layers cannot be had.
+    """
+    fix, configs = "docs/adding_a_model.md shows one", dict(spec.flavors)
+    problem = "" if configs else "flavors is empty"
+    if CUSTOM in configs:
+        problem = f"the flavor {CUSTOM} is that of sizes that a command line gives"
+    for flavor, config in configs.items():
+        if not isinstance(config, DecoderConfig):
+            problem = f"flavor {flavor} is of {type(config).__name__}, and not of a DecoderConfig"
+    if not problem and not callable(spec.plan):
+        problem = f"plan is {type(spec.plan).__name__}, and no function of a config"
+    if isinstance(spec.block, str) and not re.fullmatch(r"[\w.]+:\w+", spec.block):
+        problem = f"block {spec.block} is not module:Class"
+    if problem:
+        raise ConfigError(f"{what}: {problem}.", where=where, fix=fix)
+    described = plugins.imported(
+        lambda: spec.describe(next(iter(configs))), f"what {what} describes", where, fix, done="read"
+    )
+    layers = [layer for _, layer in described.layers]
+    if not isinstance(described.plan, ShardingPlan) or not all(isinstance(layer, Layer) for layer in layers):
+        what = f"{what}: its plan is {type(described.plan).__name__}, its layers {type(layers[0]).__name__}."
+        raise ConfigError(what, where=where, why="they are a ShardingPlan and a Layer each", fix=fix)
+
+
 def find_spec(name: str) -> ModelSpec | None:
     """The model of this name; that of an installed package is loaded when it is asked for. None: there is none.
 
@@ -80,6 +112,7 @@ def find_spec(name: str) -> ModelSpec | None:
         ConfigError: a package has it, and it cannot be used.
     """
     if name not in SPECS and (found := plugins.load(plugins.MODELS, name, ModelSpec)) is not None:
+        _check(found, f"the model {name}", plugins.MODELS)
         _register(replace(found, name=name))
     return SPECS.get(name)
 
@@ -88,8 +121,12 @@ def build(model: ModelDescription) -> "Decoder":
     """The model's ``nn.Module`` on the current default device (meta, when shapes are all that is needed)."""
     from crius.models.decoder import Decoder
 
-    block = model.block
-    if isinstance(block, str):
-        module, name = block.split(":")
-        block = getattr(importlib.import_module(module), name)
-    return Decoder(model.config, block)
+    def made() -> "Decoder":
+        block = model.block
+        if isinstance(block, str):
+            module, name = block.split(":")
+            block = getattr(importlib.import_module(module), name)
+        return Decoder(model.config, block)
+
+    how = "mend it: a block is a module that takes a config and its index (docs/adding_a_model.md)"
+    return plugins.imported(made, f"the block of {model.name}", "its ModelSpec", how, done="built")

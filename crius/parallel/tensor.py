@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional as F
 
+from crius.errors import PlanError
 from crius.kernels.rms_norm import rms_norm
 from crius.models.layers.linear import LowPrecisionLinear
 from crius.models.layers.norm import RMSNorm
@@ -270,6 +271,10 @@ def apply_tensor_parallel(
         style = plan.style_of(name)
         if style and not isinstance(module, nn.Identity):  # which stands for a module of another stage
             table = LOW_PRECISION_STYLES if isinstance(module, LowPrecisionLinear) else STYLES
+            if style not in table:
+                raise PlanError(
+                    f"{name} has the tensor-parallel style {style}, which there is not: {', '.join(table)}."
+                )
             styles[name] = table[style](num_kv_heads, mesh.size())
             rounding = _rounding(name, module, plan) if gathers_rounded and style == "gather_sequence" else None
             if rounding is not None:

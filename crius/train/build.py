@@ -241,7 +241,7 @@ def build_parts(job: Job) -> Built:
     config, facts, mesh = job.config, job.facts, job.mesh
     all_stages = split_stages(run_modules(config, facts), num_stages(config.parallelism), config.parallelism)
     indices = stage_indices(config.parallelism, mesh.pp.get_local_rank() if mesh.pp else 0)
-    model = _on_meta(config, facts)
+    model = on_meta(config, facts)
     names = [name for name, _ in model.named_parameters()]
     check_decoder(model, facts)
     precision = low_precision(config, facts, mesh.fsdp.device_type)
@@ -250,7 +250,8 @@ def build_parts(job: Job) -> Built:
     return Built(parts, indices, all_stages, names, applied, precision, converted)
 
 
-def _on_meta(config: RunConfig, facts: ModelDescription) -> nn.Module:
+def on_meta(config: RunConfig, facts: ModelDescription) -> nn.Module:
+    """The whole model, with shapes and no numbers."""
     with torch.device("meta"):
         model = registry.build(facts)
     for parameter in model.parameters():  # not model.to: a buffer keeps its dtype
@@ -262,7 +263,7 @@ def build_part(
     job: Job, modules: Sequence[str], precision: LowPrecision | None
 ) -> tuple[nn.Module, Applied, Converted]:
     """The stage that has only ``modules``, in ``precision``, laid out on the mesh, still on the meta device."""
-    part = _on_meta(job.config, job.facts)
+    part = on_meta(job.config, job.facts)
     prune(part, modules)
     converted = precision.convert(part, job.mesh.fsdp.size(-1)) if precision else Converted(0)
     set_up_loss(part, run_loss(job, precision), job.config)

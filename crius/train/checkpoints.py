@@ -112,7 +112,7 @@ class Checkpoints:
         attempt = ranks.gather_json(uuid.uuid4().hex[:8])[0]
         here = placement.local_world_size
         place = Place(ranks.rank, ranks.size, here, ranks.store, ranks.gather_json, attempt)
-        self._attempt = attempt
+        self._attempt, self._run_dir = attempt, run_dir
         self._command = placement.scratch.name if placement.scratch else ""
         self.saver = Saver(self.folder, config.checkpoint, place, self._beat, self._wait)
         self._run_id = ""
@@ -211,7 +211,7 @@ class Checkpoints:
             f"the last {count} saves failed: {reason}." if count > 1 else f"the last save failed: {reason}.",
             where=self.folder.disk.where,
             why=f"the newest good checkpoint is that of step {newest[0]}" if newest else "there is no good checkpoint",
-            fix="make room or mend the disk and start the same command again, or --checkpoint.folder ELSEWHERE",
+            fix=f"make room or mend the disk, and start the same command with --job.run_dir {self._run_dir}",
         )
 
     def _beat(self) -> None:

@@ -81,6 +81,9 @@ def test_a_file_names_it_too(tmp_path):
     (tmp_path / "a.toml").write_text(f"[model]\nfrom_hf = '{tmp_path}/config.json'\nffn_dim = 96\n")
     config = parse(["--config", str(tmp_path / "a.toml"), "--checkpoint.no_enable"])
     assert (config.model.dim, config.model.ffn_dim) == (48, 96)
+    (tmp_path / "b.toml").write_text(f"[model]\nfrom_hf = '{tmp_path}'\nflavor = 'custom'\ndim = 64\nnum_layers = 2\n")
+    config = parse(["--config", str(tmp_path / "b.toml"), "--checkpoint.no_enable"])
+    assert (config.model.dim, config.model.ffn_dim, config.model.tied_embeddings) == (64, 192, True)
 
 
 def test_rows_are_those_of_the_file_but_never_fewer_than_ids(tmp_path):
@@ -110,6 +113,7 @@ def test_rows_are_those_of_the_file_but_never_fewer_than_ids(tmp_path):
         ({"layer_types": ["full_attention", "sliding_attention"]}, '"sliding_attention"] is not built'),
         ({"layer_types": ["full_attention"]}, 'layer_types ["full_attention"] is not built'),
         ({"layer_types": 5}, "layer_types 5 is not built"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differ by kind of layer"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 'rope_type "yarn" is not built'),
         ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 'rope_type "linear" is not built'),
         ({"rope_scaling": {"rope_type": "yarn"}, "rope_parameters": {"rope_theta": 1e4}}, 'rope_type "yarn"'),

@@ -9,6 +9,17 @@ from crius.models.registry import SPECS
 LLAMA3 = SPECS["llama3"]
 SPEC = replace(LLAMA3, name="{name}", flavors={{"tiny": replace(LLAMA3.flavors["debug"], num_layers=2)}})
 """
+WRONG = {
+    "none": "flavors={}",
+    "other": "flavors={'small': {'dim': 8}}",
+    "reserved": "flavors={'custom': LLAMA3.flavors['debug']}",
+    "unplanned": "plan=None",
+    "planless": "plan=lambda config: None",
+    "raising": "plan=lambda config: 1 / 0",
+    "blockless": "block='nowhere'",
+    "missing": "block='ours:NoSuch'",
+    "bare": "block='torch.nn:Identity'",
+}
 SHORT = ["--training.seq_len", "16", "--steps", "1", "--validation.interval", "0"]
 
 
@@ -16,6 +27,8 @@ SHORT = ["--training.seq_len", "16", "--steps", "1", "--validation.interval", "0
 def folder(tmp_path):
     (tmp_path / "ours.py").write_text(MODULE.format(name="ours"))
     (tmp_path / "taken.py").write_text(MODULE.format(name="llama3"))
+    for name, change in WRONG.items():
+        (tmp_path / f"{name}.py").write_text(f"{MODULE.format(name=name)}SPEC = replace(SPEC, {change})\n")
     (tmp_path / "empty.py").write_text("SPEC = 3\n")
     (tmp_path / "broken.py").write_text("import os\n1 / 0\n")
     return tmp_path
@@ -33,6 +46,7 @@ def test_a_named_module_is_trained_recorded_and_named_again(folder):
     assert again.returncode == 0, again.stderr
     unknown = crius("train", "--config", "r/run.toml", cwd=folder)
     assert unknown.returncode == 2 and "no model is called ours" in unknown.stderr
+    assert "add --import ours, as the file says" in unknown.stderr
 
 
 @pytest.mark.parametrize(
@@ -42,6 +56,13 @@ def test_a_named_module_is_trained_recorded_and_named_again(folder):
         (["--import", "broken"], "broken.py, line 2"),
         (["--import=empty"], "module empty has no model: SPEC is int"),
         (["--import", "taken"], "module taken calls its model llama3, which is one of Crius"),
+        (["--import", "none"], "module none: flavors is empty."),
+        (["--import", "other"], "flavor small is of dict"),
+        (["--import", "reserved"], "the flavor custom is that of sizes"),
+        (["--import", "unplanned"], "plan is NoneType"),
+        (["--import", "planless"], "its plan is NoneType"),
+        (["--import", "raising"], "cannot be read: ZeroDivisionError"),
+        (["--import", "blockless"], "block nowhere is not module:Class"),
         (["--import", "ours", "--import"], "--import names no module"),
         (["--import", "--steps"], "--import names no module"),
     ],
@@ -50,6 +71,21 @@ def test_what_is_wrong_with_a_module_is_one_error(folder, flags, said):
     done = crius("config", "show", *flags, cwd=folder)
     assert done.returncode == 2
     assert said in done.stderr and "  fix    " in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("missing", "no attribute 'NoSuch'"), ("bare", "is not as it is described")]
+)
+def test_a_dry_run_says_what_is_wrong_with_a_block(folder, name, said):
+    done = crius("train", "--import", name, "--model.name", name, *SHORT, "--dry_run", cwd=folder)
+    assert done.returncode and said in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+def test_commands_that_are_printed_name_the_module(folder):
+    small = ["--import", "ours", "--model.name", "ours"]
+    plan = crius("plan", *small, "--flavor", "tiny", "--gpus", "2", "--gpu", "cpu", cwd=folder)
+    assert "crius train --import ours" in plan.stdout
+    assert "ready: crius train --model.name ours --import ours" in crius("doctor", *small, cwd=folder).stdout
 
 
 def test_a_configuration_cannot_name_a_module(folder):

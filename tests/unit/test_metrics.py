@@ -126,7 +126,14 @@ def test_any_bit_of_metrics_jsonl_may_flip_and_a_resume_moves_the_damaged_line_a
             assert len(kept + gone) in (len(flipped), len(flipped) + 1)  # a last line gets its end
             assert bool(gone) >= bool(caplog.text)
             if gone and b'"step": ' not in gone:
-                assert "damaged lines were moved to metrics.lost.jsonl" in caplog.text
+                assert "moved to metrics.lost.jsonl" in caplog.text
+
+
+@pytest.mark.parametrize("end", [b"\x0b", b""])
+def test_a_last_record_without_its_end_of_line_is_kept(end, tmp_path):
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n{"step": 2}' + end)
+    JsonlSink(tmp_path, resumed_step=2).close()
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b'{"step": 1}\n{"step": 2}\n'
 
 
 @pytest.mark.parametrize("line", ["7", "[1]", "null", '"x"', "[" * 100_000, '{"step": true}', '{"step": "1"}', "{}"])

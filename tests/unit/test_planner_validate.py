@@ -4,6 +4,8 @@ import csv
 import importlib.util
 import json
 import os
+import subprocess
+import sys
 from dataclasses import fields, replace
 from operator import attrgetter
 from pathlib import Path
@@ -326,6 +328,12 @@ def test_only_layouts_that_differ_by_more_than_ten_percent_are_ordered():
     assert validate(again).ordering().n == 0  # one layout, published twice
     other, _ = judge_rows([slow, {**fast, "gpu": "h200", "compile": "1"}])
     assert validate(other).ordering().n == 0
+
+
+def test_the_script_starts_from_the_root():
+    command = [sys.executable, "benchmarks/planner/validate.py", "--help"]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    assert subprocess.run(command, cwd=ROOT, env=environ, capture_output=True).returncode == 0
 
 
 def test_the_script_prints_the_table_and_json(capsys):

@@ -94,7 +94,7 @@ def test_doctor_as_json_has_the_same_facts(capsys):
     assert cli.main(["doctor", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["facts"]["crius"] == crius.__version__
-    assert set(report) == {"facts", "missing", "optional", "gpu_bytes", "ready"}
+    assert set(report) == {"facts", "missing", "optional", "gpu_bytes", "command", "ready"}
     assert (report["missing"], report["ready"]) == ([], True)
 
 

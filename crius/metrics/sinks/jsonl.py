@@ -51,23 +51,27 @@ class JsonlSink:
 def _go_back(path: Path, step: int) -> None:
     """Leave the records up to ``step`` in a file; later ones are moved away, and so is what cannot be read.
 
-    The end of a last line that a crash cut off is normal; a damaged line before it is reported.
+    The end of a last line that a crash cut off is normal; a damaged one that was whole is reported.
     """
     kept: list[bytes] = []
     lost: list[bytes] = []
-    damaged = 0
+    damaged = mended = 0
     with path.open("rb") as lines:
         for line in lines:
-            at = _step_of(line)
-            (kept if at is not None and at <= step else lost).append(line if line.endswith(b"\n") else line + b"\n")
-            damaged += at is None and line.endswith(b"\n")
-    if not lost:
+            whole = line.rstrip() + b"\n"  # also where its end is another character than that of a line
+            at = _step_of(whole)
+            (kept if at is not None and at <= step else lost).append(whole)
+            mended += whole != line
+            damaged += at is None and (line.endswith(b"\n") or b"}" in line)
+    if not (lost or mended):
         return
     aside = path.with_name("metrics.lost.jsonl")
     if damaged:
-        log.warning("%s: %d damaged lines were moved to %s: those records are missing", path, damaged, aside.name)
-    with aside.open("ab") as file:
-        file.writelines(lost)
+        what = "1 damaged line was" if damaged == 1 else f"{damaged} damaged lines were"
+        log.warning("%s: %s moved to %s, whose records are missing", path, what, aside.name)
+    if lost:
+        with aside.open("ab") as file:
+            file.writelines(lost)
     partial = path.with_name("metrics.jsonl.partial")
     partial.write_bytes(b"".join(kept))
     partial.replace(path)

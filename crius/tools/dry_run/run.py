@@ -17,6 +17,7 @@ from crius.config.run import RunConfig
 from crius.config.training import CompileConfig
 from crius.errors import ConfigError, LayoutError
 from crius.kernels.choice import applied
+from crius.models.decoder import check_decoder
 from crius.models.description import ModelDescription
 from crius.parallel.mesh import Mesh, build_mesh
 from crius.parallel.runtime import fake_world
@@ -25,7 +26,7 @@ from crius.tools.dry_run.measure import DryJob, measure_whole
 from crius.tools.dry_run.memory import Values, kinds_of
 from crius.tools.dry_run.stages import pipeline, stage_report
 from crius.tools.dry_run.table import DryRunReport, RankReport, StageReport
-from crius.train.build import LowPrecision, planned
+from crius.train.build import LowPrecision, on_meta, planned
 from crius.train.inputs import describe_model, run_modules, with_dtype
 from crius.train.setup import run_kernels
 
@@ -56,6 +57,7 @@ def dry_run(config: RunConfig, num_ranks: int, rank: int, started: float, *, ext
     with fake_world(rank, num_ranks) as world, _quiet(), applied(run_kernels(config, device)):
         mesh = build_mesh(layout, world.device.type)
         facts = describe_model(config)
+        check_decoder(on_meta(config, facts), facts)
         precision, lines = _precision(config, facts)
         job = DryJob(config, facts, mesh, world, precision)
         groups = _axes(mesh)
