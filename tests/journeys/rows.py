@@ -227,7 +227,7 @@ J7 = [
     Row(
         f"CRIUS_FAULT=disk:save=1-9,error=enospc crius train {AGAIN} --training.steps 6 --job.run_dir runs/full",
         1,
-        ("No space left on device", "--checkpoint.folder"),
+        ("No space left on device", "with --job.run_dir runs/full"),
     ),
     Row("CRIUS_FAULT=explode:step=1 crius train --training.steps 1", 2, ("no fault 'explode'", "unset CRIUS_FAULT")),
     # other verbs
