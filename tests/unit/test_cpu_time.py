@@ -70,7 +70,8 @@ def planted(tmp_path):
 TWO = ["-n", "2", "--dist", "loadfile"]
 
 
-@pytest.mark.parametrize("processes", [pytest.param([], marks=pytest.mark.slow), TWO], ids=["alone", "two at a time"])
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [[], TWO], ids=["alone", "two at a time"])
 def test_children_count_for_the_test_that_they_work_for(planted, processes):
     done = planted(*processes)
     assert done.returncode == 1, done.stdout

@@ -54,7 +54,7 @@ CASES = {
     "fsdp4_in_twos": (4, [RESHARD, "2", "--model.num_layers", "4"]),
 }
 
-QUICK = ("fsdp4_two_layers_deferred", "pp2_fsdp2_tied")
+QUICK = ("fsdp4_two_layers_deferred",)
 
 
 def workload(**changes):

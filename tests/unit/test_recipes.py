@@ -20,10 +20,8 @@ def test_a_recipe_is_planned_for_gpus_that_hold_it(name):
     assert f"crius train --recipe {name}" in done.stdout
 
 
-ROWS = [pytest.param(name, marks=() if name in ("qwen3_0.6b",) else pytest.mark.slow) for name in GPUS]
-
-
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GPUS)
 def test_a_recipe_is_dry_run(name):
     ranks = str(GPUS[name])
     done = crius("train", "--recipe", name, "--nproc", ranks, "--dry_run", *FEW, ranks)
