@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from cyclopts import CycloptsError
 
-from crius.cli.app import COMMAND, SOURCES, app
+from crius.cli.app import COMMAND, SOURCES, app, silence_stdout
 from crius.config.load import normalized_argv
 from crius.config.names import WrongSettings, explain
 from crius.data.documents import is_utf8
@@ -52,8 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of a pipe, such as head, has gone
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:
+        silence_stdout()
         return 1
     except Exception:  # a mistake of Crius, or of a library below it
         print(printable(redact(traceback.format_exc())), file=sys.stderr)

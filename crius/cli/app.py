@@ -86,6 +86,11 @@ app.command(data_app)
 app.command(verify_app)
 
 
+def silence_stdout() -> None:
+    """Send what is printed from now on nowhere: the reader of a pipe, such as head, has gone."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def imports() -> list[str]:
     """The flags that name again what this command line imports."""
     return [word for name in IMPORTED for word in ("--import", name)]

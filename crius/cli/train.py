@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import json
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,20 +25,18 @@ from crius.cli.app import (
     facts_of,
     need_torch,
     run_dir,
+    silence_stdout,
 )
 from crius.config import rules
 from crius.config.facts import Facts
 from crius.config.run import RunConfig
 from crius.errors import ConfigError, OutOfMemoryError
-from crius.launch.environment import Placement
+from crius.launch.environment import FAULTS, Placement
 from crius.launch.lock import RunLock
 
 if TYPE_CHECKING:
     from crius.models.description import ModelDescription
     from crius.train.tools import Story, Tools
-
-FAULTS = "CRIUS_FAULT"
-"""Variable that plants faults: ``crius/tools/faults``."""
 
 
 @app.command
@@ -178,8 +175,8 @@ def _end(facts: Facts, run: RunConfig, folder: Path, placement: Placement | None
     if placement is None or placement.rank == 0:
         try:
             say_next(facts, run, folder, placement, code)
-        except BrokenPipeError:  # who reads is gone; the run is what it is
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except BrokenPipeError:  # the run is what it is
+            silence_stdout()
     if code and placement:
         leave(code)  # a normal exit would wait for peers that may be gone
     return code

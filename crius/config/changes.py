@@ -132,7 +132,7 @@ def check_changes(found: Iterable[Change], allowed: Iterable[str], where: str) -
         where=where,
         why="it would not be the same run any more",
         fix=f"{back + ', or ' if back else ''}--job.run_dir NEW for a new run"
-        + ("" if any(fits(shape, change.name) for change in refused for shape in SHAPES) else allow),
+        + ("" if any(change.name in SHAPES for change in refused) else allow),
     )
 
 

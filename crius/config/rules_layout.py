@@ -148,17 +148,21 @@ def tensor_parallel_divides(facts: Facts) -> Violations:
     queries, pairs = (getattr(model, field) for field in facts.heads)
     if min(queries, pairs) < 1:
         return  # known_model reports it
-    legal = [n for n in divisors(queries) if model.ffn_dim % n == 0 and (pairs % n == 0 or n % pairs == 0)]
+
+    def undivided(n: int) -> list[str]:
+        fitting = {
+            f"{facts.heads[0]} {queries}": queries % n == 0,
+            f"{facts.heads[1]} {pairs}": pairs % n == 0 or n % pairs == 0,
+            f"ffn_dim {model.ffn_dim}": model.ffn_dim % n == 0,
+        }
+        return [size for size, is_fit in fitting.items() if not is_fit]
+
+    legal = [n for n in divisors(queries) if not undivided(n)]
     if degree not in legal:
         shown = ", ".join(map(str, legal))
-        fitting = {
-            f"{facts.heads[0]} {queries}": queries % degree == 0,
-            f"{facts.heads[1]} {pairs}": pairs % degree == 0 or degree % pairs == 0,
-            f"ffn_dim {model.ffn_dim}": model.ffn_dim % degree == 0,
-        }
-        undivided = " and ".join(size for size, fits in fitting.items() if not fits)
         yield LayoutError(
-            f"tensor_parallel_degree {degree} does not divide {undivided} of {facts.model_name}; legal: {shown}.",
+            f"tensor_parallel_degree {degree} does not divide {' and '.join(undivided(degree))} of "
+            f"{facts.model_name}; legal: {shown}.",
             where=facts.flag(name),
             why="each rank holds whole heads; key/value heads fewer than the ranks are replicated evenly",
             fix=f"use {shown}, e.g. --{name} {max(n for n in legal if n <= degree)}",

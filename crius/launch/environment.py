@@ -9,6 +9,9 @@ from typing import Literal
 
 from crius.errors import EnvironmentError
 
+FAULTS = "CRIUS_FAULT"
+"""Variable that plants faults in a run: ``crius/tools/faults``."""
+
 _COUNTS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _TORCHRUN = (*_COUNTS, "MASTER_ADDR", "MASTER_PORT")
 _SRUN_ONLY = ("SLURM_STEPID", "SLURM_STEP_", "SLURM_SRUN_COMM_", "SLURM_LAUNCH_NODE_IPADDR")  # names or their starts

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from crius.errors import ConfigError
+from crius.launch.environment import FAULTS
 from crius.launch.status import PHASES
 
-VARIABLE = "CRIUS_FAULT"
 PROCESS_KINDS = ("kill", "stop", "hang", "raise", "oom")
 GRAMMAR = {
     "nan": "nan:step=N[,rank=R][,where=loss|grad]",
@@ -138,7 +138,7 @@ def read_faults(environ: Mapping[str, str], steps: int, num_ranks: int, attempt:
     Raises:
         ConfigError: one does not follow the grammar, or is meant for a step or a rank that does not come.
     """
-    whole = environ.get(VARIABLE, "")
+    whole = environ.get(FAULTS, "")
     texts = whole.split(";") if whole else []
     faults = []
     for place, text in enumerate(texts):
@@ -149,9 +149,9 @@ def read_faults(environ: Mapping[str, str], steps: int, num_ranks: int, attempt:
         mended = _mended(text, fault, steps, num_ranks if getattr(fault, "attempt", attempt) == attempt else None)
         if mended != text:
             raise ConfigError(
-                f"{VARIABLE} {text} never comes: the run has steps 1 to {steps} and ranks 0 to {num_ranks - 1}.",
-                where=f"environment variable {VARIABLE}",
-                fix=f"{VARIABLE}={shlex.quote(';'.join([*texts[:place], mended, *texts[place + 1 :]]))}",
+                f"{FAULTS} {text} never comes: the run has steps 1 to {steps} and ranks 0 to {num_ranks - 1}.",
+                where=f"environment variable {FAULTS}",
+                fix=f"{FAULTS}={shlex.quote(';'.join([*texts[:place], mended, *texts[place + 1 :]]))}",
             )
         faults.append(fault)
     return tuple(faults)
@@ -175,10 +175,10 @@ def _mended(text: str, fault: Fault, steps: int, num_ranks: int | None) -> str:
 def _not_understood(text: str, why: str) -> ConfigError:
     kind = text.partition(":")[0]
     grammar = GRAMMAR.get(kind) or " or ".join(GRAMMAR.values())
-    fix = f"unset {VARIABLE}, or e.g. {VARIABLE}=nan:step=5"
+    fix = f"unset {FAULTS}, or e.g. {FAULTS}=nan:step=5"
     return ConfigError(
-        f"{VARIABLE} {text} is not understood: {why}.",
-        where=f"environment variable {VARIABLE}",
+        f"{FAULTS} {text} is not understood: {why}.",
+        where=f"environment variable {FAULTS}",
         why=f"the grammar is {grammar}; faults are joined by ;",
         fix=fix,
     )

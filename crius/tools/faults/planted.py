@@ -22,11 +22,11 @@ from torch.nn import functional as F
 
 from crius.config.run import RunConfig
 from crius.errors import ConfigError
-from crius.launch.environment import Placement
+from crius.launch.environment import FAULTS, Placement
 from crius.launch.status import status
 from crius.models.layers.output import loss_of
 from crius.parallel.runtime import World
-from crius.tools.faults.fault import VARIABLE, DiskFault, DropoutFault, Fault, LossFault, ProcessFault, read_faults
+from crius.tools.faults.fault import DiskFault, DropoutFault, Fault, LossFault, ProcessFault, read_faults
 from crius.train.loop import Loop
 
 log = logging.getLogger("crius.train")
@@ -52,7 +52,7 @@ def planted_in_process(faults: Sequence[Fault], rank: int, attempt: int) -> Iter
     """
     for fault in faults:
         if rank == 0 and not (isinstance(fault, ProcessFault) and fault.attempt != attempt):
-            log.warning("%s plants a fault: %s", VARIABLE, fault)
+            log.warning("%s plants a fault: %s", FAULTS, fault)
     waiting = [
         fault for fault in faults if isinstance(fault, ProcessFault) and (fault.rank, fault.attempt) == (rank, attempt)
     ]
@@ -60,7 +60,7 @@ def planted_in_process(faults: Sequence[Fault], rank: int, attempt: int) -> Iter
     def happen(step: int | None, phase: str) -> None:
         for fault in [fault for fault in waiting if fault.is_at(step, phase)]:
             waiting.remove(fault)  # before: a stopped process may be continued
-            log.warning("%s: %s", VARIABLE, fault)
+            log.warning("%s: %s", FAULTS, fault)
             _happen(fault)
 
     if waiting:
@@ -69,7 +69,7 @@ def planted_in_process(faults: Sequence[Fault], rank: int, attempt: int) -> Iter
     try:
         yield
         for fault in waiting:
-            log.warning("%s planted a fault that did not come: %s", VARIABLE, fault)
+            log.warning("%s planted a fault that did not come: %s", FAULTS, fault)
     finally:
         waiting.clear()  # the status outlives this run
 
@@ -163,8 +163,8 @@ def plant_in_loss(faults: Sequence[Fault], loss: nn.Module | None, world: World)
     for fault in in_numbers:
         if isinstance(fault, LossFault) and fault.rank is not None and fault.rank not in holders:
             raise ConfigError(
-                f"{VARIABLE} is for rank {fault.rank}, which computes no loss.",
-                where=f"environment variable {VARIABLE}",
+                f"{FAULTS} is for rank {fault.rank}, which computes no loss.",
+                where=f"environment variable {FAULTS}",
                 why=f"ranks that do: {', '.join(map(str, holders))}",
                 fix=f"rank={holders[-1]}, or no rank for all of them",
             )

@@ -18,11 +18,11 @@ from crius.config.facts import Facts
 from crius.config.run import RunConfig, replace_fields
 from crius.errors import ConfigError
 from crius.launch.crew import Attempt, Supervision
-from crius.launch.environment import Placement
+from crius.launch.environment import FAULTS, Placement
 from crius.launch.local import run_workers
 from crius.launch.lock import run_lock
 from crius.launch.stop import PREEMPTED
-from crius.tools.faults.fault import VARIABLE, ProcessFault, read_faults
+from crius.tools.faults.fault import ProcessFault, read_faults
 from crius.tools.faults.planted import PlantedFaults
 from crius.tools.verify.run import STOPPED, Stopped
 from crius.tools.verify.worker import speak_to
@@ -132,10 +132,10 @@ def settled_config(facts: Facts, steps: int, interval: int) -> RunConfig:
     for fault in read_faults(os.environ, steps, facts.num_ranks):
         if isinstance(fault, ProcessFault):
             raise ConfigError(
-                f"{VARIABLE} has the fault: {fault}.",
-                where=f"environment variable {VARIABLE}",
+                f"{FAULTS} has the fault: {fault}.",
+                where=f"environment variable {FAULTS}",
                 why="this verb kills one run and lets the other be; faults of numbers and dropout are for both",
-                fix=f"unset {VARIABLE}",
+                fix=f"unset {FAULTS}",
             )
     if config.data.source != "huggingface":  # a stream's threads cannot be forked
         open_run_corpus(config, facts.data_parallel_ranks)
@@ -251,8 +251,8 @@ def run_rank(config: RunConfig, folder: Path, began: float, faults: str, placeme
     if placement.rank == 0:  # on the console until now, where the verb speaks
         assert placement.log_dir is not None
         speak_to(placement.log_dir / CONSOLE)
-    if planted := ";".join(filter(None, (os.environ.get(VARIABLE, ""), faults))):
-        os.environ[VARIABLE] = planted
+    if planted := ";".join(filter(None, (os.environ.get(FAULTS, ""), faults))):
+        os.environ[FAULTS] = planted
     ours = PlantedFaults()
     job.run(config, folder, began, placement, tools=Tools(around=ours.around, prepare=ours.prepare))
 
