@@ -6,7 +6,7 @@ import platform
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from crius.checkpoint.names import step_name
 from crius.checkpoint.reader import NAMES
 from crius.checkpoint.save import Place, Saver
 from crius.config.changes import changes, check_changes
-from crius.config.run import RunConfig
 from crius.config.toml_file import shown
 from crius.data.loader import BatchLoader
 from crius.errors import CheckpointError, ConfigError
@@ -30,9 +29,8 @@ from crius.launch.environment import Placement
 from crius.launch.status import status
 from crius.metrics.ledger import TimeLedger
 from crius.optim import state as optimizer_state
-from crius.parallel.mesh import Mesh
-from crius.parallel.runtime import World
 from crius.shards import laid_out, local_tensor, named_buffers, named_parameters, named_state
+from crius.train.build import Job
 from crius.train.guard import UpdateGuard
 from crius.train.inputs import check_steps_left, checkpoint_folder
 from crius.train.state import TrainState, restore_streams, seed_streams, streams
@@ -66,27 +64,12 @@ class Parts:
         return weights | {f"optim.{name}": tensor for name, tensor in moments.items()}
 
 
-@dataclass(frozen=True)
-class Resumed:
-    """Where a run goes on.
-
-    Attributes:
-        step: steps done; 0 at the beginning.
-        seconds: of the time ledger then, where that was in this command.
-    """
-
-    step: int
-    seconds: dict[str, float] = field(default_factory=dict)
-
-
 class Checkpoints:
     """Saves and resumes one run. Every rank makes the same calls.
 
     Args:
-        config: of the run.
+        job: the run.
         run_dir: its folder.
-        mesh: its ranks.
-        ranks: likewise.
         placement: of this process.
         parts: what is saved.
 
@@ -95,32 +78,33 @@ class Checkpoints:
         before_write: called before each write, with the number of the save of this process, from 1.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        run_dir: Path,
-        mesh: Mesh,
-        ranks: World,
-        placement: Placement,
-        parts: Parts,
-    ) -> None:
-        assert ranks.store is not None
-        self._config, self._mesh, self._ranks, self._parts = config, mesh, ranks, parts
+    def __init__(self, job: Job, run_dir: Path, placement: Placement, parts: Parts) -> None:
+        self._config, self._layout, self._ranks, self._parts = job.config, job.mesh.layout, job.ranks, parts
+        assert self._ranks.store is not None
         self.before_write: Callable[[int], None] = lambda save: None
         self._saves = 0
-        self.folder = CheckpointFolder(open_disk(checkpoint_folder(config, run_dir)))
-        attempt = ranks.gather_json(uuid.uuid4().hex[:8])[0]
-        here = placement.local_world_size
-        place = Place(ranks.rank, ranks.size, here, ranks.store, ranks.gather_json, attempt)
-        self._attempt, self._run_dir = attempt, run_dir
+        self.folder = CheckpointFolder(open_disk(checkpoint_folder(self._config, run_dir)))
+        self._attempt = self._ranks.gather_json(uuid.uuid4().hex[:8])[0]
+        self._run_dir = run_dir
         self._command = placement.scratch.name if placement.scratch else ""
-        self.saver = Saver(self.folder, config.checkpoint, place, self._beat, self._wait)
+        place = Place(
+            self._ranks.rank,
+            self._ranks.size,
+            placement.local_world_size,
+            self._ranks.store,
+            self._ranks.gather_json,
+            self._attempt,
+        )
+        self.saver = Saver(self.folder, self._config.checkpoint, place, self._beat, self._wait)
         self._run_id = ""
         self._last_saved = -1
         self._last_time = time.monotonic()
 
-    def resume(self) -> Resumed:
+    def resume(self) -> dict[str, float]:
         """Go on from the newest good checkpoint, or from ``checkpoint.load_path``, or start.
+
+        Returns:
+            The seconds of the time ledger in the checkpoint; empty where there is none, or it is of another command.
 
         Raises:
             CheckpointError: there are checkpoints and none can be used.
@@ -144,7 +128,7 @@ class Checkpoints:
             check_steps_left(found.manifest.step, self._config)
         if found is None:
             self._run_id = self._ranks.gather_json(uuid.uuid4().hex)[0]
-            return Resumed(0)
+            return {}
         begin = time.monotonic()
         self._load(found)
         self._set_aside_later(found)
@@ -164,7 +148,7 @@ class Checkpoints:
         self._run_id = found.manifest.run_id
         ledger = found.state.get("ledger", {})
         is_ours = self._command and ledger.get("command") == self._command
-        return Resumed(step, ledger["seconds"] if is_ours else {})
+        return dict(ledger["seconds"]) if is_ours else {}
 
     def poll(self) -> tuple[bool, bool]:
         """Whether time asks for a checkpoint, by rank 0's clock, and whether too many saves failed; costs nothing."""
@@ -259,7 +243,7 @@ class Checkpoints:
             run_id=self._run_id,
             versions={"crius": crius.__version__, "torch": torch.__version__, "python": platform.python_version()},
             config=shown(self._config),
-            layout=str(self._mesh.layout),
+            layout=str(self._layout),
             num_ranks=self._ranks.size,
             dataset=self._parts.dataset,
             files={},

@@ -8,7 +8,6 @@ import logging
 import os
 import platform
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -21,6 +20,7 @@ from crius.config.toml_file import to_toml
 from crius.data.corpus import Corpus
 from crius.data.loader import Batch, BatchLoader, validation_batches
 from crius.data.sample_log import Attempt, SampleLog, next_attempt
+from crius.errors import LayoutError
 from crius.host import keep_freed_memory
 from crius.kernels import choice as kernels
 from crius.launch.environment import Placement
@@ -34,7 +34,7 @@ from crius.optim.build import build_optimizer
 from crius.optim.lr_scheduler import WarmupStableDecay
 from crius.parallel.compile import prepare_compile
 from crius.parallel.context import ContextShard
-from crius.parallel.mesh import Mesh, build_mesh
+from crius.parallel.mesh import build_mesh
 from crius.parallel.runtime import World, pick_device, world
 from crius.run_file import write_run_file
 from crius.shards import named_parameters
@@ -43,9 +43,8 @@ from crius.train.checkpoints import Checkpoints, Parts
 from crius.train.effects import EffectWatch
 from crius.train.guard import UpdateGuard
 from crius.train.inputs import describe_model, describe_rows, open_run_corpus, with_boundaries
-from crius.train.loop import Loop, Validation
-from crius.train.progress import Preempted, Recovery, is_complete, one_layout, write_summary
-from crius.train.reports import Meter, StepReports
+from crius.train.loop import Loop, Preempted, Validation
+from crius.train.reports import Meter, Recovery, StepReports, is_complete, write_summary
 from crius.train.saving import log_save_plan
 from crius.train.sdc import build_copies, build_sdc
 from crius.train.setup import decide, profiler, run_kernels, start_logging
@@ -92,40 +91,51 @@ def run(
             machine = machine_of(device, placement.world_size, placement.local_world_size)
             story.begin(device, machine, config, facts)
             corpus = open_run_corpus(config, layout.batch)  # before the ranks meet, so that none waits in a collective
-            ranks = stack.enter_context(_world(config, placement, device))
+            seconds = config.comm.timeout_seconds
+            ranks = stack.enter_context(
+                world(placement.rank, placement.world_size, device, placement.rendezvous, seconds)
+            )
             mesh = build_mesh(one_layout(layout, ranks), device.type)
             _log_run(Job(config, facts, mesh, ranks), run_dir, corpus)
-            sinks: list[Sink] = []
             story.config = decided = decide(config, facts, ranks, tools.recomputation)
-            loop = assemble(Job(decided, facts, mesh, ranks), corpus, run_dir, ledger, sinks, stack, strict=strict)
-            config = dataclasses.replace(decided, activation_checkpoint=config.activation_checkpoint)  # auto: anew
-        step = 0
+            loop = assemble(Job(decided, facts, mesh, ranks), corpus, run_dir, ledger, stack, strict=strict)
+            # a run that goes on from this one decides recomputation anew
+            config = dataclasses.replace(decided, activation_checkpoint=config.activation_checkpoint)
+            job = Job(config, facts, mesh, ranks)
         if config.checkpoint.is_enabled:
             with ledger.phase("load"):
-                kept = Parts(loop.state, loop.guard, loop.loader, corpus.train.identity, ledger)
-                checkpoints = Checkpoints(config, run_dir, mesh, ranks, placement, kept)
-                loop, step = _resume(loop, checkpoints, recovery, Job(config, facts, mesh, ranks))
-                samples = stack.enter_context(contextlib.closing(_sample_log(run_dir, corpus, loop, mesh, ranks)))
-                loop = dataclasses.replace(loop, samples=samples)
+                parts = Parts(loop.state, loop.guard, loop.loader, corpus.train.identity, ledger)
+                checkpoints = Checkpoints(job, run_dir, placement, parts)
+                recovery.resumed(checkpoints.resume(), loop.state.step)
+                keep_scales(job, loop.state.parts)  # of the weights that were loaded
+                loop.after_step.append(lambda step, done: recovery.step(step))
+                samples = stack.enter_context(contextlib.closing(_sample_log(job, run_dir, corpus, loop)))
+                loop = dataclasses.replace(loop, checkpoints=checkpoints, samples=samples)
+        watch = None
         with ledger.phase("initialise"):
-            watch = tools.watch(decided, facts, machine, ledger, run_dir) if tools.watch and ranks.rank == 0 else None
-            sinks += [*_sinks(config, run_dir, ranks, stack, step), *([watch] if watch else [])]
+            if ranks.rank == 0:
+                watch = tools.watch(decided, facts, machine, ledger, run_dir) if tools.watch else None
+                loop.reports.sinks += [*_sinks(job, run_dir, stack, loop.state.step), *([watch] if watch else [])]
         recovery.ready()
         _run(tools.prepare(dataclasses.replace(loop, stop=stop)), run_dir, placement, watch)
 
 
-def _resume(loop: Loop, checkpoints: Checkpoints, recovery: Recovery, job: Job) -> tuple[Loop, int]:
-    """``loop`` with checkpoints, from the newest of which it goes on, and the step that it was saved after."""
-    resumed = checkpoints.resume()
-    recovery.resumed(resumed.step, resumed.seconds)
-    keep_scales(job, loop.state.parts)  # of the weights that were loaded
-    follow = functools.partial(_in_turn, loop.after_step, recovery.step)
-    return dataclasses.replace(loop, checkpoints=checkpoints, after_step=follow), resumed.step
+def one_layout(layout: Layout, ranks: World) -> Layout:
+    """``layout``, the same on all ranks. Others would hang: their flags, or what ``parallelism.auto`` found, differ.
 
-
-def _world(config: RunConfig, placement: Placement, device: torch.device) -> contextlib.AbstractContextManager[World]:
-    seconds = config.comm.timeout_seconds
-    return world(placement.rank, placement.world_size, device, placement.rendezvous, seconds)
+    Raises:
+        LayoutError: a rank has another layout than the others.
+    """
+    found: list[str] = ranks.gather_json(str(layout))
+    if len(set(found)) > 1:
+        first = "; ".join(f"{text} on {found.count(text)}, first rank {found.index(text)}" for text in sorted({*found}))
+        raise LayoutError(
+            f"the layout differs between ranks: {first}.",
+            where="[parallelism]",
+            why="each host reads its own flags and files; parallelism.auto looks at its own GPUs",
+            fix="give all hosts the same degrees: crius config show prints those that parallelism.auto finds",
+        )
+    return layout
 
 
 def _run(loop: Loop, run_dir: Path, placement: Placement, watch: PlanSink | None) -> None:
@@ -139,17 +149,17 @@ def _run(loop: Loop, run_dir: Path, placement: Placement, watch: PlanSink | None
     try:
         validation = dataclasses.replace(loop, is_complete=was_complete).run()
     except Preempted as end:
-        stopped = end
+        stopped = end.signal
         where = loop.checkpoints.folder.disk.where if loop.checkpoints else ""
         fate = f"all of them saved in {where}" if where else "all of them lost: checkpoint.enable is off"
         fate += "; the last validation is not done" if end.step == steps else ""
-        log.info("stopped by %s after %d of %d steps, %s", signal.Signals(end.signal).name, end.step, steps, fate)
+        log.info("stopped by %s after %d of %d steps, %s", signal.Signals(stopped).name, end.step, steps, fate)
     if loop.world.rank == 0 and not was_complete:
         write_summary(run_dir, loop.ledger, loop.state, validation, watch, stopped)
     if stopped:
         # a script may start again what exits with 75, but not what a person stopped
-        is_ctrl_c = stopped.signal == signal.SIGINT and placement.launcher != "local"
-        raise SystemExit(PREEMPTED if loop.checkpoints and not is_ctrl_c else 128 + stopped.signal)
+        is_ctrl_c = stopped == signal.SIGINT and placement.launcher != "local"
+        raise SystemExit(PREEMPTED if loop.checkpoints and not is_ctrl_c else 128 + stopped)
 
 
 def assemble(
@@ -157,7 +167,6 @@ def assemble(
     corpus: Corpus,
     run_dir: Path,
     ledger: TimeLedger,
-    sinks: list[Sink],
     stack: contextlib.ExitStack,
     *,
     strict: bool = False,
@@ -204,14 +213,15 @@ def assemble(
         validation=_validation(job, corpus),
         world=ranks,
         ledger=ledger,
-        reports=StepReports(meter, ledger, guard, sinks),
-        after_step=functools.partial(_after_step, job, built, watch, ledger),
-        profiler=functools.partial(profiler, config.profiler, run_dir, ranks.rank),
+        reports=StepReports(meter, ledger, guard),
+        after_step=[functools.partial(_after_step, job, built, watch, ledger)],
+        profiler=profiler(config.profiler, run_dir, ranks.rank),
     )
 
 
-def _sample_log(run_dir: Path, corpus: Corpus, loop: Loop, mesh: Mesh, ranks: World) -> SampleLog:
+def _sample_log(job: Job, run_dir: Path, corpus: Corpus, loop: Loop) -> SampleLog:
     """The log of the samples of this data-parallel rank, on the first rank of those that have the same ones."""
+    mesh, ranks = job.mesh, job.ranks
     is_first = all(axis is None or axis.get_local_rank() == 0 for axis in (mesh.tp, mesh.cp, mesh.pp))
     start = Attempt(
         attempt=ranks.gather_json(next_attempt(run_dir) if ranks.rank == 0 else None)[0],
@@ -223,11 +233,6 @@ def _sample_log(run_dir: Path, corpus: Corpus, loop: Loop, mesh: Mesh, ranks: Wo
         source=hashlib.sha256(corpus.train.identity.encode()).hexdigest()[:16],
     )
     return SampleLog(run_dir, mesh.batch_rank if is_first else None, start)
-
-
-def _in_turn(first: Callable[[int, int], None], then: Callable[[int], None], step: int, done: int) -> None:
-    first(step, done)
-    then(step)
 
 
 def _after_step(job: Job, built: Built, watch: EffectWatch, ledger: TimeLedger, step: int, done: int) -> None:
@@ -272,7 +277,7 @@ def set_up_torch(config: RunConfig, placement: Placement) -> torch.device:
 
 def _validation(job: Job, corpus: Corpus) -> Validation | None:
     source, sizes, mesh = corpus.validation, job.sizes, job.mesh
-    if source is None:
+    if source is None or not job.config.validation.interval:
         return None
     return Validation(
         batches=lambda: validation_batches(
@@ -286,21 +291,15 @@ def _validation(job: Job, corpus: Corpus) -> Validation | None:
     )
 
 
-def _sinks(
-    config: RunConfig, run_dir: Path, ranks: World, stack: contextlib.ExitStack, resumed_step: int
-) -> list[Sink]:
-    if ranks.rank != 0:
-        return []
-    write_run_file(run_dir / "run.toml", _imports() + to_toml(config), log.warning)
-    sinks = build_sinks(config.metrics, run_dir, config.training.steps, total_memory_gib(ranks.device), resumed_step)
+def _sinks(job: Job, run_dir: Path, stack: contextlib.ExitStack, resumed_step: int) -> list[Sink]:
+    # a comment says which modules the command line named: a configuration cannot name one, for it runs no code
+    imports = "".join(f"# --import {name}\n" for name in registry.IMPORTED)
+    write_run_file(run_dir / "run.toml", imports + to_toml(job.config), log.warning)
+    memory_gib = total_memory_gib(job.ranks.device)
+    sinks = build_sinks(job.config.metrics, run_dir, job.config.training.steps, memory_gib, resumed_step)
     for sink in sinks:
         stack.callback(sink.close)
     return sinks
-
-
-def _imports() -> str:
-    """A comment: which modules the command line named. A configuration cannot name one, for it runs no code."""
-    return "".join(f"# --import {name}\n" for name in registry.IMPORTED)
 
 
 def _log_run(job: Job, run_dir: Path, corpus: Corpus) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from crius.config.layout import Layout
@@ -24,11 +25,97 @@ from crius.parallel.gradients import Gradients
 from crius.parallel.runtime import World
 from crius.train.checkpoints import Checkpoints
 from crius.train.guard import UpdateGuard
-from crius.train.progress import Agreement, Decision, Preempted, stop_number
 from crius.train.reports import StepReports
 from crius.train.sdc import SdcCheck
 from crius.train.state import TrainState
 from crius.train.step import Runner, evaluate, largest_loss, train_step
+
+AGREE_SECONDS = 1.0
+"""About how long several ranks train until they agree again."""
+
+MOST_STEPS = 100
+"""Steps until they agree again, at most: they may become slower."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the ranks agreed on after a step.
+
+    Attributes:
+        stop: number of the signal that asks to stop; 0 for none.
+        save: time for a checkpoint.
+        give_up: too many saves failed.
+    """
+
+    stop: int
+    save: bool
+    give_up: bool
+
+
+NOTHING = Decision(stop=0, save=False, give_up=False)
+
+
+class Agreement:
+    """What the ranks agree on before the first step, and then: one rank after each step, several once a second or so.
+
+    Each time they also agree on the number of steps until they do so again, from the pace of the slowest.
+
+    Args:
+        num_ranks: of the run.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._steps, self._wait = 0, 0
+        self._since = time.monotonic()
+
+    def ask(self, stop: int | None, save: bool, give_up: bool) -> Decision:
+        """The greatest of what the ranks say, the same on all; ``NOTHING`` after steps at which they do not ask.
+
+        One small collective on the host. On a GPU the host is ahead of the device here, so that this costs no time.
+
+        Args:
+            stop: number of the signal that asks to stop.
+            save: time for a checkpoint.
+            give_up: too many saves failed.
+        """
+        if self._num_ranks == 1:
+            return Decision(stop or 0, save, give_up)
+        self._steps = min(self._steps + 1, self._wait)  # none before the first time
+        if self._steps < self._wait:
+            return NOTHING
+        elapsed = max(time.monotonic() - self._since, 1e-6)
+        wait = max(1, min(MOST_STEPS, int(self._steps / elapsed * AGREE_SECONDS)))
+        found, has_to_save, gives_up, least = _greatest([stop or 0, save, give_up, -wait], self._num_ranks)
+        self._steps, self._wait, self._since = 0, -least, time.monotonic()
+        return Decision(found, bool(has_to_save), bool(gives_up))
+
+
+class Preempted(Exception):
+    """The run was asked to stop.
+
+    Args:
+        signal: number of the signal that asked.
+        step: the last one that was done; where the run saves, it is saved.
+    """
+
+    def __init__(self, signal: int, step: int) -> None:
+        super().__init__(signal, step)
+        self.signal, self.step = signal, step
+
+
+def stop_number(request: StopRequest | None, num_ranks: int) -> int:
+    """Number of the signal that asks one of the ranks to stop, the same on all; 0 for none, or where none is caught."""
+    return 0 if request is None else _greatest([request.number or 0], num_ranks)[0]
+
+
+def _greatest(words: list[int], num_ranks: int) -> list[int]:
+    """Elementwise maximum over the ranks. One small collective on the host."""
+    if num_ranks == 1:
+        return words
+    tensor = torch.tensor(words, dtype=torch.int64)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return tensor.tolist()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +137,8 @@ class Loop:
 
     Attributes:
         place: gives this rank its tokens of a batch, on the device.
-        after_step: called after each step with its number and with how many this process has done.
+        after_step: each is called after each step with its number and with how many this process has done.
+        profiler: the context in which the steps run; gives what is called after each step.
         samples: notes what each step was trained on; None where no run goes on from this one.
         checkpoints: saves the run; None where it does not.
         stop: the wish that the run ends; None where a signal ends it at once.
@@ -71,8 +159,8 @@ class Loop:
     world: World
     ledger: TimeLedger
     reports: StepReports
-    after_step: Callable[[int, int], None]
-    profiler: Callable[[], contextlib.AbstractContextManager[Callable[[], None]]]
+    after_step: list[Callable[[int, int], object]]
+    profiler: contextlib.AbstractContextManager[Callable[[], None]]
     samples: SampleLog | None = None
     checkpoints: Checkpoints | None = None
     stop: StopRequest | None = None
@@ -92,16 +180,17 @@ class Loop:
         last_validation = None
         interval, first = config.validation.interval, state.step
         tidied = _tidied(config.training.gc_interval, self.world.device, self.ledger)
-        with tidied as tidy, self.profiler() as profile, self.reports.rescued():
+        with tidied as tidy, self.profiler as profile, self.reports.rescued():
             agreement = Agreement(self.world.size)
             self._settle(agreement)  # a wish to stop may have come while all was built
             while state.step < config.training.steps:
                 self._step()
                 with self.ledger.phase("compute"):
-                    self.after_step(state.step, state.step - first)
+                    for call in self.after_step:
+                        call(state.step, state.step - first)
                 with self.ledger.phase("profiler"):
                     profile()
-                if self.validation and interval and state.step < config.training.steps and state.step % interval == 0:
+                if self.validation and state.step < config.training.steps and state.step % interval == 0:
                     last_validation = self._validate(self.validation)
                 self._settle(agreement)
                 tidy(state.step)
@@ -110,7 +199,7 @@ class Loop:
                     self.checkpoints.finish()
             else:
                 self.guard.check_weights()  # no save has looked at what the last update made of them
-            if self.validation and interval and not self.is_complete:  # what goes wrong in it loses nothing
+            if self.validation and not self.is_complete:  # what goes wrong in it loses nothing
                 last_validation = self._validate(self.validation)
                 if last_validation is None:
                     raise Preempted(stop_number(self.stop, self.world.size), state.step)

@@ -1,24 +1,36 @@
-"""What is reported of the steps: rates over them, when the device has their numbers and the guard let them pass."""
+"""What a run reports: its steps, what a restart cost, and its summary.
+
+A step is reported when the device has its numbers and the guard let it pass.
+"""
 
 import contextlib
 import copy
+import json
+import logging
 import math
+import signal
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from crius.launch.environment import Placement
 from crius.launch.status import status
 from crius.metrics.device import peak_memory
 from crius.metrics.ledger import TimeLedger
-from crius.metrics.record import Record, Sink, StepMetrics
+from crius.metrics.record import PlanSink, Record, Sink, StepMetrics, ValidationMetrics
 from crius.parallel.runtime import World
+from crius.run_file import write_run_file
 from crius.train.guard import UpdateGuard
 from crius.train.state import TrainState
 from crius.train.step import Late
+
+log = logging.getLogger("crius.train")
 
 FACTOR = 3.0
 LEAST_SECONDS = 10.0
@@ -145,11 +157,13 @@ class StepReports:
         meter: rates over the steps.
         ledger: of this process.
         guard: lets a step pass, or not.
-        sinks: take the records; more may be added to the list.
+
+    Attributes:
+        sinks: take the records.
     """
 
-    def __init__(self, meter: Meter, ledger: TimeLedger, guard: UpdateGuard, sinks: list[Sink]) -> None:
-        self.meter, self.sinks = meter, sinks
+    def __init__(self, meter: Meter, ledger: TimeLedger, guard: UpdateGuard) -> None:
+        self.meter, self.sinks = meter, list[Sink]()
         self._ledger, self._guard = ledger, guard
         self._clock, self._pace = Clock(), Pace()  # the pace tells the watchdog how long a step takes
         self._unwritten: list[_Report] = []
@@ -238,3 +252,126 @@ class StepReports:
                 return
             self.meter.wait(self._clock.lap())
             self._write_next()
+
+
+ATTEMPTS = "attempts.json"
+LEDGER = "ledger.json"
+RECOVERIES = "recoveries.jsonl"
+"""In the folder of the logs: a line for each failure that the run has recovered from."""
+
+
+class Recovery:
+    """The failure before this attempt.
+
+    Args:
+        placement: of this process; its launcher noted the attempts.
+        ledger: of this attempt; takes over that of the one before.
+    """
+
+    def __init__(self, placement: Placement, ledger: TimeLedger) -> None:
+        self._ledger = ledger
+        self._begin = time.monotonic()
+        scratch = placement.scratch
+        self._last = _last_attempt(scratch) if scratch and placement.attempt else None
+        if scratch and self._last:
+            ledger.take_over(scratch / LEDGER, self._last["ended"])
+        if scratch and placement.rank == 0:
+            ledger.mirror_to(scratch / LEDGER)
+        self._attempt = placement.attempt
+        self._file = placement.log_dir / RECOVERIES if placement.rank == 0 and placement.log_dir else None
+        self._resumed = 0
+
+    def resumed(self, kept: dict[str, float], step: int) -> None:
+        """Call when the checkpoint is loaded.
+
+        Args:
+            kept: the ledger in it, if it is of this command.
+            step: of it.
+        """
+        self._resumed = step
+        if self._last:
+            self._ledger.lose(kept)
+
+    def step(self, number: int) -> None:
+        """Call after each step; says so when the first new one is done."""
+        if not self._last or number < self._last["step"]:
+            return
+        last, self._last = self._last, None
+        if self._file is None:
+            return
+        found = {
+            "attempt": self._attempt,
+            "step": number,
+            "seconds": time.monotonic() - last["failed"],
+            "process_seconds": self._begin - last["failed"],
+            "load_seconds": self._ready - self._begin,
+            "steps_again": max(0, number - self._resumed - 1),
+            "goodput": self._ledger.goodput(),
+        }
+        log.info(
+            "recovered: step %(step)d done %(seconds).1f s after the failure: processes %(process_seconds).1f s, model "
+            "and checkpoint %(load_seconds).1f s, %(steps_again)d steps again; goodput %(percent).1f %%",
+            found | {"percent": 100 * found["goodput"]},
+        )
+        with contextlib.suppress(OSError), self._file.open("a", encoding="utf-8") as file:  # a full disk ends no run
+            file.write(json.dumps(found) + "\n")
+
+    def ready(self) -> None:
+        """Call when the first step begins."""
+        self._ready = time.monotonic()
+
+
+def _last_attempt(scratch: Path) -> dict[str, Any] | None:
+    try:
+        attempts = json.loads((scratch / ATTEMPTS).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return attempts[-1] if attempts else None
+
+
+SUMMARY = "summary.json"
+
+
+def is_complete(run_dir: Path, step: int, steps: int) -> bool:
+    """Whether the run in ``run_dir`` has ended, with its last validation, after the last of ``steps`` steps.
+
+    Args:
+        run_dir: folder of the run.
+        step: steps that are done.
+        steps: of the run.
+    """
+    try:
+        summary = json.loads((run_dir / SUMMARY).read_text(encoding="utf-8"))
+        return step >= steps and summary["steps"] == step and summary["stopped_by"] is None
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def write_summary(
+    run_dir: Path,
+    ledger: TimeLedger,
+    state: TrainState,
+    validation: ValidationMetrics | None,
+    watch: PlanSink | None,
+    stop_signal: int | None,
+) -> None:
+    """Log where the time went and how the plan did, and write ``summary.json``; for rank 0."""
+    log.info("time: %s", ledger.summary())
+    if watch and (line := watch.line()):
+        log.info("plan: %s", line)
+    summary = {
+        "steps": state.step,
+        "stopped_by": signal.Signals(stop_signal).name if stop_signal else None,
+        "tokens": state.tokens,
+        "skipped_steps": state.skipped_steps,
+        "rolled_back_steps": state.rolled_back_steps,
+        "val_loss": validation.val_loss if validation else None,
+        "val_bits_per_byte": validation.val_bits_per_byte if validation else None,
+        "wall_seconds": ledger.wall(),
+        "seconds": ledger.parts(),
+        "goodput": ledger.goodput(),
+        "plan": watch.as_dict() if watch else None,
+    }
+    write_run_file(run_dir / SUMMARY, json.dumps(summary, indent=2) + "\n", log.warning)
+    if validation:
+        log.info("final validation: loss %.4f, %.4f bits per byte", validation.val_loss, validation.val_bits_per_byte)

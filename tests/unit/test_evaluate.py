@@ -10,7 +10,7 @@ from crius.config.layout import Layout
 from crius.config.parallelism import ParallelismConfig
 from crius.data.loader import Batch
 from crius.launch.stop import StopRequest
-from crius.train import progress
+from crius.train import loop
 from crius.train.step import evaluate
 
 CPU = torch.device("cpu")
@@ -30,13 +30,13 @@ class Scores:
 
 def validation(last, num_batches, monkeypatch):
     """The record, and how many batches were scored."""
-    monkeypatch.setattr(progress.dist, "all_reduce", lambda values, op: None)
+    monkeypatch.setattr(loop.dist, "all_reduce", lambda values, op: None)
     request = StopRequest()
     runner, part = Scores(request, last), nn.Linear(1, 1)
     tokens = torch.zeros(2, 4, dtype=torch.int64)
     batches = itertools.repeat(Batch(tokens, tokens, tokens, (0, 1)), num_batches)
     layout = Layout.of(ParallelismConfig(), 1)
-    must_stop = lambda: progress.stop_number(request, 2) > 0  # noqa: E731
+    must_stop = lambda: loop.stop_number(request, 2) > 0  # noqa: E731
     record = evaluate([part], runner, batches, lambda b: b, torch.ones(1), Alone(0, 1, CPU), layout, 3, must_stop)
     assert part.training
     return record, runner.count
@@ -52,4 +52,4 @@ def test_a_validation_that_nobody_stops_is_whole(monkeypatch):
 
 
 def test_nobody_is_asked_where_no_signal_is_caught():
-    assert progress.stop_number(None, 2) == 0
+    assert loop.stop_number(None, 2) == 0

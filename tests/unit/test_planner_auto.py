@@ -17,7 +17,7 @@ from crius.tools.plan.legal import violations
 from crius.tools.plan.memory import memory
 from crius.tools.plan.workload import from_config
 from crius.train.inputs import describe_model
-from crius.train.progress import one_layout
+from crius.train.job import one_layout
 
 
 def test_auto_fills_a_legal_layout_that_fits_and_leaves_the_batch_and_what_was_given(user_cache):

@@ -19,8 +19,8 @@ from crius.cli.settings import run_of
 from crius.config.run import RunConfig
 from crius.errors import CheckpointError, EnvironmentError
 from crius.launch.environment import Placement
-from crius.train import progress
-from crius.train.progress import NOTHING, Agreement, Decision, is_complete
+from crius.train import loop, reports
+from crius.train.loop import NOTHING, Agreement, Decision
 from crius.train.saving import check_space, save_plan, size
 
 MIB = 2**20
@@ -103,10 +103,10 @@ def test_sizes_are_in_units_that_can_be_read():
     "steps", ['{"steps": 8, "stopped_by": null}', '{"steps": 8, "stopped_by": "SIGINT"}', "{", "[]"]
 )
 def test_a_run_is_complete_after_its_last_validation_alone(steps, tmp_path):
-    assert not is_complete(tmp_path, 8, 8)
-    (tmp_path / progress.SUMMARY).write_text(steps)
-    assert is_complete(tmp_path, 8, 8) == ("null" in steps)
-    assert not is_complete(tmp_path, 8, 10) and not is_complete(tmp_path, 9, 9)
+    assert not reports.is_complete(tmp_path, 8, 8)
+    (tmp_path / reports.SUMMARY).write_text(steps)
+    assert reports.is_complete(tmp_path, 8, 8) == ("null" in steps)
+    assert not reports.is_complete(tmp_path, 8, 10) and not reports.is_complete(tmp_path, 9, 9)
 
 
 # --- when ranks ask each other
@@ -122,7 +122,7 @@ def test_a_process_alone_decides_after_each_step_and_asks_nobody(monkeypatch):
 @pytest.mark.parametrize(("seconds", "asked"), [(0.01, [0, 1, 101]), (0.25, [0, 1, 5, 9]), (7.0, range(200))])
 def test_several_ranks_ask_each_other_about_once_a_second(seconds, asked, monkeypatch):
     now, times = [0.0], []
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(loop.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(dist, "all_reduce", lambda words, op: times.append(round(now[0] / seconds)))
     ranks = Agreement(2)
     for _ in range(200):

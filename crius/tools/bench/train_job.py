@@ -123,7 +123,7 @@ class _RanksChannel:
 
 def _held(channel: Channel, warmup: int, loop: Loop) -> Loop:
     """``loop``, held between turns after what follows each of its steps anyway."""
-    ranks, first = loop.world, loop.after_step
+    ranks = loop.world
     reports = _Reports(lambda: loop.ledger.seconds.get("data", 0.0), ranks.device)
     if ranks.rank == 0:
         loop.reports.sinks.append(reports)
@@ -137,11 +137,11 @@ def _held(channel: Channel, warmup: int, loop: Loop) -> Loop:
     turns = Turns(_RanksChannel(channel, ranks, reports), warmup, facts, settle)
 
     def after_step(step: int, done: int) -> None:
-        first(step, done)
         if not turns.after_step(reports.losses):
             raise SystemExit(0)
 
-    return dataclasses.replace(loop, after_step=after_step)
+    loop.after_step.append(after_step)
+    return loop
 
 
 def wait_for(device: torch.device) -> None:

@@ -28,7 +28,7 @@ from crius.tools.verify.run import STOPPED, Stopped
 from crius.tools.verify.worker import speak_to
 from crius.train import job
 from crius.train.inputs import open_run_corpus
-from crius.train.progress import RECOVERIES
+from crius.train.reports import RECOVERIES
 from crius.train.tools import Tools
 
 UNDISTURBED, KILLED = "undisturbed", "killed"
@@ -96,7 +96,7 @@ class Life:
 
     @property
     def recoveries(self) -> list[dict[str, Any]]:
-        """One for each failure after which a step was done that was new, as ``crius.train.progress`` wrote it."""
+        """One for each failure after which a step was done that was new, as ``crius.train.reports`` wrote it."""
         path = self.folder / "logs" / RECOVERIES
         return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 

@@ -160,8 +160,9 @@ def start(task: Task, placement: Placement) -> None:
 def _loop(task: Task, job: Job, stack: contextlib.ExitStack, recorder: Recorder) -> Loop:
     corpus = open_run_corpus(job.config, job.mesh.layout.batch)
     decided = dataclasses.replace(job, config=decide(job.config, job.facts, job.ranks, recomputation))
-    ledger = TimeLedger(time.monotonic())
-    return assemble(decided, corpus, task.run_dir, ledger, [recorder], stack, strict=task.strict)
+    loop = assemble(decided, corpus, task.run_dir, TimeLedger(time.monotonic()), stack, strict=task.strict)
+    loop.reports.sinks.append(recorder)
+    return loop
 
 
 @contextlib.contextmanager
