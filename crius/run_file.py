@@ -1,6 +1,7 @@
 """Files of a run folder that are worth less than the run: where they cannot be written, it goes on without them."""
 
 import contextlib
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -75,6 +76,26 @@ class RunFile:
         if not self._has_warned:
             self._has_warned = True
             self._warn(f"{self._path} {what}: {self._loss}")
+
+
+class Mirror:
+    """A small file that always holds the newest JSON of a process, for who asks when that process cannot say it.
+
+    One ``pwrite`` per record, a few microseconds; a full disk must not end a run that works.
+
+    Args:
+        path: of the file; only the owner may read it.
+        num_bytes: length of the file; no record is longer.
+    """
+
+    def __init__(self, path: Path, num_bytes: int) -> None:
+        self._file = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+        self._num_bytes = num_bytes
+
+    def write(self, record: object) -> None:
+        """Put ``record`` in place of the last one."""
+        with contextlib.suppress(OSError):
+            os.pwrite(self._file, json.dumps(record).encode().ljust(self._num_bytes), 0)
 
 
 def write_whole(path: Path, text: str, *, is_private: bool = False) -> None:

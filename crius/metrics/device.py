@@ -2,7 +2,7 @@
 
 import resource
 import sys
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -41,45 +41,20 @@ def peak_tflops(device: torch.device) -> float | None:
     return next((peak for known, peak in PEAK_TFLOPS if known in name), None)
 
 
-@dataclass(frozen=True, kw_only=True)
-class PeakMemory:
-    """Peaks in GiB, and counts since the process began. On a CPU the peaks are the resident set, and the counts are 0.
+def peak_memory(device: torch.device) -> dict[str, Any]:
+    """The fields of ``StepMetrics`` about memory, by their names.
 
-    The names are those of ``StepMetrics``.
-
-    Attributes:
-        memory_gib: tensors.
-        max_active_gib: tensors, and blocks that wait for another stream.
-        max_reserved_gib: what the allocator took from the driver.
-        num_alloc_retries: times that the allocator gave all that it kept back to the driver and asked again.
-        num_ooms: times that there was no memory left even then.
+    Of a GPU the peaks since the last call, and counts since the process began; of a CPU the largest resident set.
     """
-
-    memory_gib: float
-    max_active_gib: float
-    max_reserved_gib: float
-    num_alloc_retries: int = 0
-    num_ooms: int = 0
-
-
-def peak_memory(device: torch.device) -> PeakMemory:
-    """The peaks of a GPU since the last call; of a CPU the largest resident set so far."""
-    if device.type == "cuda":
-        stats = torch.cuda.memory_stats(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        allocated, active, reserved = (
-            stats.get(f"{kind}_bytes.all.peak", 0) / GIB for kind in ("allocated", "active", "reserved")
-        )
-        return PeakMemory(
-            memory_gib=allocated,
-            max_active_gib=active,
-            max_reserved_gib=reserved,
-            num_alloc_retries=stats.get("num_alloc_retries", 0),
-            num_ooms=stats.get("num_ooms", 0),
-        )
-    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss: bytes there, KiB on Linux
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
-    return PeakMemory(memory_gib=resident, max_active_gib=resident, max_reserved_gib=resident)
+    if device.type != "cuda":
+        unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss: bytes there, KiB on Linux
+        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
+        return dict.fromkeys(("memory_gib", "max_active_gib", "max_reserved_gib"), resident)
+    stats = torch.cuda.memory_stats(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    kinds = {"memory_gib": "allocated", "max_active_gib": "active", "max_reserved_gib": "reserved"}
+    peaks = {name: stats.get(f"{kind}_bytes.all.peak", 0) / GIB for name, kind in kinds.items()}
+    return peaks | {name: stats.get(name, 0) for name in ("num_alloc_retries", "num_ooms")}
 
 
 def total_memory_gib(device: torch.device) -> float | None:

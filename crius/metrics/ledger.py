@@ -1,12 +1,12 @@
 """Where the wall time of a run goes, over all its attempts: what was worth it, and what it cost to get there."""
 
-import contextlib
 import json
-import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+
+from crius.run_file import Mirror
 
 OF_STEPS = ("compute", "compile", "data", "save_blocked", "validation", "report", "profiler", "gc")
 """Phases whose time is lost with the steps that come again after a failure."""
@@ -27,7 +27,7 @@ class TimeLedger:
 
     def __init__(self, started: float) -> None:
         self._started = started
-        self._mirror: int | None = None
+        self._mirror: Mirror | None = None
         self._unseen = 0.0
         self.seconds: dict[str, float] = {"initialise": time.monotonic() - started}
 
@@ -49,7 +49,7 @@ class TimeLedger:
 
     def mirror_to(self, path: Path) -> None:
         """Keep ``path`` equal to this ledger, for the attempt after one that is killed."""
-        self._mirror = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+        self._mirror = Mirror(path, _RECORD_BYTES)
         self._write()
 
     def take_over(self, path: Path, failed_at: float) -> None:
@@ -102,7 +102,5 @@ class TimeLedger:
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
     def _write(self) -> None:
-        if self._mirror is not None:
-            record = json.dumps({"at": time.monotonic(), "seconds": self.seconds}).encode()
-            with contextlib.suppress(OSError):  # a full disk must not end a run that works
-                os.pwrite(self._mirror, record.ljust(_RECORD_BYTES), 0)
+        if self._mirror:
+            self._mirror.write({"at": time.monotonic(), "seconds": self.seconds})

@@ -25,10 +25,10 @@ from crius.host import keep_freed_memory
 from crius.kernels import choice as kernels
 from crius.launch.environment import Placement
 from crius.launch.stop import PREEMPTED, catch_stop_signals
-from crius.metrics.build import build_sinks
 from crius.metrics.device import machine_of, peak_tflops, total_memory_gib
 from crius.metrics.ledger import TimeLedger
 from crius.metrics.record import PlanSink, Sink
+from crius.metrics.sinks import build_sinks
 from crius.models import registry
 from crius.optim.build import build_optimizer
 from crius.optim.lr_scheduler import WarmupStableDecay

@@ -108,7 +108,7 @@ class Meter:
             rolled_back_steps=state.rolled_back_steps,
             goodput=goodput,
             max_loss=max_loss,
-            **vars(peak_memory(self._world.device)),
+            **peak_memory(self._world.device),
         )
         self._tokens = self._steps = 0
         self._seconds = self._data_seconds = 0.0

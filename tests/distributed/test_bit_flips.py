@@ -25,7 +25,7 @@ from crius.checkpoint.load import dtype_of, find, load_tensors
 from crius.cli import main
 from crius.data.sample_log import next_attempt
 from crius.errors import ConfigError
-from crius.metrics.sinks.jsonl import JsonlSink
+from crius.metrics.sinks import JsonlSink
 from crius.tools.plan.compare import compare_run
 from crius.train.inputs import describe_model
 

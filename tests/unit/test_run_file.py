@@ -13,7 +13,7 @@ import pytest
 from test_metrics import STEP
 
 from crius import run_file
-from crius.metrics.sinks.jsonl import JsonlSink
+from crius.metrics.sinks import JsonlSink
 from crius.run_file import RunFile, write_run_file
 from crius.train.setup import start_logging
 
@@ -102,7 +102,7 @@ def test_metrics_go_on_after_a_full_disk_and_a_removed_folder(tmp_path, full_dis
 
 
 def test_tensorboard_whose_disk_fails_ends_its_curves_and_not_the_run(tmp_path, caplog, monkeypatch):
-    tensorboard = pytest.importorskip("crius.metrics.sinks.tensorboard")
+    tensorboard = pytest.importorskip("crius.metrics.tensorboard")
     monkeypatch.setattr(logging.getLogger("crius"), "propagate", True)
     sink = tensorboard.TensorBoardSink(tmp_path, None)
 

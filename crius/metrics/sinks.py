@@ -1,0 +1,235 @@
+"""Where the records of a run go: one class per sink, one row each in ``build_sinks``."""
+
+import contextlib
+import dataclasses
+import json
+import logging
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from crius import plugins
+from crius.config.operation import MetricsConfig
+from crius.metrics.record import Record, Sink, StepMetrics
+from crius.run_file import RunFile
+
+log = logging.getLogger("crius.metrics")
+
+
+class ConsoleSink:
+    """Logs each record as one aligned line; on a terminal a bar with the remaining time stands below the lines.
+
+    Args:
+        steps: steps of the run.
+        total_memory_gib: memory of the device, None where it is not known.
+        show_bar: show the bar where standard output is a terminal.
+    """
+
+    def __init__(self, steps: int, total_memory_gib: float | None, show_bar: bool) -> None:
+        self._steps = steps
+        self._total = total_memory_gib
+        self._bar: Progress | None = None
+        if show_bar and sys.stdout.isatty():
+            self._bar = Progress(  # obeys NO_COLOR and moves what is printed meanwhile above itself
+                TextColumn("step {task.completed}/{task.total}"),
+                BarColumn(),
+                TimeElapsedColumn(),
+                TextColumn("left"),
+                TimeRemainingColumn(),
+                transient=True,
+                console=Console(soft_wrap=True),  # a step line stays one line, also in a narrow terminal
+            )
+            self._task = self._bar.add_task("train", total=steps)
+            self._bar.start()
+
+    def write(self, record: Record) -> None:
+        """Log one line; a step also moves the bar."""
+        if isinstance(record, StepMetrics):
+            log.info("%s", self._step_line(record))
+            if self._bar:
+                with contextlib.suppress(OSError):  # the terminal may be gone
+                    self._bar.update(self._task, completed=record.step)
+        else:
+            log.info(
+                "validation at step %d  loss %.4f  perplexity %.3f  bits_per_byte %.4f  (%d samples, %.1f s)",
+                record.step,
+                record.val_loss,
+                record.val_perplexity,
+                record.val_bits_per_byte,
+                record.val_samples,
+                record.val_seconds,
+            )
+
+    def _step_line(self, record: StepMetrics) -> str:
+        width = len(str(self._steps))
+        mfu = "n/a" if record.mfu is None else f"{record.mfu:.1%}"
+        total = "" if self._total is None else f"/{self._total:.0f}"
+        data = record.data_seconds / record.step_seconds if record.step_seconds else 0.0
+        lost = (("skipped", record.skipped_steps), ("rolled_back", record.rolled_back_steps))
+        return "  ".join(
+            (
+                f"step {record.step:>{width}}/{self._steps}",
+                f"loss {record.loss:.4f}",
+                f"grad_norm {record.grad_norm:.3f}",
+                f"lr {record.lr:.1e}",
+                f"tokens/s/rank {record.tokens_per_second_per_rank:,.0f}",
+                f"mfu {mfu}",
+                f"mem {record.memory_gib:.2f}{total} GiB",
+                f"data {data:.1%}",
+                *(f"{name} {count}" for name, count in lost if count),
+            )
+        )
+
+    def close(self) -> None:
+        """Take the bar away."""
+        if self._bar:
+            with contextlib.suppress(OSError):  # the terminal may be gone
+                self._bar.stop()
+
+
+class JsonlSink:
+    """Writes ``metrics.jsonl`` of a run folder: one JSON object per record, at full precision, flushed at once.
+
+    The file of another run is kept as ``metrics.N.jsonl``.
+
+    Args:
+        run_dir: folder of the run.
+        resumed_step: the file goes on after this step; records of later ones, which come again, and lines that cannot
+            be read are moved to ``metrics.lost.jsonl``. 0: a new run.
+    """
+
+    def __init__(self, run_dir: Path, resumed_step: int = 0) -> None:
+        path = run_dir / "metrics.jsonl"
+        if resumed_step and path.exists():
+            try:
+                _go_back(path, resumed_step)
+            except OSError as error:
+                log.warning("%s keeps steps that come again: it cannot be written (%s)", path, error.strerror)
+        elif path.exists():
+            number = 1
+            while (kept := run_dir / f"metrics.{number}.jsonl").exists():
+                number += 1
+            path.rename(kept)
+        self._file = RunFile(path, log.warning, "its records are lost, and the run goes on")
+
+    def write(self, record: Record) -> None:
+        """Write one line."""
+        finite = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in dataclasses.asdict(record).items()  # JSON has no NaN
+        }
+        self._file.append(json.dumps(finite) + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _go_back(path: Path, step: int) -> None:
+    """Leave the records up to ``step`` in a file; later ones are moved away, and so is what cannot be read.
+
+    The end of a last line that a crash cut off is normal; a damaged one that was whole is reported.
+    """
+    kept: list[bytes] = []
+    lost: list[bytes] = []
+    damaged = mended = 0
+    with path.open("rb") as lines:
+        for line in lines:
+            whole = line.rstrip() + b"\n"  # also where its end is another character than that of a line
+            at = _step_of(whole)
+            (kept if at is not None and at <= step else lost).append(whole)
+            mended += whole != line
+            damaged += at is None and (line.endswith(b"\n") or b"}" in line)
+    if not (lost or mended):
+        return
+    aside = path.with_name("metrics.lost.jsonl")
+    if damaged:
+        what = "1 damaged line was" if damaged == 1 else f"{damaged} damaged lines were"
+        log.warning("%s: %s moved to %s, whose records are missing", path, what, aside.name)
+    if lost:
+        with aside.open("ab") as file:
+            file.writelines(lost)
+    partial = path.with_name("metrics.jsonl.partial")
+    partial.write_bytes(b"".join(kept))
+    partial.replace(path)
+
+
+def _step_of(line: bytes) -> int | None:
+    """The step of a record; None where the line is not a whole one."""
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return step if type(step) is int and line.endswith(b"\n") else None
+
+
+class ForeignSink:
+    """A sink of an installed package, which must not end a run: one that fails is warned of and let go.
+
+    The entry point of the group ``crius.sinks`` is called with the folder of the run and the step that it resumes from,
+    and gives a ``Sink``.
+
+    Args:
+        name: of the entry point.
+        run_dir: folder of the run.
+        resumed_step: see ``build_sinks``.
+    """
+
+    def __init__(self, name: str, run_dir: Path, resumed_step: int) -> None:
+        self._name = name
+        self._sink: Sink | None = None
+        build = plugins.load(plugins.SINKS, name)
+        with self._let_go_where_it_fails():
+            self._sink = build(run_dir, resumed_step)  # type: ignore[misc]
+
+    def write(self, record: Record) -> None:
+        """See ``Sink``."""
+        with self._let_go_where_it_fails():
+            if self._sink is not None:
+                self._sink.write(record)
+
+    def close(self) -> None:
+        """See ``Sink``."""
+        with self._let_go_where_it_fails():
+            if self._sink is not None:
+                self._sink.close()
+
+    @contextlib.contextmanager
+    def _let_go_where_it_fails(self) -> Iterator[None]:
+        try:
+            yield
+        except (Exception, SystemExit) as error:  # of code that is not ours
+            failed, self._sink = self._sink, None
+            with contextlib.suppress(Exception, SystemExit):
+                if failed is not None:
+                    failed.close()
+            log.warning(
+                "metrics.sinks %s failed and gets no more records: %s: %s", self._name, type(error).__name__, error
+            )
+
+
+def build_sinks(
+    config: MetricsConfig, run_dir: Path, steps: int, total_memory_gib: float | None, resumed_step: int = 0
+) -> list[Sink]:
+    """The sinks of rank 0: metrics.jsonl and the console always, TensorBoard and those of packages where asked for.
+
+    Args:
+        config: the section.
+        run_dir: folder of the run.
+        steps: of the run.
+        total_memory_gib: memory of the device, None where it is not known.
+        resumed_step: steps that the run has done before; their records go on, later ones come again. 0: a new run.
+    """
+    sinks: list[Sink] = [
+        JsonlSink(run_dir, resumed_step),
+        ConsoleSink(steps, total_memory_gib, config.enable_progress_bar),
+    ]
+    if config.enable_tensorboard:
+        from crius.metrics.tensorboard import TensorBoardSink  # noqa: PLC0415  needs an optional package
+
+        sinks.append(TensorBoardSink(run_dir, total_memory_gib, resumed_step))
+    return [*sinks, *(ForeignSink(name, run_dir, resumed_step) for name in dict.fromkeys(config.sinks))]

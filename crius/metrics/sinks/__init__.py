@@ -1,1 +1,0 @@
-"""Where records go: one file a sink, one row in ``build_sinks``."""
