@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -128,3 +129,9 @@ def write_run_file(path: Path, text: str, warn: Callable[[str], None], *, is_pri
         write_whole(path, text, is_private=is_private)
     except OSError as error:
         warn(f"{path} cannot be written ({error.strerror or error})")
+
+
+def is_private_folder(path: Path) -> bool:
+    """Whether ``path`` is a folder, not a link to one, that this user owns and nobody else may look into."""
+    found = path.lstat()
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077

@@ -170,7 +170,7 @@ def _start(
 def _end(facts: Facts, run: RunConfig, folder: Path, placement: Placement | None, code: int) -> int:
     """Say what the run left and what to do next; returns the exit code."""
     from crius.cli.next_steps import say_next
-    from crius.launch.worker import leave
+    from crius.launch.report import leave
 
     if placement is None or placement.rank == 0:
         try:

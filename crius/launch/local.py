@@ -12,7 +12,6 @@ import math
 import os
 import shutil
 import signal
-import stat
 import sys
 import tempfile
 import time
@@ -27,9 +26,8 @@ from crius.launch.crew import (
     Crew,
     Exit,
     History,
-    Stop,
     Supervision,
-    caught_signals,
+    attempt,
     reason_to_stop,
     worker_processes,
 )
@@ -48,27 +46,18 @@ from crius.launch.report import (
     say,
 )
 from crius.launch.status import Heartbeat, mirror_path, read_mirror
-from crius.launch.stop import PREEMPTED, messenger, tell_stop_signal
+from crius.launch.stop import PREEMPTED, Stop, caught_signals, messenger, tell_stop_signal
 from crius.launch.watchdog import Hang, Watch, sentry
-from crius.launch.worker import attempt
+from crius.run_file import is_private_folder
 from crius.signals import STOP_SIGNALS
-
-TESTED = "linux"
-_NAMES = {"darwin": "macOS", "win32": "Windows"}
-
-
-def untested(platform: str) -> str:
-    """The warning for ``platform``, a value of ``sys.platform``; empty where Crius is tested."""
-    if platform == TESTED:
-        return ""
-    return f"warning: Crius is tested on Linux; on {_NAMES.get(platform, platform)} it is not"
 
 
 @functools.cache
 def warn_where_untested() -> None:
-    """Print the warning for this machine to stderr, once per process."""
-    if warning := untested(sys.platform):
-        sys.stderr.write(f"{warning}\n")
+    """Print to stderr, once per process, that Crius is not tested on this system, where that is so."""
+    if sys.platform != "linux":
+        name = {"darwin": "macOS", "win32": "Windows"}.get(sys.platform, sys.platform)
+        sys.stderr.write(f"warning: Crius is tested on Linux; on {name} it is not\n")
 
 
 _PREFIX = "crius-"
@@ -94,13 +83,8 @@ def scratch_folder() -> Iterator[Path]:
 def _collect() -> None:
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
-            if _is_ours(folder) and _is_orphan(folder):
+            if is_private_folder(folder) and _is_orphan(folder):
                 shutil.rmtree(folder, ignore_errors=True)
-
-
-def _is_ours(folder: Path) -> bool:
-    found = folder.lstat()
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
 
 
 def _is_orphan(folder: Path) -> bool:
@@ -338,7 +322,7 @@ def run_single(
     """Run ``target`` in this process, as the only rank or as one that torchrun or Slurm started.
 
     Errors are reported as ``run_workers`` does, every rank for itself; torchrun also gets its error file.
-    The caller ends with ``crius.launch.worker.leave(code)`` when a rank of many failed: a normal exit can wait for
+    The caller ends with ``crius.launch.report.leave(code)`` when a rank of many failed: a normal exit can wait for
     peers that are gone.
 
     Args:

@@ -16,8 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from crius.errors import ConfigError, EnvironmentError
-from crius.launch.report import say
-from crius.launch.worker import leave
+from crius.launch.report import leave, say
 
 NAME = "run.lock"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)

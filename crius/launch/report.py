@@ -1,7 +1,8 @@
-"""The error report of a rank, the choice of the root cause among ranks, and the block that is printed last."""
+"""The error report of a rank, the choice of the root cause among ranks, and the last words of a process."""
 
 import contextlib
 import json
+import os
 import re
 import signal
 import sys
@@ -11,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 from pathlib import Path
+from typing import NoReturn
 
 from crius.errors import CriusError
 from crius.launch.status import status
@@ -243,3 +245,14 @@ def say(text: str) -> None:
     with contextlib.suppress(OSError):  # nobody reads any more
         sys.stderr.write(f"\n{printable(redact(text))}\n")
         sys.stderr.flush()
+
+
+def leave(code: int) -> NoReturn:
+    """End this process at once with ``code``: flushed, but without ``atexit``, threads and destructors.
+
+    Those can wait for ever on a peer that is gone, and then the launcher above would never see the failure.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    os._exit(code)

@@ -1,12 +1,12 @@
 """Where this process is in the run, for error reports and the watchdog: one object that the training loop updates."""
 
-import contextlib
 import json
-import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
+
+from crius.run_file import Mirror
 
 _RECORD_BYTES = 128
 
@@ -17,7 +17,7 @@ STEP_PHASES = ("data", "forward", "backward", "pipeline", "optimizer")
 """Phases that every step has; the others take their own time."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Heartbeat:
     """Where a process is.
 
@@ -36,20 +36,16 @@ class Heartbeat:
     waits_for: int | None = None
 
 
-class Status:
-    """The step and the phase a process is in.
+class Status(Heartbeat):
+    """The step and the phase this process is in.
 
     Inside a local worker every update also goes to a small file, because a worker that is killed or stopped cannot
-    report and the launcher still wants to say where it was. That costs one ``pwrite``, a few microseconds.
+    report and the launcher still wants to say where it was.
     """
 
     def __init__(self) -> None:
-        self.step: int | None = None
-        self.phase = "start"
-        self.since = time.monotonic()
-        self.limit_seconds = 0.0
-        self.waits_for: int | None = None
-        self._mirror: int | None = None
+        super().__init__(since=time.monotonic())
+        self._mirror: Mirror | None = None
         self._listeners: list[Callable[[int | None, str], None]] = []
 
     def update(self, *, step: int | None = None, phase: str | None = None, waits_for: int | None = None) -> None:
@@ -60,17 +56,14 @@ class Status:
         self.step = self.step if step is None else step
         self.phase = self.phase if phase is None else phase
         self.since, self.waits_for = time.monotonic(), waits_for
-        if self._mirror is not None:
-            beat = Heartbeat(self.step, self.phase, self.since, self.limit_seconds, waits_for)
-            record = json.dumps(list(asdict(beat).values())).encode()
-            with contextlib.suppress(OSError):  # a full disk must not end a run that works
-                os.pwrite(self._mirror, record.ljust(_RECORD_BYTES), 0)
+        if self._mirror:
+            self._mirror.write(astuple(self))
         for listener in self._listeners:
             listener(self.step, self.phase)
 
     def mirror_to(self, path: Path) -> None:
         """Keep ``path`` equal to this status from now on."""
-        self._mirror = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+        self._mirror = Mirror(path, _RECORD_BYTES)
         self.update()
 
     def listen(self, listener: Callable[[int | None, str], None]) -> None:

@@ -1,10 +1,12 @@
-"""The wish that a run ends: a signal that a worker notes and its training loop asks for between two steps."""
+"""The wish that a run ends: a signal that the launcher notes and hands on, and that a worker notes for its loop."""
 
 import contextlib
 import os
 import signal
 import sys
 import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -21,6 +23,17 @@ STOPPED = (PREEMPTED, *(128 + number for number in STOP_SIGNALS))
 
 ECHO_SECONDS = 1.0
 """A signal to a whole process group comes a second time from the launcher, which got it too and hands it on."""
+
+LAUNCHER_ECHO_SECONDS = 0.25
+"""``timeout`` sends its signal to its child and then to the whole group: two signals, but one wish."""
+
+
+@dataclass(frozen=True)
+class Stop:
+    """A signal that the launcher caught, and when in seconds of ``time.monotonic``."""
+
+    signal: signal.Signals
+    monotonic: float
 
 
 class StopRequest:
@@ -45,6 +58,24 @@ def messenger() -> signal.Signals:
     """The signal that hands a stop signal on to workers, which ignore what this process ignores."""
     heeded = heeded_signals()
     return next((number for number in _MESSENGERS if number in heeded), signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def caught_signals(clock: Callable[[], float] = time.monotonic) -> Iterator[list[Stop]]:
+    """The list that the stop signals to this process go to, instead of ending it. What is ignored stays ignored."""
+    stops: list[Stop] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        now = clock()
+        if not stops or now - stops[-1].monotonic > LAUNCHER_ECHO_SECONDS:
+            stops.append(Stop(signal.Signals(number), now))
+
+    before = {number: signal.signal(number, note) for number in heeded_signals()}
+    try:
+        yield stops
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def catch_stop_signals(*, has_launcher: bool = False, scratch: Path | None = None) -> StopRequest:

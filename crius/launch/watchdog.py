@@ -6,7 +6,6 @@ import os
 import platform
 import shutil
 import signal
-import stat
 import sys
 import tempfile
 import threading
@@ -18,7 +17,7 @@ from pathlib import Path
 from crius.config.operation import WatchdogConfig
 from crius.errors import HangError
 from crius.launch.environment import Placement
-from crius.launch.report import report_of, report_to_torchrun, say, write_json, write_report
+from crius.launch.report import leave, report_of, report_to_torchrun, say, write_json, write_report
 from crius.launch.status import PHASES, STEP_PHASES, Heartbeat, mirror_path, read_mirror, status
 from crius.launch.witness import (
     QUESTIONS,
@@ -36,8 +35,7 @@ from crius.launch.witness import (
     wait_for_answers,
     write_flight,
 )
-from crius.launch.worker import leave
-from crius.run_file import write_whole
+from crius.run_file import is_private_folder, write_whole
 from crius.table import aligned
 
 _ANSWER_SECONDS = 1.0
@@ -98,7 +96,7 @@ class Witness:
 
     def frames(self) -> tuple[str, ...]:
         """Where the main thread is: its newest frames, then those of other files than libraries', down to the job."""
-        end = next((index for index, line in enumerate(self.stack) if "launch/worker.py" in line), len(self.stack))
+        end = next((index for index, line in enumerate(self.stack) if "launch/crew.py" in line), len(self.stack))
         shown = [*self.stack[:_NUM_NEWEST], *(line for line in self.stack[_NUM_NEWEST:end] if not _is_library(line))]
         return tuple(shown[: min(end, _NUM_FRAMES)]) or ("  no answer",)
 
@@ -236,6 +234,7 @@ class Watch:
 def hang_error(witnesses: list[Witness]) -> HangError:
     """What is reported of a run that hangs: the rank to look at, and whose limit has passed."""
     culprit = choose_culprit(witnesses)
+    late = max(witnesses, key=lambda witness: witness.seconds - witness.limit_seconds)
     state = f"{culprit.state} in" if culprit.state else "in"
     what = f"rank {culprit.rank} does not go on: {state} {culprit.place} for {culprit.seconds:.1f} s."
     if culprit.waits_for is not None and all(witness.rank != culprit.waits_for for witness in witnesses):
@@ -246,15 +245,11 @@ def hang_error(witnesses: list[Witness]) -> HangError:
     return HangError(
         what,
         where=f"host {culprit.host}, process {culprit.pid}",
-        why=_why(witnesses),
+        why=f"rank {late.rank} is in {late.place} for {late.seconds:.1f} s, "
+        f"and the limit is {late.limit_seconds:.1f} s",
         fix="look at the stacks below; if that was work and no hang, raise --watchdog.limit_seconds or "
         "--watchdog.startup_seconds",
     )
-
-
-def _why(witnesses: list[Witness]) -> str:
-    late = max(witnesses, key=lambda witness: witness.seconds - witness.limit_seconds)
-    return f"rank {late.rank} is in {late.place} for {late.seconds:.1f} s, and the limit is {late.limit_seconds:.1f} s"
 
 
 _POLL_SECONDS = 0.2
@@ -304,8 +299,7 @@ def _private_folder(run_dir: Path) -> Path:
     name = hashlib.sha256(repr(start).encode()).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"crius-{os.getuid()}-{name}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+    if not is_private_folder(folder):
         raise PermissionError(f"{folder} is not ours alone")
     return folder
 

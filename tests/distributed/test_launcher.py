@@ -18,8 +18,8 @@ import torch.distributed as dist
 import crius
 from crius.launch.environment import joined_placement
 from crius.launch.local import run_single, run_workers
+from crius.launch.report import leave
 from crius.launch.status import status
-from crius.launch.worker import leave
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

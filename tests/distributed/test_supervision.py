@@ -19,11 +19,10 @@ import torch.distributed as dist
 from crius.config.operation import LaunchConfig, WatchdogConfig
 from crius.errors import DataError, HangError
 from crius.launch import stop
-from crius.launch.crew import Attempt, History, Supervision, caught_signals, reason_to_stop
+from crius.launch.crew import Attempt, History, Supervision, reason_to_stop
 from crius.launch.local import run_workers
-from crius.launch.report import Blame, Failure
+from crius.launch.report import Blame, Failure, leave
 from crius.launch.status import status
-from crius.launch.worker import leave
 from crius.signals import STOP_SIGNALS
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks with torch imported")
@@ -297,7 +296,7 @@ def test_the_signals_of_a_run_are_caught_before_anything_slow_is_imported(verb, 
 
 def test_what_comes_twice_at_once_is_one_signal_to_the_launcher():
     moments = iter((10.0, 10.02, 10.32))
-    with caught_signals(lambda: next(moments)) as stops:
+    with stop.caught_signals(lambda: next(moments)) as stops:
         for _ in range(3):
             os.kill(os.getpid(), signal.SIGTERM)
         assert [stop.monotonic for stop in stops] == [10.0, 10.32]

@@ -20,10 +20,10 @@ from crius.errors import HangError
 from crius.launch.crew import Supervision
 from crius.launch.environment import Placement
 from crius.launch.local import run_single, run_workers
+from crius.launch.report import leave
 from crius.launch.status import Heartbeat, status
 from crius.launch.watchdog import Hang, Watch, Witness, choose_culprit, hang_error, limit_seconds
 from crius.launch.witness import Collective
-from crius.launch.worker import leave
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

@@ -21,7 +21,7 @@ import pytest
 
 import crius
 from crius.errors import DataError, LayoutError
-from crius.launch import crew, local, worker
+from crius.launch import crew, local
 from crius.launch.local import scratch_folder
 from crius.launch.status import status
 
@@ -406,7 +406,7 @@ def main(name, num_ranks, run_dir, *options):
     if "spawn" in options:
         crew._Process = multiprocessing.get_context("spawn").Process
     if "poll" in options:  # as on a system whose kernel cannot tie a process to its parent
-        worker._PR_SET_PDEATHSIG = 9999
+        crew._PR_SET_PDEATHSIG = 9999
     seconds = dict(option.split("=") for option in options if "=" in option)
     return local.run_workers(
         globals()[name],
