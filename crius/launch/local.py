@@ -21,16 +21,7 @@ from pathlib import Path
 
 from crius.config.operation import WatchdogConfig
 from crius.errors import EnvironmentError
-from crius.launch.crew import (
-    Attempt,
-    Crew,
-    Exit,
-    History,
-    Supervision,
-    attempt,
-    reason_to_stop,
-    worker_processes,
-)
+from crius.launch.crew import Attempt, Crew, Exit, History, Supervision, attempt, reason_to_stop, worker_processes
 from crius.launch.environment import Placement
 from crius.launch.report import (
     Blame,
@@ -148,18 +139,13 @@ class _Run:
                 target, num_ranks = self.supervision.assignment(self.number)
             if self.supervision.watchdog.enable:
                 watch = Watch(self.supervision.watchdog, self.started)
-        self.crew.start(
-            worker_processes(
-                target,
-                num_ranks,
-                self.log_dir,
-                self.folder,
-                self.threads,
-                number=self.number,
-                is_watched=watch is not None,
-                takes_signals=self.supervision is not None,
-            )
+        processes = worker_processes(
+            *(target, num_ranks, self.log_dir, self.folder, self.threads),
+            number=self.number,
+            is_watched=watch is not None,
+            takes_signals=self.supervision is not None,
         )
+        self.crew.start(processes)
         self._supervise(watch)
 
     def _supervise(self, watch: Watch | None) -> None:

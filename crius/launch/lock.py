@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from crius.errors import ConfigError, EnvironmentError
@@ -23,27 +22,6 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _MAX_BYTES = 4096
 _LOOK_SECONDS = 1.0
 _MAX_TAKEN = 3  # a second run that is refused for another reason frees the folder at once
-
-
-@dataclass(frozen=True)
-class Holder:
-    """The process that has a run folder.
-
-    Attributes:
-        pid: its process id.
-        host: its host.
-        started: when it took the folder, ISO 8601 with the offset from UTC.
-        command: its verb, such as ``train``.
-    """
-
-    pid: int
-    host: str
-    started: str
-    command: str
-
-    def __str__(self) -> str:
-        place = "this host" if self.host == platform.node() else f"host {self.host}"
-        return f"crius {self.command}, process {self.pid} on {place}, since {self.started}"
 
 
 class RunLock:
@@ -71,9 +49,10 @@ class RunLock:
             os.close(file)
             raise error
         now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+        holder = {"pid": os.getpid(), "host": platform.node(), "started": now, "command": self._command}
         with contextlib.suppress(OSError):  # a full disk: then the holder is not known
             os.ftruncate(file, 0)
-            os.pwrite(file, json.dumps(asdict(Holder(os.getpid(), platform.node(), now, self._command))).encode(), 0)
+            os.pwrite(file, json.dumps(holder).encode(), 0)
         _OURS.add(file)
         return file
 
@@ -207,18 +186,15 @@ def _take(file: int) -> bool:
 
 
 def _taken(run_dir: Path, file: int) -> ConfigError:
-    holder = _holder(file)
+    who, kill = "a process that has not said who it is", ""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        holder = json.loads(os.pread(file, _MAX_BYTES, 0))
+        pid, place = int(holder["pid"]), "this host" if holder["host"] == platform.node() else f"host {holder['host']}"
+        who = f"crius {holder['command']}, process {pid} on {place}, since {holder['started']}"
+        kill = f" (kill {pid} there)"
     return ConfigError(
-        f"another run writes to {run_dir}: {holder or 'a process that has not said who it is'}.",
+        f"another run writes to {run_dir}: {who}.",
         where="--job.run_dir",
         why="two runs in one folder would mix their checkpoints and metrics",
-        fix="wait for it, stop it" + (f" (kill {holder.pid} there)" if holder else "") + ", or give another folder",
+        fix=f"wait for it, stop it{kill}, or give another folder",
     )
-
-
-def _holder(file: int) -> Holder | None:
-    try:
-        record = json.loads(os.pread(file, _MAX_BYTES, 0))
-        return Holder(int(record["pid"]), str(record["host"]), str(record["started"]), str(record["command"]))
-    except (OSError, ValueError, KeyError, TypeError):
-        return None

@@ -319,16 +319,19 @@ def _watch(config: WatchdogConfig, placement: Placement, run_dir: Path, folder: 
             report = report_of(hang.error, placement.rank)
             report_to_torchrun(report, os.environ)
             write_report(report, run_dir / "logs")
-            _end(pids, folder)
+            for pid in pids.values():
+                if pid != os.getpid():
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+            _remove(folder)
             leave(hang.error.exit_code)
 
 
 def _is_first(folder: Path) -> bool:
-    try:
+    with contextlib.suppress(FileExistsError):
         (folder / _FOUND).touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _pids(folder: Path) -> dict[int, int]:
@@ -340,14 +343,6 @@ def _pids(folder: Path) -> dict[int, int]:
             os.kill(pid, 0)
             found[int(path.stem.removeprefix("rank-"))] = pid
     return found
-
-
-def _end(pids: dict[int, int], folder: Path) -> None:
-    for pid in pids.values():
-        if pid != os.getpid():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-    _remove(folder)
 
 
 def _remove(folder: Path) -> None:

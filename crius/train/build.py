@@ -21,7 +21,7 @@ from crius.config.low_precision import (
     table,
 )
 from crius.config.pipeline import describe_microbatches, describe_stages, num_stages, placement, split_stages
-from crius.config.resolve import BatchSizes, loss_chunks
+from crius.config.resolve import BatchSizes, LossChunks, loss_chunks
 from crius.config.run import RunConfig
 from crius.config.training import DenseQuantizeConfig, OptimizerConfig
 from crius.kernels.linear_cross_entropy import Chunks
@@ -147,66 +147,31 @@ def planned(config: RunConfig, facts: ModelDescription, *, accelerated: bool, em
         accelerated: whether the device has such matmuls.
         emulated: why they are emulated; empty where they are not.
     """
-    plan = facts.plan
-    return LowPrecision(config.quantize.dense, linear_choices(config, facts, plan, accelerated=accelerated), emulated)
+    choices = linear_choices(config, facts, facts.plan, accelerated=accelerated)
+    return LowPrecision(config.quantize.dense, choices, emulated)
 
 
-@dataclass(frozen=True)
-class LossChoice:
-    """What ``[kernels] linear_cross_entropy`` comes to.
-
-    Attributes:
-        chunks: None where all logits are computed first.
-        reason: why, in a few words.
-    """
-
-    chunks: Chunks | None
-    reason: str
-
-    def line(self, num_tokens: int, vocabulary: int, itemsize: int) -> str:
-        """What to log of a microbatch of ``num_tokens`` with logits of ``itemsize`` bytes over a ``vocabulary``."""
-        name = "linear_cross_entropy"
-        logits = num_tokens * vocabulary
-        if self.chunks is None:
-            return f"{name}: off ({self.reason}): {_mib(logits * itemsize)} of logits a microbatch"
-        tokens = min(num_tokens, self.chunks.tokens)
-        eager = logits * 3 * 4  # in its backward: log-softmax, the gradient of that, the gradient of the logits
-        here = tokens * vocabulary * itemsize + min(tokens, self.chunks.block_tokens) * vocabulary * 4
-        return (
-            f"{name}: chunked ({self.reason}): at most {tokens:,} of {num_tokens:,} tokens at a time, "
-            f"{_mib(here)} of logits instead of {_mib(eager)}"
-        )
+def describe_loss(chunks: LossChunks, num_tokens: int, vocabulary: int, itemsize: int) -> str:
+    """What to log of a microbatch of ``num_tokens`` with logits of ``itemsize`` bytes over a ``vocabulary``."""
+    name, logits = "linear_cross_entropy", num_tokens * vocabulary
+    if chunks.tokens is None:
+        return f"{name}: off ({chunks.reason}): {_mib(logits * itemsize)} of logits a microbatch"
+    tokens = min(num_tokens, chunks.tokens)
+    eager = logits * 3 * 4  # in its backward: log-softmax, the gradient of that, the gradient of the logits
+    here = tokens * vocabulary * itemsize + min(tokens, chunks.block_tokens) * vocabulary * 4
+    return (
+        f"{name}: chunked ({chunks.reason}): at most {tokens:,} of {num_tokens:,} tokens at a time, "
+        f"{_mib(here)} of logits instead of {_mib(eager)}"
+    )
 
 
-def choose_loss(
-    config: RunConfig,
-    facts: ModelDescription,
-    device_type: str,
-    *,
-    num_ranks: int = 1,
-    in_low_precision: bool = False,
-) -> LossChoice:
-    """What ``[kernels] linear_cross_entropy`` comes to.
-
-    Args:
-        config: the run; its rules have been checked.
-        facts: sizes of the model.
-        device_type: ``cpu`` or ``cuda``.
-        num_ranks: tensor-parallel ranks that the vocabulary is split over.
-        in_low_precision: the output layer is.
-    """
-    device: Literal["cpu", "cuda"] = "cuda" if device_type == "cuda" else "cpu"
-    found = loss_chunks(config, facts.vocab_size, device, num_ranks=num_ranks, in_low_precision=in_low_precision)
-    return LossChoice(None if found.tokens is None else Chunks(found.tokens, found.block_tokens), found.reason)
-
-
-def set_up_loss(part: nn.Module, choice: LossChoice, config: RunConfig) -> None:
-    """Have a part of the model compute its loss as chosen; where asked for, compiled."""
+def set_up_loss(part: nn.Module, chunks: LossChunks, config: RunConfig) -> None:
+    """Have a part of the model compute its loss in ``chunks``; where asked for, compiled."""
     loss = loss_of(part)
-    loss.chunks = choice.chunks
+    loss.chunks = None if chunks.tokens is None else Chunks(chunks.tokens, chunks.block_tokens)
     if config.compile.enable and config.compile.loss:
         loss.token_losses = compile_loss(loss.token_losses, config.compile)
-        loss.chunks = choice.chunks and replace(choice.chunks, score=compile_loss(choice.chunks.score, config.compile))
+        loss.chunks = loss.chunks and replace(loss.chunks, score=compile_loss(loss.chunks.score, config.compile))
 
 
 def _mib(size: int) -> str:
@@ -271,11 +236,12 @@ def build_part(
     return part, applied, converted
 
 
-def run_loss(job: Job, precision: LowPrecision | None) -> LossChoice:
-    """How the run computes its loss, the same on every rank."""
+def run_loss(job: Job, precision: LowPrecision | None) -> LossChunks:
+    """How the run cuts its loss, the same on every rank."""
     in_low_precision = precision is not None and converts_output(precision.choices, job.facts.plan)
-    device_type, tp = job.mesh.fsdp.device_type, job.mesh.layout.tp
-    return choose_loss(job.config, job.facts, device_type, num_ranks=tp, in_low_precision=in_low_precision)
+    device: Literal["cpu", "cuda"] = "cuda" if job.mesh.fsdp.device_type == "cuda" else "cpu"
+    tp, vocab_size = job.mesh.layout.tp, job.facts.vocab_size
+    return loss_chunks(job.config, vocab_size, device, num_ranks=tp, in_low_precision=in_low_precision)
 
 
 def build_model(job: Job) -> Built:
@@ -314,7 +280,8 @@ def build_runner(job: Job, built: Built) -> Runner:
     mesh, sizes, parallelism, training = job.mesh, job.sizes, job.config.parallelism, job.config.training
     itemsize = getattr(torch, training.mixed_precision_param).itemsize
     vocabulary = -(-job.facts.vocab_size // mesh.layout.tp)
-    log.info("%s", run_loss(job, built.precision).line(sizes.local * job.num_tokens, vocabulary, itemsize))
+    chunks = run_loss(job, built.precision)
+    log.info("%s", describe_loss(chunks, sizes.local * job.num_tokens, vocabulary, itemsize))
     if mesh.pp is None:
         sync = GradientSync(built.parts[0], parallelism, training, mesh)
         if training.reproducible:

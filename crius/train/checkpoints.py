@@ -136,13 +136,8 @@ class Checkpoints:
             self.saver.prune()  # a kill between a commit and what follows it leaves more than are to be kept
         step = self._parts.state.step
         if self._ranks.rank == 0:
-            log.info(
-                "resume: step %d of %s, saved on %s, %.1f s",
-                step,
-                found.folder.disk.where,
-                found.manifest.layout,
-                time.monotonic() - begin,
-            )
+            where, seconds = found.folder.disk.where, time.monotonic() - begin
+            log.info("resume: step %d of %s, saved on %s, %.1f s", step, where, found.manifest.layout, seconds)
         self._last_saved = step if found.folder is self.folder else -1
         self._last_time = time.monotonic()
         self._run_id = found.manifest.run_id
@@ -350,21 +345,13 @@ class Checkpoints:
             parts.loader.start_at(parts.state.step)
         missing = [name for name in ("data", "stability") if name not in state]
         if missing and self._ranks.rank == 0:
-            log.warning(
-                "resume: the checkpoint has no %s: step %d, data from sample %d on",
-                ", ".join(missing),
-                parts.state.step,
-                parts.loader.state_dict()["next_sample"],
-            )
+            lacks, step, sample = ", ".join(missing), parts.state.step, parts.loader.state_dict()["next_sample"]
+            log.warning("resume: the checkpoint has no %s: step %d, data from sample %d on", lacks, step, sample)
         if "stability" in state:
             parts.guard.load(state["stability"])
-        threads = state.get("run", {}).get("threads")
-        if threads not in (None, torch.get_num_threads()) and self._ranks.device.type == "cpu":
-            log.warning(
-                "resume: %d threads, saved with %d: sums on a CPU differ in their last bits",
-                torch.get_num_threads(),
-                threads,
-            )
+        saved, now = state.get("run", {}).get("threads"), torch.get_num_threads()
+        if saved not in (None, now) and self._ranks.device.type == "cpu":
+            log.warning("resume: %d threads, saved with %d: sums on a CPU differ in their last bits", now, saved)
 
     def _set_aside_later(self, found: Found) -> None:
         """Keep what lies after the step to go on from, under another name: those steps come again."""

@@ -44,14 +44,9 @@ class Effect:
         """Whether it was asked for and did nothing."""
         return self.count == 0 and self.total != 0
 
-    @property
-    def body(self) -> str:
-        """The line without the name."""
-        of_total = "" if self.total is None else f" of {self.total}"
-        return f"{self.count}{of_total} {self.what}" + (f" ({self.reason})" if self.reason else "")
-
     def __str__(self) -> str:
-        return f"{self.name}: {self.body}"
+        of_total = "" if self.total is None else f" of {self.total}"
+        return f"{self.name}: {self.count}{of_total} {self.what}" + (f" ({self.reason})" if self.reason else "")
 
 
 def check(effects: Sequence[Effect], strict: bool, *, rank: int = 0) -> None:
@@ -113,16 +108,9 @@ def of_low_precision(precision: LowPrecision, parts: Sequence[Converted], shards
         shards: ranks that FSDP splits a weight over.
     """
     dense, name = precision.dense, kind(precision.dense)
-    what = summary(precision.choices).partition(" ")[2]
-    effects = [
-        Effect(
-            name=name,
-            flag=f"--quantize.dense.{name}.enable",
-            count=sum(part.linears for part in parts),
-            what=what,
-            reason=precision.how,
-        )
-    ]
+    what, linears = summary(precision.choices).partition(" ")[2], sum(part.linears for part in parts)
+    flag = f"--quantize.dense.{name}.enable"
+    effects = [Effect(name=name, flag=flag, count=linears, what=what, reason=precision.how)]
     if name == "float8" and dense.float8.enable_fsdp_float8_all_gather:
         scales = "of all at once after each update" if dense.float8.precompute_scale else "one by one"
         how = f"scales {scales}" if shards > 1 else "cast, not sent: each rank has whole weights"
@@ -133,7 +121,7 @@ def of_low_precision(precision: LowPrecision, parts: Sequence[Converted], shards
                 name="float8_all_gather",
                 flag="--quantize.dense.float8.enable_fsdp_float8_all_gather",
                 count=sum(part.gathered for part in parts),
-                total=sum(part.linears for part in parts),
+                total=linears,
                 what="weights are gathered in float8",
                 reason=how,
             )
@@ -219,18 +207,15 @@ class EffectWatch:
     """Effect counts of one run. Make it before anything is compiled.
 
     Args:
-        config: which optimisations are on.
-        mesh: tensor-parallel ranks and pipeline stages.
-        ranks: all ranks.
+        job: the run; says which optimisations are on.
         strict: an optimisation without effect ends the run.
     """
 
     def __init__(self, job: Job, *, strict: bool) -> None:
-        config, mesh, ranks = job.config, job.mesh, job.ranks
-        self._config, self._mesh, self._ranks, self._strict = config, mesh, ranks, strict
-        self._report = CompileReport(config.compile) if config.compile.enable else None
-        is_async = config.parallelism.enable_async_tensor_parallel and mesh.tp is not None
-        self._async = enable_async_tensor_parallel(mesh.tp, ranks.device.type) if is_async and mesh.tp else None
+        self._config, self._layout, self._ranks, self._strict = job.config, job.mesh.layout, job.ranks, strict
+        self._report = CompileReport(job.config.compile) if job.config.compile.enable else None
+        is_async, tp = job.config.parallelism.enable_async_tensor_parallel, job.mesh.tp
+        self._async = enable_async_tensor_parallel(tp, job.ranks.device.type) if is_async and tp is not None else None
         self._blocks = 0
         self._checkpointed: list[CheckpointedBlocks] = []
 
@@ -246,7 +231,7 @@ class EffectWatch:
         if built.precision:
             for line in built.precision.lines():
                 log.info("%s", line)
-            effects += of_low_precision(built.precision, built.converted, self._mesh.layout.fsdp)
+            effects += of_low_precision(built.precision, built.converted, self._layout.fsdp)
             if not self._report and self._ranks.rank == 0:
                 log.warning("%s", _UNCOMPILED)
         if self._config.activation_checkpoint.mode != "none":
@@ -287,4 +272,4 @@ class EffectWatch:
 
     def _check(self, effects: list[Effect]) -> None:
         if effects:
-            check(over_stages(effects, self._ranks, self._mesh.layout.pp), self._strict, rank=self._ranks.rank)
+            check(over_stages(effects, self._ranks, self._layout.pp), self._strict, rank=self._ranks.rank)

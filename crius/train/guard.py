@@ -25,24 +25,19 @@ ADVICE = "lower --optimizer.lr, lengthen --lr_scheduler.warmup_steps, or look at
 NAMED = 3
 """Weights that a message names; it counts the others."""
 
-LIMIT = "which is --stability.max_consecutive"
+IN_A_ROW = {"skips": "such steps in a row", "rollbacks": "returns to the same weights", "spikes": "spikes in a row"}
+"""Kinds of steps that are counted until a step is none of the kind."""
 
 log = logging.getLogger("crius.train")
 
 
+@dataclass(frozen=True)
 class _Unseen:
-    """A result whose numbers are on their way to the host, with the learning rates of its update."""
+    """A result whose loss and gradient norm, ``totals``, are on their way to the host, and its learning rates."""
 
-    def __init__(self, result: StepResult, optimizer: torch.optim.Optimizer) -> None:
-        self.result = result
-        groups = enumerate(optimizer.param_groups)
-        self.lr = {str(group.get("name", index)): float(group["lr"]) for index, group in groups}
-        self._totals = Late(torch.stack((result.loss, result.grad_norm)))
-
-    def read(self) -> tuple[float, float]:
-        """Loss and gradient norm; waits for the device only as far as it has not computed them yet."""
-        loss, grad_norm = self._totals.read()
-        return loss, grad_norm
+    result: StepResult
+    lr: dict[str, float]
+    totals: Late
 
 
 @dataclass(frozen=True)
@@ -97,14 +92,8 @@ class UpdateGuard:
         self._gradients = gradients
         self._names = [name for name, _ in parameters]
         self._world = world
-        places = {name: place for place, name in enumerate(all_names)}
-        self._reporter = IncidentReporter(
-            all_names,
-            [places[name] for name, _ in parameters],
-            gradients.squared_weight_norms,
-            world,
-            run_dir / "incidents",
-        )
+        norms = gradients.squared_weight_norms
+        self._reporter = IncidentReporter(all_names, self._names, norms, world, run_dir / "incidents")
         self._monitor = SpikeMonitor(config.spike_zscore, config.window) if config.spike != "off" else None
         self._buffers = named_buffers(state.parts, persistent=True)
         tensors = [tensor for _, tensor in named_state(state.parts)]
@@ -115,7 +104,7 @@ class UpdateGuard:
         self._looks_late = self._optimizer.takes_found_inf and can_wait
         self._unseen: _Unseen | None = None
         self.passed_step = 0
-        self._skips_in_a_row = self._rollbacks_in_a_row = self._spikes_in_a_row = 0
+        self._in_a_row = dict.fromkeys(IN_A_ROW, 0)
 
     def update(self, result: StepResult) -> None:
         """Apply the optimizer to the gradients that ``result`` is about, or do what the policy says.
@@ -125,7 +114,9 @@ class UpdateGuard:
             SpikeError: likewise, for a spike.
         """
         self.check()
-        self._unseen = _Unseen(result, self._optimizer)
+        groups = enumerate(self._optimizer.param_groups)
+        lr = {str(group.get("name", index)): float(group["lr"]) for index, group in groups}
+        self._unseen = _Unseen(result, lr, Late(torch.stack((result.loss, result.grad_norm))))
         if self._snapshot and not self._kept:
             self._keep(result.step - 1)
         if self._looks_late:
@@ -136,9 +127,14 @@ class UpdateGuard:
             self._optimizer.step()
             self._after_update()
             self._state.updates += 1
-            self._skips_in_a_row = 0
+            self._in_a_row["skips"] = 0
             if self._snapshot and not self._has_said_size:  # the first update made the optimizer's state
-                self._say_size(self._snapshot)
+                self._has_said_size = True
+                log.info(
+                    "rollback: weights and optimizer state are kept every %d updates, %.2f GiB of host memory a rank",
+                    self._config.snapshot_interval,
+                    self._snapshot.num_bytes() / GIB,
+                )
         self._optimizer.zero_grad()
 
     def before_save(self) -> None:
@@ -182,20 +178,16 @@ class UpdateGuard:
 
     def state(self) -> dict[str, Any]:
         """What the guard knows of the steps so far, as JSON."""
-        return {
-            "window": self._monitor.state() if self._monitor else {},
-            "skips_in_a_row": self._skips_in_a_row,
-            "rollbacks_in_a_row": self._rollbacks_in_a_row,
-            "spikes_in_a_row": self._spikes_in_a_row,
-        }
+        return {"window": self._window()} | {f"{kind}_in_a_row": count for kind, count in self._in_a_row.items()}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Take back what ``state`` gave."""
         if self._monitor:
             self._monitor.load(state["window"])
-        self._skips_in_a_row = state["skips_in_a_row"]
-        self._rollbacks_in_a_row = state["rollbacks_in_a_row"]
-        self._spikes_in_a_row = state["spikes_in_a_row"]
+        self._in_a_row = {kind: state[f"{kind}_in_a_row"] for kind in IN_A_ROW}
+
+    def _window(self) -> dict[str, list[float]]:
+        return self._monitor.state() if self._monitor else {}
 
     def check(self) -> bool:
         """Look at the last result that was not looked at yet; whether its update is to be made.
@@ -213,7 +205,7 @@ class UpdateGuard:
 
     def _judge(self, unseen: _Unseen) -> bool:
         """Do what the policy says; whether the update is to be made."""
-        loss, grad_norm = unseen.read()
+        loss, grad_norm = unseen.totals.read()
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             self._on_nonfinite(unseen, loss, grad_norm)
             return False
@@ -223,19 +215,13 @@ class UpdateGuard:
         if self._monitor.spikes(scores):
             return self._on_spike(unseen, scores, self._monitor)
         self._monitor.accept(loss, grad_norm)
-        self._spikes_in_a_row = 0
+        self._in_a_row["spikes"] = 0
         return True
 
     def _on_nonfinite(self, unseen: _Unseen, loss: float, grad_norm: float) -> None:
         policy, step = self._config.nonfinite, unseen.result.step
-        counted = ""
-        if policy == "skip":
-            counted = self._count_skip()
-        elif policy == "rollback":
-            self._rollbacks_in_a_row += 1
-            if self._rollbacks_in_a_row >= self._config.max_consecutive:
-                counted = f"{self._rollbacks_in_a_row} returns to the same weights, {LIMIT}"
-        stops = policy == "stop" or bool(counted)
+        too_many = "" if policy == "stop" else self._count({"skip": "skips", "rollback": "rollbacks"}[policy])
+        stops = policy == "stop" or bool(too_many)
         action = "stopped" if stops else "skipped" if policy == "skip" else "rolled back"
         facts = self._facts(unseen, "non-finite", action, loss, grad_norm)
         culprit = self._reporter.nonfinite(unseen.result, facts)
@@ -245,7 +231,7 @@ class UpdateGuard:
             raise NonFiniteError(
                 f"step {step}: {what}.",
                 where=f"samples {culprit.samples}, full report in {path}",
-                why=_join("the update was not applied: it would have spread to every weight", counted),
+                why=f"the update was not applied: it would have spread to every weight{too_many}",
                 fix=ADVICE,
             )
         if policy == "skip":
@@ -256,9 +242,9 @@ class UpdateGuard:
     def _on_spike(self, unseen: _Unseen, scores: dict[str, Score], monitor: SpikeMonitor) -> bool:
         """Do what the policy says; whether the update is to be made."""
         policy, step = self._config.spike, unseen.result.step
-        self._spikes_in_a_row += 1
-        counted = self._count_skip() if policy == "skip" else ""
-        stops = policy == "stop" or bool(counted)
+        is_new_level = bool(self._count("spikes"))
+        too_many = self._count("skips") if policy == "skip" else ""
+        stops = policy == "stop" or bool(too_many)
         action = "stopped" if stops else "skipped" if policy == "skip" else "warned"
         facts = self._facts(unseen, "spike", action, scores["loss"].value, scores["grad_norm"].value)
         self._reporter.spike(unseen.result, scores, facts)
@@ -268,16 +254,16 @@ class UpdateGuard:
             raise SpikeError(
                 f"step {step}: {what} is a spike.",
                 where=f"full report in {path}",
-                why=_join(f"z reached {self._config.spike_zscore:g}; the update was not applied", counted),
+                why=f"z reached {self._config.spike_zscore:g}; the update was not applied{too_many}",
                 fix=f"{ADVICE}; --stability.spike skip leaves such steps out",
             )
         if policy == "skip":
             self._skip(step, "spike", what)
             return False
         self._warn(f"step {step} is a spike: {what}; the update is made, see {path}")
-        if self._spikes_in_a_row >= self._config.max_consecutive:
-            self._warn(f"{self._spikes_in_a_row} spikes in a row are a new level: the window starts anew")
-            self._spikes_in_a_row = 0
+        if is_new_level:
+            self._warn(f"{self._in_a_row['spikes']} spikes in a row are a new level: the window starts anew")
+            self._in_a_row["spikes"] = 0
             monitor.restart()
         return True
 
@@ -287,11 +273,12 @@ class UpdateGuard:
         values = {"loss": loss, "grad_norm": grad_norm, "lr": unseen.lr}
         return {"step": unseen.result.step, "kind": kind, "action": action, **values}
 
-    def _count_skip(self) -> str:
-        """Count a step to be skipped; why the run has to stop instead, if it has to."""
-        self._skips_in_a_row += 1
-        is_limit = self._skips_in_a_row >= self._config.max_consecutive
-        return f"{self._skips_in_a_row} such steps in a row, {LIMIT}" if is_limit else ""
+    def _count(self, kind: str) -> str:
+        """Count one more step of a kind of ``IN_A_ROW``; the end of the reason to stop, where they are too many."""
+        self._in_a_row[kind] += 1
+        count = self._in_a_row[kind]
+        is_limit = count >= self._config.max_consecutive
+        return f"; {count} {IN_A_ROW[kind]}, which is --stability.max_consecutive" if is_limit else ""
 
     def _skip(self, step: int, kind: str, what: str) -> None:
         self._state.skipped_steps += 1
@@ -314,21 +301,9 @@ class UpdateGuard:
     def _keep(self, step: int) -> None:
         assert self._snapshot
         self._snapshot.take()
-        self._kept = _Kept(step, self._state.updates, self._monitor.state() if self._monitor else {})
-        self._rollbacks_in_a_row = 0
-
-    def _say_size(self, snapshot: Snapshot) -> None:
-        self._has_said_size = True
-        log.info(
-            "rollback: weights and optimizer state are kept every %d updates, %.2f GiB of host memory a rank",
-            self._config.snapshot_interval,
-            snapshot.num_bytes() / GIB,
-        )
+        self._kept = _Kept(step, self._state.updates, self._window())
+        self._in_a_row["rollbacks"] = 0
 
     def _warn(self, text: str) -> None:
         if self._world.rank == 0:
             log.warning("%s", text)
-
-
-def _join(*reasons: str) -> str:
-    return "; ".join(filter(None, reasons))

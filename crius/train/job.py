@@ -163,13 +163,7 @@ def _run(loop: Loop, run_dir: Path, placement: Placement, watch: PlanSink | None
 
 
 def assemble(
-    job: Job,
-    corpus: Corpus,
-    run_dir: Path,
-    ledger: TimeLedger,
-    stack: contextlib.ExitStack,
-    *,
-    strict: bool = False,
+    job: Job, corpus: Corpus, run_dir: Path, ledger: TimeLedger, stack: contextlib.ExitStack, *, strict: bool = False
 ) -> Loop:
     """Model, optimizer, data and reports, joined into the loop. What the machine decides of ``job`` is decided."""
     config, facts, mesh, ranks, training = job.config, job.facts, job.mesh, job.ranks, job.config.training
@@ -306,34 +300,21 @@ def _log_run(job: Job, run_dir: Path, corpus: Corpus) -> None:
     config, facts, layout, device = job.config, job.facts, job.mesh.layout, job.ranks.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
-    log.info(
-        "crius %s, torch %s, %s (%s%s), run %s",
-        crius.__version__,
-        torch.__version__,
-        device.type,
-        name,
-        threads,
-        run_dir,
-    )
-    log.info("kernels: %s", kernels.current())
-    log.info("mesh: %s = %d ranks", layout.axes, layout.num_ranks)
-    log.info(
-        "model: %s/%s, %s parameters, %s in matmuls",
-        config.model.name,
-        config.model.flavor,
-        f"{facts.num_parameters:,}",
-        f"{facts.matmul_parameters:,}",
-    )
-    log.info("model: %s", describe_rows(config, facts.vocab_size, corpus.tokenizer.vocab_size))
-    for line in corpus.description:
-        log.info("data: %s", line)
+    model, sizes = config.model, job.sizes
+    lines = [
+        f"crius {crius.__version__}, torch {torch.__version__}, {device.type} ({name}{threads}), run {run_dir}",
+        f"kernels: {kernels.current()}",
+        f"mesh: {layout.axes} = {layout.num_ranks} ranks",
+        f"model: {model.name}/{model.flavor}, {facts.num_parameters:,} parameters, "
+        f"{facts.matmul_parameters:,} in matmuls",
+        f"model: {describe_rows(config, facts.vocab_size, corpus.tokenizer.vocab_size)}",
+        *(f"data: {line}" for line in corpus.description),
+    ]
+    for line in lines:
+        log.info("%s", line)
     if job.ranks.rank == 0:
         log_save_plan(config, run_dir)
     log.info(
         "batch: %d sequences of %d tokens a step = %d a microbatch x %d data-parallel ranks x %d microbatches",
-        job.sizes.total,
-        config.training.seq_len,
-        job.sizes.local,
-        layout.batch,
-        job.sizes.accumulation,
+        *(sizes.total, config.training.seq_len, sizes.local, layout.batch, sizes.accumulation),
     )

@@ -5,17 +5,19 @@ random numbers, and compares the loss and each FSDP unit's gradient, as this ran
 of others. The other compares the weights and buffers of ranks that hold the same shard.
 """
 
+import contextlib
 import itertools
 import logging
 import math
 import platform
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from crius.config.operation import SdcConfig
 from crius.data.loader import Batch
 from crius.errors import CorruptionError
 from crius.parallel.fsdp import plan_units, show_gradients
@@ -190,17 +192,13 @@ class SdcCheck:
     """The checks that are on, at their steps; says what the first of each took.
 
     Args:
+        config: with the steps from one check to the next.
         recompute: None where it is off.
-        recompute_interval: steps from one to the next.
         replicas: None where it is off.
-        replica_interval: steps from one to the next.
     """
 
-    def __init__(
-        self, recompute: Recompute | None, recompute_interval: int, replicas: Replicas | None, replica_interval: int
-    ) -> None:
-        self._recompute, self._recompute_interval = recompute, recompute_interval
-        self._replicas, self._replica_interval = replicas, replica_interval
+    def __init__(self, config: SdcConfig, recompute: Recompute | None, replicas: Replicas | None) -> None:
+        self._config, self._recompute, self._replicas = config, recompute, replicas
         self._said: set[str] = set()
 
     def before_step(self, step: int, batch: Batch) -> None:
@@ -209,10 +207,9 @@ class SdcCheck:
         Raises:
             CorruptionError: a rank computed something else the second time.
         """
-        if self._recompute and step % self._recompute_interval == 0:
-            begin = time.monotonic()
-            self._recompute.check(step, batch)
-            self._say("recompute", "bits identical", begin, self._recompute_interval)
+        if self._recompute and step % self._config.recompute_interval == 0:
+            with self._timed("recompute: bits identical", self._config.recompute_interval):
+                self._recompute.check(step, batch)
 
     def after_step(self, step: int) -> None:
         """Call when the weights have the update of ``step``.
@@ -220,15 +217,17 @@ class SdcCheck:
         Raises:
             CorruptionError: replicas of a weight differ.
         """
-        if self._replicas and step % self._replica_interval == 0:
-            begin = time.monotonic()
-            self._replicas.check(step)
-            self._say("replicas", "weights identical", begin, self._replica_interval)
+        if self._replicas and step % self._config.replica_interval == 0:
+            with self._timed("replicas: weights identical", self._config.replica_interval):
+                self._replicas.check(step)
 
-    def _say(self, name: str, result: str, begin: float, interval: int) -> None:
-        if name not in self._said:  # the check waited for the device, so this is its time
-            self._said.add(name)
-            log.info("sdc: %s: %s, took %.3f s, every %d steps", name, result, time.monotonic() - begin, interval)
+    @contextlib.contextmanager
+    def _timed(self, result: str, interval: int) -> Iterator[None]:
+        begin = time.monotonic()
+        yield
+        if result not in self._said:  # the check waited for the device, so this is its time
+            self._said.add(result)
+            log.info("sdc: %s, took %.3f s, every %d steps", result, time.monotonic() - begin, interval)
 
 
 def build_sdc(job: Job, built: Built, runner: Runner) -> SdcCheck:
@@ -247,11 +246,8 @@ def build_sdc(job: Job, built: Built, runner: Runner) -> SdcCheck:
         shown = show_gradients(model, units, job.mesh, job.config.training)
         recompute = Recompute(runner, shown, named_parameters(built.parts), job.ranks)
         share = 2 / (sdc.recompute_interval * job.sizes.accumulation)
-        log.info(
-            "sdc: recompute every %d steps: 2 microbatches more, about %.2g %% of the time",
-            sdc.recompute_interval,
-            100 * share,
-        )
+        cost = f"2 microbatches more, about {100 * share:.2g} % of the time"
+        log.info("sdc: recompute every %d steps: %s", sdc.recompute_interval, cost)
     if sdc.replica_interval:
         names = [*job.facts.state_names, *job.copied]
         replicas = Replicas(named_state(built.parts), names, job.ranks, "--sdc.replica_interval")
@@ -260,4 +256,4 @@ def build_sdc(job: Job, built: Built, runner: Runner) -> SdcCheck:
             sdc.replica_interval,
             replicas.nbytes / 2**20,
         )
-    return SdcCheck(recompute, sdc.recompute_interval, replicas, sdc.replica_interval)
+    return SdcCheck(sdc, recompute, replicas)

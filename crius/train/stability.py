@@ -142,7 +142,7 @@ class IncidentReporter:
 
     Args:
         names: the parameters of the whole model, in order.
-        places: those of this rank among them; it may have two copies of one.
+        own_names: those of this rank; it may have two copies of one.
         squared_weight_norms: this rank's share of the squared norm of each of its parameters.
         world: all ranks.
         folder: where the files go; made with the first one.
@@ -151,12 +151,14 @@ class IncidentReporter:
     def __init__(
         self,
         names: Sequence[str],
-        places: Sequence[int],
+        own_names: Sequence[str],
         squared_weight_norms: Callable[[], Tensor],
         world: World,
         folder: Path,
     ) -> None:
-        self._names, self._places = list(names), list(places)
+        self._names = list(names)
+        places = {name: place for place, name in enumerate(names)}
+        self._places = [places[name] for name in own_names]
         self._squared_weight_norms = squared_weight_norms
         self._world = world
         self._folder = folder
@@ -233,16 +235,13 @@ class IncidentReporter:
 
     def _squared_norms(self, result: StepResult) -> tuple[Tensor, Tensor]:
         """Each rank's share of the squared norms of gradients and of weights, both ``(ranks, all parameters)``."""
-        gathered = [
-            self._world.gather(self._spread(squared))
-            for squared in (result.squared_norms, self._squared_weight_norms())
-        ]
-        return gathered[0], gathered[1]
+        return self._gathered(result.squared_norms), self._gathered(self._squared_weight_norms())
 
-    def _spread(self, values: Tensor) -> Tensor:
-        """Values of this rank's parameters at their places among all parameters of the model, 0 elsewhere."""
+    def _gathered(self, values: Tensor) -> Tensor:
+        """Values of each rank's parameters at their places among all parameters of the model, 0 elsewhere."""
         spread = values.new_zeros(len(self._names))
-        return spread.index_add_(0, torch.tensor(self._places, device=values.device), values)
+        spread.index_add_(0, torch.tensor(self._places, device=values.device), values)
+        return self._world.gather(spread)
 
     def _sample_ids(self, result: StepResult) -> Tensor:
         return self._world.gather(torch.tensor(result.sample_ids, device=self._world.device))
@@ -253,9 +252,8 @@ class IncidentReporter:
     def _write(self, result: StepResult, facts: Mapping[str, Any], grads: Tensor, weights: Tensor) -> None:
         if self._world.rank != 0:
             return
-        parameters = dict(
-            zip(self._names, zip(grads.sum(dim=0).tolist(), weights.sum(dim=0).tolist(), strict=True), strict=True)
-        )
+        squares = zip(grads.sum(dim=0).tolist(), weights.sum(dim=0).tolist(), strict=True)
+        parameters = dict(zip(self._names, squares, strict=True))
         layers: dict[str, tuple[float, float]] = {}
         for name, (grad, weight) in parameters.items():
             so_far = layers.get(layer_of(name), (0.0, 0.0))

@@ -83,10 +83,19 @@ def explained(run_dir: Path, rank: int, explain: Explain | None) -> Iterator[Sto
     except CriusError:
         raise
     except Exception as error:
-        found = next((one for one in _causes(error) if is_out_of_memory(one)), None)
-        if found is None:
+        cause = next(filter(is_out_of_memory, _causes(error)), None)
+        if cause is None:
             raise
-        raise _explained(story, found, explain) from error
+        where = f"{status.phase} of step {status.step}" if status.step is not None else f"{status.phase}, before step 1"
+        words = redact(str(cause)).strip().splitlines()
+        said = words[0][:300] if words else type(cause).__name__
+        asked = _ASKED.search(said)
+        more = f": {float(asked[1]) * _UNITS[asked[2]]:,.2f} GiB more were asked for." if asked else "."
+        what = f"out of memory on rank {rank} in {where}{more}"
+        if explain and story.config:
+            raise explain(story, what, said) from error
+        fix = "a smaller model, or --training.local_batch_size 1"
+        raise OutOfMemoryError(what, where=said, fix=fix) from error
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
@@ -105,18 +114,6 @@ def is_out_of_memory(error: BaseException) -> bool:
         return False
     text = str(error)
     return bool(_CPU_WORDS.search(text) or (re.search("CUDA|CUBLAS|CUDNN|NCCL|HIP", text) and _GPU_WORDS.search(text)))
-
-
-def _explained(story: Story, error: BaseException, explain: Explain | None) -> OutOfMemoryError:
-    where = f"{status.phase} of step {status.step}" if status.step is not None else f"{status.phase}, before step 1"
-    words = redact(str(error)).strip().splitlines()
-    said = words[0][:300] if words else type(error).__name__
-    asked = _ASKED.search(said)
-    more = f": {float(asked[1]) * _UNITS[asked[2]]:,.2f} GiB more were asked for." if asked else "."
-    what = f"out of memory on rank {story.rank} in {where}{more}"
-    if explain is None or story.config is None:
-        return OutOfMemoryError(what, where=said, fix="a smaller model, or --training.local_batch_size 1")
-    return explain(story, what, said)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,11 +6,12 @@ from harness import llama, parse
 from test_rules import facts_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from crius.config.resolve import loss_chunks
 from crius.config.rules_quantize import chunked_loss_has_its_layer
 from crius.kernels.linear_cross_entropy import IGNORE_INDEX, Chunks, linear_cross_entropy, reference
 from crius.models import registry
 from crius.tools.dry_run.recorder import Recorder
-from crius.train.build import choose_loss, set_up_loss
+from crius.train.build import describe_loss, set_up_loss
 from crius.train.inputs import describe_model
 
 CHUNKS = [Chunks(1, 1), Chunks(7, 3), Chunks(17, 17), Chunks(1000, 8)]  # of 34 tokens: 7 leaves a rest
@@ -138,7 +139,7 @@ def test_a_model_has_the_same_loss_and_gradients_chunked_and_off(tied):
         facts = llama(num_layers=1, dim=64, tied_embeddings=tied)
         torch.manual_seed(0)
         model = registry.build(facts)
-        set_up_loss(model, choose_loss(config, facts, "cpu"), config)
+        set_up_loss(model, loss_chunks(config, facts.vocab_size, "cpu"), config)
         tokens = torch.randint(0, facts.vocab_size, (2, 17))
         loss = model(tokens[:, :-1], None, tokens[:, 1:])
         loss.backward()
@@ -158,15 +159,16 @@ def test_a_model_has_the_same_loss_and_gradients_chunked_and_off(tied):
 )
 def test_the_log_says_what_was_chosen(flags, says):
     config = parse(flags)
-    assert says in choose_loss(config, describe_model(config), "cpu").line(1024, 2048, 4)
+    chunks = loss_chunks(config, describe_model(config).vocab_size, "cpu")
+    assert says in describe_loss(chunks, 1024, 2048, 4)
 
 
 @pytest.mark.parametrize("asked", ["chunked", "auto"])
 def test_an_output_layer_in_low_precision_has_no_chunks(asked):
     flags = ["--quantize.dense.float8.enable", "--quantize.dense.include", "output"]
     config = parse([*flags, "--kernels.linear_cross_entropy", asked])
-    choice = choose_loss(config, describe_model(config), "cpu", in_low_precision=True)
-    assert choice.chunks is None and "low precision" in choice.reason
+    chunks = loss_chunks(config, describe_model(config).vocab_size, "cpu", in_low_precision=True)
+    assert chunks.tokens is None and "low precision" in chunks.reason
     found = list(chunked_loss_has_its_layer(facts_of([*flags, "--kernels.linear_cross_entropy", asked])))
     assert len(found) == (asked == "chunked")
     if found:
@@ -190,7 +192,8 @@ def loss_bytes(function, tokens, dim, vocabulary):
 
 def test_the_loss_of_32k_tokens_takes_less_than_a_twentieth_of_the_memory():
     config = parse(["--model.flavor", "8b", "--training.mixed_precision_param", "bfloat16"])
-    chunks = choose_loss(config, describe_model(config), "cuda").chunks
+    cut = loss_chunks(config, describe_model(config).vocab_size, "cuda")
+    chunks = Chunks(cut.tokens, cut.block_tokens)
     sizes = (32768, 4096, 128256)
     eager = loss_bytes(reference, *sizes)
     chunked = loss_bytes(lambda *args: linear_cross_entropy(*args, chunks), *sizes)

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from crius.config.resolve import BatchSizes
+from crius.config.resolve import BatchSizes, loss_chunks
 from crius.config.run import RunConfig
 from crius.data.loader import BatchLoader
 from crius.errors import ConfigError
@@ -21,7 +21,7 @@ from crius.parallel.init import init_parameters
 from crius.parallel.ties import allocate
 from crius.tools.bench.contestant import Channel, Turns
 from crius.tools.bench.train_job import run_facts, wait_for
-from crius.train.build import choose_loss, set_up_loss
+from crius.train.build import set_up_loss
 from crius.train.inputs import describe_model, open_run_corpus, run_batch_sizes
 from crius.train.job import set_up_torch
 
@@ -73,7 +73,8 @@ def _run(config: RunConfig, warmup: int, channel: Channel, placement: Placement)
     model = _model(config, device)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer, schedule = _adamw(config, model), WarmupStableDecay(config.lr_scheduler, config.training.steps)
-    set_up_loss(model, choose_loss(config, describe_model(config), device.type), config)
+    chunks = loss_chunks(config, describe_model(config).vocab_size, "cuda" if device.type == "cuda" else "cpu")
+    set_up_loss(model, chunks, config)
     tokens = sizes.total * config.training.seq_len  # all of them count: only validation is padded
     turns = Turns(channel, warmup, run_facts(config, device, 1, tokens), settle=functools.partial(wait_for, device))
     done: list[Tensor] = []
