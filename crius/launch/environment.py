@@ -2,7 +2,7 @@
 
 import importlib.util
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -84,10 +84,8 @@ def _in_slurm_step(environ: Mapping[str, str]) -> bool:
 
 
 def _slurm_num_tasks(environ: Mapping[str, str]) -> int:
-    for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"):
-        if name in environ:
-            return _integer(environ, name)
-    return 1  # a batch script without --ntasks
+    names = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
+    return _first_integer(environ, names, default=1)  # none of them: a batch script without --ntasks
 
 
 def _slurm_placement(environ: Mapping[str, str]) -> Placement:
@@ -100,8 +98,11 @@ def _slurm_placement(environ: Mapping[str, str]) -> Placement:
     if environ.get("MASTER_PORT"):
         port = _integer(environ, "MASTER_PORT")
     else:  # one port a step: two steps of one job may share a node
-        step = environ.get("SLURM_STEP_ID", "0")
-        port = _FIRST_PORT + (_job_id(environ) + 997 * int(step if step.isdigit() else 0)) % _NUM_PORTS
+        job, step = (
+            _first_integer(environ, ("SLURM_JOB_ID", "SLURM_JOBID"), default=0),
+            environ.get("SLURM_STEP_ID", "0"),
+        )
+        port = _FIRST_PORT + (job + 997 * int(step if step.isdigit() else 0)) % _NUM_PORTS
     place = Placement(rank, local_rank, world_size, local_world_size, "slurm", f"tcp:{host}:{port}")
     return _checked(place, "SLURM_PROCID, SLURM_LOCALID")
 
@@ -128,10 +129,6 @@ def _slurm_tasks_here(environ: Mapping[str, str]) -> int:
     if "SLURM_NTASKS_PER_NODE" not in environ and is_one_node:
         return _slurm_num_tasks(environ)
     return _integer(environ, "SLURM_NTASKS_PER_NODE")
-
-
-def _job_id(environ: Mapping[str, str]) -> int:
-    return next((_integer(environ, name) for name in ("SLURM_JOB_ID", "SLURM_JOBID") if name in environ), 0)
 
 
 def _slurm_first_node(environ: Mapping[str, str]) -> str:
@@ -165,9 +162,12 @@ def _integer(environ: Mapping[str, str], name: str) -> int:
     return int(text)
 
 
+def _first_integer(environ: Mapping[str, str], names: Sequence[str], default: int) -> int:
+    return next((_integer(environ, name) for name in names if name in environ), default)
+
+
 def _checked(place: Placement, names: str) -> Placement:
-    ranks_fit = place.rank < place.world_size and place.local_rank < place.local_world_size <= place.world_size
-    if ranks_fit:
+    if place.rank < place.world_size and place.local_rank < place.local_world_size <= place.world_size:
         return place
     raise EnvironmentError(
         f"rank {place.rank} of {place.world_size} with local rank {place.local_rank} of {place.local_world_size} "

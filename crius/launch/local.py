@@ -96,7 +96,6 @@ class _Run:
         target: the job of one rank.
         grace_seconds: after a failure, time for the other ranks to report.
         stop_seconds: after a signal, time for the workers to save and end.
-        is_patient: after a failure the other ranks get SIGTERM before they are killed.
         threads: of a worker; None shares the cores out.
         stops: signals to this process.
     """

@@ -62,7 +62,7 @@ def messenger() -> signal.Signals:
 
 @contextlib.contextmanager
 def caught_signals(clock: Callable[[], float] = time.monotonic) -> Iterator[list[Stop]]:
-    """The list that the stop signals to this process go to, instead of ending it. What is ignored stays ignored."""
+    """Collect the stop signals to this process in the list instead of ending it. An ignored signal stays ignored."""
     stops: list[Stop] = []
 
     def note(number: int, frame: FrameType | None) -> None:

@@ -293,7 +293,7 @@ class Recovery:
             self._ledger.lose(kept)
 
     def step(self, number: int) -> None:
-        """Call after each step; says so when the first new one is done."""
+        """Call after each step; the first step that the failed attempt had not finished is logged as the recovery."""
         if not self._last or number < self._last["step"]:
             return
         last, self._last = self._last, None
