@@ -91,10 +91,8 @@ def run(
             machine = machine_of(device, placement.world_size, placement.local_world_size)
             story.begin(device, machine, config, facts)
             corpus = open_run_corpus(config, layout.batch)  # before the ranks meet, so that none waits in a collective
-            seconds = config.comm.timeout_seconds
-            ranks = stack.enter_context(
-                world(placement.rank, placement.world_size, device, placement.rendezvous, seconds)
-            )
+            meeting, seconds = placement.rendezvous, config.comm.timeout_seconds
+            ranks = stack.enter_context(world(placement.rank, placement.world_size, device, meeting, seconds))
             mesh = build_mesh(one_layout(layout, ranks), device.type)
             _log_run(Job(config, facts, mesh, ranks), run_dir, corpus)
             story.config = decided = decide(config, facts, ranks, tools.recomputation)
@@ -111,11 +109,9 @@ def run(
                 loop.after_step.append(lambda step, done: recovery.step(step))
                 samples = stack.enter_context(contextlib.closing(_sample_log(job, run_dir, corpus, loop)))
                 loop = dataclasses.replace(loop, checkpoints=checkpoints, samples=samples)
-        watch = None
         with ledger.phase("initialise"):
-            if ranks.rank == 0:
-                watch = tools.watch(decided, facts, machine, ledger, run_dir) if tools.watch else None
-                loop.reports.sinks += [*_sinks(job, run_dir, stack, loop.state.step), *([watch] if watch else [])]
+            watch = tools.watch(decided, facts, machine, ledger, run_dir) if tools.watch and ranks.rank == 0 else None
+            loop.reports.sinks += [*_sinks(job, run_dir, stack, loop.state.step), *([watch] if watch else [])]
         recovery.ready()
         _run(tools.prepare(dataclasses.replace(loop, stop=stop)), run_dir, placement, watch)
 
@@ -286,6 +282,8 @@ def _validation(job: Job, corpus: Corpus) -> Validation | None:
 
 
 def _sinks(job: Job, run_dir: Path, stack: contextlib.ExitStack, resumed_step: int) -> list[Sink]:
+    if job.ranks.rank != 0:
+        return []
     # a comment says which modules the command line named: a configuration cannot name one, for it runs no code
     imports = "".join(f"# --import {name}\n" for name in registry.IMPORTED)
     write_run_file(run_dir / "run.toml", imports + to_toml(job.config), log.warning)
