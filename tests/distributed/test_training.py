@@ -78,14 +78,15 @@ def write_implementations(config, run_dir, placement):
         for name in ("for-loop", "foreach", "fused"):
             run = replace(config, optimizer=replace(config.optimizer, implementation=name))
             with contextlib.ExitStack() as stack:
-                sinks = [Kept()]
+                records = Kept()
                 ledger = TimeLedger(time.monotonic())
                 facts = describe_model(run)
                 given = Job(decide(run, facts, ranks, None), facts, mesh, ranks)
-                loop = job.assemble(given, corpus, run_dir, ledger, sinks, stack)
+                loop = job.assemble(given, corpus, run_dir, ledger, stack)
+                loop.reports.sinks.append(records)
                 loop.run()
             weights = [local_tensor(parameter).clone() for parameter in loop.state.parts[0].parameters()]
-            losses = [record.loss for record in sinks[0]]
+            losses = [record.loss for record in records]
             base = found.setdefault("for-loop", (losses, weights))
             differences = [(a - b).abs().max().item() for a, b in zip(weights, base[1], strict=True)]
             found[name] = (losses, weights, max(differences))
