@@ -5,6 +5,7 @@ No torch here: trainers that are not Crius use this too.
 
 import json
 import os
+import re
 import resource
 import sys
 import time
@@ -32,11 +33,25 @@ def peak_rss_mib() -> float:
     Of Linux's VmHWM, which starts anew with a program; ``ru_maxrss`` begins with that of the process that started it.
     """
     try:
-        line = next(line for line in _STATUS.read_text(encoding="utf-8").splitlines() if line.startswith("VmHWM"))
-    except (OSError, StopIteration):
+        return resident_bytes("VmHWM") / (1 << 20)
+    except OSError:
         unit = 1 << 20 if sys.platform == "darwin" else 1 << 10  # of ru_maxrss: bytes there, KiB elsewhere
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
-    return int(line.split()[1]) / 1024
+
+
+def resident_bytes(field: str) -> int:
+    """A size of this process as Linux counts it.
+
+    Args:
+        field: of ``/proc/self/status``: VmRSS is resident now, VmHWM the largest so far.
+
+    Raises:
+        OSError: this system has no such field.
+    """
+    size = re.search(rf"^{field}:\s*(\d+) kB$", _STATUS.read_text(encoding="utf-8"), re.MULTILINE)
+    if size is None:
+        raise OSError(f"{_STATUS} has no {field}")
+    return int(size[1]) * 1024
 
 
 class Channel:
