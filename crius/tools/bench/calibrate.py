@@ -56,7 +56,7 @@ def _sizes(flavor: str, seq_len: int, batch: int, steps: int, **model: int) -> d
     return {"model.flavor": flavor, **{f"model.{name}": size for name, size in model.items()}, **sizes}
 
 
-_SIZES = {
+_SIZES: dict[str, tuple[dict[str, str | int], ...]] = {
     "cpu": (_sizes("debug", 256, 4, 40), _sizes("6m", 256, 4, 24, num_layers=3)),
     "cuda": (
         _sizes("1b", 2048, 4, 14, num_layers=4),

@@ -117,26 +117,17 @@ class Turns:
             Whether to train on.
         """
         self._step += 1
-        if self._step == self._warmup:
-            self._settle()
-            self._cpu, self._faults = cpu_seconds(), page_faults()
-            self._driver.answer({"ready": True, "losses": losses(), **self._facts, "peak_rss_mib": peak_rss_mib()})
-        elif self._step == self._end:
-            self._settle()
-            wall, cpu, faults = time.perf_counter() - self._began, cpu_seconds(), page_faults()
-            self._driver.answer(
-                {
-                    "steps": self._asked,
-                    "wall_seconds": wall,
-                    "cpu_seconds": cpu - self._cpu,
-                    "page_faults": faults - self._faults,
-                    "losses": losses(),
-                    "peak_rss_mib": peak_rss_mib(),
-                }
-            )
-            self._cpu, self._faults = cpu, faults
-        else:
+        if self._step not in (self._warmup, self._end):
             return True
+        self._settle()
+        wall, cpu, faults = time.perf_counter() - self._began, cpu_seconds(), page_faults()
+        if self._step == self._warmup:
+            answer = {"ready": True, "losses": losses(), **self._facts}
+        else:
+            times = {"wall_seconds": wall, "cpu_seconds": cpu - self._cpu, "page_faults": faults - self._faults}
+            answer = {"steps": self._asked, **times, "losses": losses()}
+        self._driver.answer({**answer, "peak_rss_mib": peak_rss_mib()})
+        self._cpu, self._faults = cpu, faults
         self._asked = self._driver.order()
         self._end = self._step + self._asked
         self._began = time.perf_counter()

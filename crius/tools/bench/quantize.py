@@ -156,7 +156,7 @@ def _works(
     x = torch.empty(tokens, shape.in_features, dtype=torch.bfloat16, device=device).normal_(generator=generator)
     gradient = torch.empty(tokens, shape.out_features, dtype=torch.bfloat16, device=device)
     gradient.normal_(0, 1e-3, generator=generator)
-    works = {}
+    works: dict[tuple[str, str], Callable[[], None]] = {}
     for name in (HIGH, *formats):
         dense = replace_fields(config, FORMATS[name]).quantize.dense if name != HIGH else None
         linear = make_linear(shape, dense, device, emulated)

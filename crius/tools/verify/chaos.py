@@ -267,10 +267,11 @@ def chaos(
         as_json: print JSON instead of lines.
 
     Returns:
-        0; 1 where runs differ, a kill did not come, a process is left, or a run did not end; 130 or 143 after a signal.
+        0; 1 where runs differ, a kill did not come, a process is left, or a run did not end.
 
     Raises:
         CriusError: the run is refused, an option is wrong, or the data is bad.
+        SystemExit: a signal ended it; 130 or 143.
     """
     check_positive("--timeout", timeout, "--timeout 300")
     for name, value in (("--kills", kills), ("--steps", steps)):

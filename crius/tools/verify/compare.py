@@ -4,7 +4,7 @@ import functools
 import math
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +20,6 @@ from crius.tools.verify.worker import Task
 
 NEED_COMPILE = ("async_tp", "memory_budget")
 """Options that mean nothing to an eager run."""
-
-
-@dataclass(frozen=True)
-class LayoutGroup:
-    """Layouts that are compared with one reference.
-
-    Attributes:
-        reference: what they are compared with.
-        others: the layouts.
-        is_whole: the reference has whole parameters, for any layout to compare with.
-    """
-
-    reference: Case
-    others: tuple[Case, ...]
-    is_whole: bool
 
 
 def parity(
@@ -72,8 +57,7 @@ def parity(
     groups = []
     for reference in dict.fromkeys(map(matrix.reference_of, wanted)):
         own = [layout for layout in wanted if layout != reference and matrix.reference_of(layout) == reference]
-        cases = tuple(matrix.case(facts, config, layout) for layout in own)
-        groups.append(LayoutGroup(matrix.case(facts, config, reference), cases, is_whole=True))
+        groups.append([matrix.case(facts, config, layout) for layout in (reference, *own)])
     return compare_all("parity", groups, config, folder, timeout, as_json, is_asked=bool(layouts))
 
 
@@ -118,9 +102,7 @@ def compile(
     groups = []
     for layout in wanted:
         compiled = matrix.case(facts, config, replace(layout, options=(*layout.options, "compile")))
-        groups.append(
-            LayoutGroup(matrix.case(facts, eager, _without(layout, NEED_COMPILE)), (compiled,), is_whole=False)
-        )
+        groups.append([matrix.case(facts, eager, _without(layout, NEED_COMPILE)), compiled])
     return compare_all("compile", groups, config, folder, timeout, as_json, is_asked=bool(layouts))
 
 
@@ -142,7 +124,7 @@ def checked(facts: Facts, layouts: Sequence[Layout], steps: int) -> RunConfig:
 
 def compare_all(
     verb: str,
-    groups: Sequence[LayoutGroup],
+    groups: Sequence[Sequence[Case]],
     config: RunConfig,
     folder: Path,
     timeout: int,
@@ -153,7 +135,7 @@ def compare_all(
 
     Args:
         verb: for the JSON.
-        groups: what is compared with what.
+        groups: layouts that are compared with the first of them.
         config: from ``checked``.
         folder: of the logs.
         timeout: seconds that a layout may take.
@@ -161,25 +143,29 @@ def compare_all(
         is_asked: the layouts were named: one that is refused is an error.
 
     Returns:
-        0; 1 where a layout is further away than the tolerance, or fails; 2 where one that was named is refused; 130 or
-        143 after a signal.
+        0; 1 where a layout is further away than the tolerance, or fails; 2 where one that was named is refused.
+
+    Raises:
+        SystemExit: a signal ended it; 130 or 143.
     """
-    cases = [case for group in groups for case in (group.reference, *group.others)]
+    cases = [case for group in groups for case in group]
     table = Table([*tolerances(config)], [str(case.layout) for case in cases], as_json)
     with tempfile.TemporaryDirectory(prefix="crius-verify-") as scratch:
-        for group in groups:
-            _run_group(group, folder, Path(scratch), timeout, table)
+        for reference, *others in groups:
+            shards = Shards(Path(scratch) / str(reference.layout), is_whole=verb == "parity")
+            _run_group(reference, others, shards, folder, timeout, table)
     kinds = {precision(case.config): tolerances(case.config) for case in cases if case.config}
     _conclude(table, verb, kinds or {precision(config): tolerances(config)})
     return table.exit_code(is_asked)
 
 
-def _run_group(group: LayoutGroup, folder: Path, scratch: Path, timeout: int, table: Table) -> None:
-    shards = Shards(scratch / str(group.reference.layout), group.is_whole)
+def _run_group(
+    reference: Case, others: Sequence[Case], shards: Shards, folder: Path, timeout: int, table: Table
+) -> None:
     shards.folder.mkdir(parents=True)
     expected: dict[str, Any] | None = None
-    for case in (group.reference, *group.others):
-        is_reference = case is group.reference
+    for case in (reference, *others):
+        is_reference = case is reference
         row, result = row_of(
             str(case.layout),
             case,

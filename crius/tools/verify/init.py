@@ -35,11 +35,11 @@ def init(
         as_json: print JSON instead of a table.
 
     Returns:
-        0 for one hash; 1 for several, or where a layout fails; 2 where one of ``layouts`` is refused; 130 or 143 after
-        a signal.
+        0 for one hash; 1 for several, or where a layout fails; 2 where one of ``layouts`` is refused.
 
     Raises:
         CriusError: the run is refused on one device too, or a layout cannot be read.
+        SystemExit: a signal ended it; 130 or 143.
     """
     matrix.check_positive("--timeout", timeout, "--timeout 300")
     wanted = matrix.chosen(layouts, matrix.INIT, nproc)

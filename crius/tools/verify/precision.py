@@ -130,11 +130,12 @@ def precision(
 
     Returns:
         0; 1 where a format is further away than the tolerance, converts nothing, or fails; 2 where one of ``formats``
-        is refused; 130 or 143 after a signal.
+        is refused.
 
     Raises:
         CriusError: the reference is refused, a format or the layout cannot be read, matplotlib is missing, or the data
             is bad.
+        SystemExit: a signal ended it; 130 or 143.
     """
     matrix.check_positive("--timeout", timeout, "--timeout 300")
     for flag, value in (("--steps", steps), ("--tolerance", tolerance)):

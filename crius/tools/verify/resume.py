@@ -67,10 +67,11 @@ def resume(
         as_json: print JSON instead of a table.
 
     Returns:
-        0; 1 where something differs, a kill did not come, or a run did not come to its end; 130 or 143 after a signal.
+        0; 1 where something differs, a kill did not come, or a run did not come to its end.
 
     Raises:
         CriusError: the run is refused, ``kill_at`` cannot be read, or the data is bad.
+        SystemExit: a signal ended it; 130 or 143.
     """
     check_positive("--timeout", timeout, "--timeout 300")
     kills = _planned(kill_at, steps, facts.num_ranks)
