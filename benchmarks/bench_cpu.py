@@ -31,7 +31,7 @@ from crius.parallel.init import init_parameters
 from crius.parallel.ties import allocate
 from crius.table import aligned
 from crius.tools.bench.machine import Machine
-from crius.tools.bench.receipt import receipt, write_result
+from crius.tools.bench.result import receipt, write_result
 from crius.tools.bench.turns import Contestant, Outcome, median_ratio, take_turns
 from crius.train.inputs import describe_model, open_run_corpus, run_batch_sizes
 

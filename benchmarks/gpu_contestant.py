@@ -26,7 +26,8 @@ from crius.models.init import init_rules
 from crius.parallel.init import init_parameters
 from crius.parallel.runtime import pick_device, world
 from crius.tools.bench.contestant import Channel, Turns
-from crius.tools.bench.train_job import run_facts, wait_for
+from crius.tools.bench.machine import wait_for
+from crius.tools.bench.train_job import run_facts
 from crius.train.inputs import describe_model, open_run_corpus, run_batch_sizes
 from crius.units import GIB
 

@@ -18,7 +18,7 @@ from crius.parallel import context, gradients, init, pipeline, tensor, ties
 from crius.parallel.fsdp import GradientSync
 from crius.parallel.gradients import Gradients
 from crius.tools.verify import worker
-from crius.tools.verify.uneven import uneven_labels
+from crius.tools.verify.worker import uneven_labels
 from crius.train import build, job
 from crius.train.guard import UpdateGuard
 from crius.train.step import Accumulation, count_valid

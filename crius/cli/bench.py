@@ -186,7 +186,7 @@ def train(
 
     schedule = Schedule(warmup=warmup, rounds=rounds, steps=steps_per_round)
     if overhead:
-        from crius.tools.bench.bare_loop import check_bare
+        from crius.tools.bench.train_job import check_bare
 
         check_bare(prepared(facts.config, schedule), facts.num_ranks)
     variants = [Variant("base", facts.config, facts.num_ranks)]
@@ -213,7 +213,7 @@ def contestant(
     need_torch()
     folder = run_dir(facts.config, None)
     if bare:
-        from crius.tools.bench.bare_loop import bare_loop
+        from crius.tools.bench.train_job import bare_loop
 
         return bare_loop(facts.config, folder, warmup)
     from crius.tools.bench.train_job import train_job

@@ -46,7 +46,7 @@ def parity(
 
     Takes the flags of train. Exit code 1 where a layout is further away than the tolerance.
     """
-    from crius.tools.verify.parity import parity
+    from crius.tools.verify.compare import parity
 
     folder = _verify_folder(run)
     return parity(
@@ -86,7 +86,7 @@ def compile_(
     as_json: Json = False,
 ) -> int:
     """Train layouts eager and compiled, and compare loss, gradient norm and weights. Takes the flags of train."""
-    from crius.tools.verify.compile import compile
+    from crius.tools.verify.compare import compile
 
     folder = _verify_folder(run)
     return compile(
@@ -115,10 +115,8 @@ def resume(
     from crius.tools.verify.survival import SET_BY_VERB
 
     refuse_given(SET_BY_VERB, "this verb sets them", "--steps 20 --kill_at 7,13")
-    need_torch()
-    check_save_ops(run)
     facts = facts_of(run, nproc, None)
-    return resume(facts, run_dir(run, None), steps=steps, kill_at=kill_at, timeout=timeout, as_json=as_json)
+    return resume(facts, _folder(run), steps=steps, kill_at=kill_at, timeout=timeout, as_json=as_json)
 
 
 @verify_app.command
@@ -154,11 +152,9 @@ def chaos(
         refuse_given(DATA_PARALLEL, "--world_sizes sets them")
         if nproc:
             raise ConfigError("--nproc with --world_sizes.", where="command line", fix="leave out --nproc")
-    need_torch()
-    check_save_ops(run)
     return chaos(
         facts_of(run, nproc, None),
-        run_dir(run, None),
+        _folder(run),
         kills=kills,
         seed=seed,
         steps=steps,
@@ -217,6 +213,11 @@ def _verify_folder(run: RunConfig, instead: str = "--layouts, such as fsdp2_tp2 
     """
     set_by_layout = [*(name for name in flatten(run) if name.endswith("_degree")), "training.local_batch_size"]
     refuse_given(set_by_layout, "a layout sets all degrees and the microbatches", instead)
+    return _folder(run)
+
+
+def _folder(run: RunConfig) -> Path:
+    """The folder of the logs, once torch is there and has what the run saves of activations."""
     need_torch()
     check_save_ops(run)
     return run_dir(run, None)

@@ -17,8 +17,8 @@ from crius.checkpoint.contents import whole_tensor
 from crius.checkpoint.disk import open_disk
 from crius.checkpoint.folder import read_manifest
 from crius.checkpoint.names import step_name
+from crius.tools.verify.compare import parity
 from crius.tools.verify.init import init
-from crius.tools.verify.parity import parity
 
 SAVE = ("--checkpoint.interval", "2")
 STEPS = 4

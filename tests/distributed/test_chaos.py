@@ -69,7 +69,8 @@ def test_a_kill_in_a_compilation_comes_at_a_moment_of_it_and_in_an_empty_cache(t
         training=TrainingConfig(steps=20), compile=CompileConfig(enable=True, cache_dir=str(tmp_path / "cache"))
     )
     draw = replace(drawn(2, 1)[0], is_cold=True, place=0.5, rank=0.0)
-    killer = Killer([draw, draw, draw], [Start(config, 1)], tmp_path, Pace(4.0, 0.5, compile=60.0))
+    killer = Killer([draw, draw, draw], [Start(config, 1)], tmp_path)
+    killer.pace = Pace(4.0, 0.5, compile=60.0)
     assert killer.assignment(0)[2] == "kill:step=1,phase=optimizer,rank=0,attempt=0"
     assert not (tmp_path / "cache").exists()
     assert (killer._from, killer._delay) == (math.inf, 30.0), "from when the attempt is ready for its first step"
@@ -89,7 +90,8 @@ def test_each_attempt_is_killed_before_the_run_is_at_its_end(kills, steps, inter
     last = []
     for seed in range(20):
         chance, folder = random.Random(seed), tmp_path / str(seed)
-        killer = Killer(drawn(kills, seed), [Start(config, 2)], folder, Pace(2.0, 0.1))
+        killer = Killer(drawn(kills, seed), [Start(config, 2)], folder)
+        killer.pace = Pace(2.0, 0.1)
         for number in range(kills):
             saved = [int(path.name[5:]) for path in folder.glob("checkpoints/step-*")]
             _, num_ranks, text = killer.assignment(number)
@@ -126,7 +128,8 @@ def test_a_moment_counts_from_the_start_or_from_the_first_step(tmp_path, monkeyp
     config = RunConfig(training=TrainingConfig(steps=20), checkpoint=CheckpointConfig(interval=5))
     draw = replace(drawn(2, 1)[0], is_timed=True, rank=0.99)
     early, late = replace(draw, place=0.0), replace(draw, place=math.nextafter(1.0, 0.0))
-    killer = Killer([early, late, draw], [Start(config, 2)], tmp_path, Pace(4.0, 0.5))
+    killer = Killer([early, late, draw], [Start(config, 2)], tmp_path)
+    killer.pace = Pace(4.0, 0.5)
     assert killer.assignment(0)[2] == "kill:step=10,phase=data,rank=1,attempt=0"
     killer.on_poll(0, {0: 11, 1: 12})
     killer.on_poll(0, {0: 11, 1: 12})

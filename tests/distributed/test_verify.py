@@ -12,11 +12,10 @@ from crius.cli.app import facts_of
 from crius.data.loader import Batch
 from crius.parallel import tensor
 from crius.tools.verify import parameters
-from crius.tools.verify.compile import compile as verify_compile
+from crius.tools.verify.compare import compile as verify_compile
+from crius.tools.verify.compare import parity, tolerances
 from crius.tools.verify.init import init as verify_init
-from crius.tools.verify.parity import parity
-from crius.tools.verify.tolerance import tolerances
-from crius.tools.verify.uneven import uneven_documents, uneven_labels
+from crius.tools.verify.worker import uneven_documents, uneven_labels
 from crius.train import job
 from crius.train.step import count_valid
 

@@ -12,8 +12,7 @@ from crius.config.training import FORMATS
 from crius.errors import ConfigError
 from crius.models.layers.linear import LowPrecisionLinear
 from crius.tools.bench import checkpoint, machine, optimizer, quantize, speedups
-from crius.tools.bench.receipt import check_result_file
-from crius.tools.bench.samples import Samples
+from crius.tools.bench.result import Samples, check_result_file
 from crius.train.inputs import describe_model
 
 CPU = torch.device("cpu")

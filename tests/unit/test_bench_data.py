@@ -12,7 +12,7 @@ from crius.data.loader import BatchLoader
 from crius.data.tokenizer import build_tokenizer
 from crius.errors import EnvironmentError
 from crius.tools.bench import data, startup
-from crius.tools.bench.samples import Samples
+from crius.tools.bench.result import Samples
 
 CORPUS = ["--data.source", "text", "--data.path", str(TEXT), "--training.seq_len", "16"]
 TINY = [*CORPUS, "--training.global_batch_size", "4"]

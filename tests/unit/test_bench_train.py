@@ -15,7 +15,7 @@ from harness import ROOT, TEXT, crius, parse
 from crius import cli
 from crius.config.load import normalized_argv
 from crius.errors import ConfigError
-from crius.tools.bench.bare_loop import check_bare
+from crius.tools.bench.train_job import check_bare
 from crius.tools.bench.turns import Contestant, largest_difference, median_ratio, take_turns
 
 TOY = """

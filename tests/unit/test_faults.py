@@ -24,7 +24,7 @@ from crius.launch.status import Status
 from crius.launch.status import status as status_of_process
 from crius.tools.faults import planted
 from crius.tools.faults.fault import GRAMMAR, DiskFault, DropoutFault, LossFault, ProcessFault, read_faults
-from crius.tools.faults.planted import DiskFaults, plant_in_loss, planted_in_process
+from crius.tools.faults.planted import before_write, plant_in_loss, planted_in_process
 from crius.train.stability import layer_of, to_json
 
 CPU = torch.device("cpu")
@@ -252,11 +252,10 @@ def test_a_full_disk_fails_the_writes_of_its_save_alone():
     faults = read_faults({"CRIUS_FAULT": "disk:save=2-3,error=enospc;disk:save=4,error=erofs,rank=1"}, 1, 2)
     found = {}
     for rank in (0, 1):
-        disk = DiskFaults(faults, rank)
         for save in (1, 2, 3, 4, 5):
             for _ in range(2):
                 try:
-                    disk.before_write(save)
+                    before_write(faults, rank, save)
                 except OSError as error:
                     found.setdefault(rank, []).append((save, error.errno))
     full = [(2, errno.ENOSPC)] * 2 + [(3, errno.ENOSPC)] * 2
@@ -266,9 +265,8 @@ def test_a_full_disk_fails_the_writes_of_its_save_alone():
 def test_a_slow_disk_makes_each_write_wait(monkeypatch):
     waits = []
     monkeypatch.setattr(planted.time, "sleep", waits.append)
-    disk = DiskFaults([DiskFault(first=1, last=1, error="slow", seconds=2.5)], 3)
-    disk.before_write(1)
-    disk.before_write(1)
+    for _ in range(2):
+        before_write([DiskFault(first=1, last=1, error="slow", seconds=2.5)], 3, 1)
     assert waits == [2.5, 2.5]
 
 

@@ -67,7 +67,7 @@ TORCH_FREE = (
     ),
     "interop/*.py",
     "tools/data_audit/*.py",
-    *(f"tools/bench/{name}.py" for name in ("contestant", "receipt", "samples", "train", "turns")),
+    *(f"tools/bench/{name}.py" for name in ("contestant", "result", "train", "turns")),
     "run_file.py",
     "plugins.py",
     "redact.py",

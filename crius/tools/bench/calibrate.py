@@ -48,28 +48,24 @@ MOST_OFF = 0.35
 AGAIN_BEFORE_SECONDS = 30
 """Until when the larger runs are made a second time: a machine that others use too is not as fast at every moment."""
 
-_Sizes = dict[str, str | int]
-_EMPTY: _Sizes = {"model.num_layers": 2, "training.seq_len": 16, "training.global_batch_size": 1, "training.steps": 30}
-_SIZES: dict[str, tuple[_Sizes, ...]] = {
-    "cpu": (
-        {"model.flavor": "debug", "training.seq_len": 256, "training.global_batch_size": 4, "training.steps": 40},
-        {
-            **{"model.flavor": "6m", "model.num_layers": 3, "training.seq_len": 256},
-            **{"training.global_batch_size": 4, "training.steps": 24},
-        },
-    ),
+_EMPTY = {"model.num_layers": 2, "training.seq_len": 16, "training.global_batch_size": 1, "training.steps": 30}
+
+
+def _sizes(flavor: str, seq_len: int, batch: int, steps: int, **model: int) -> dict[str, str | int]:
+    sizes = {"training.seq_len": seq_len, "training.global_batch_size": batch, "training.steps": steps}
+    return {"model.flavor": flavor, **{f"model.{name}": size for name, size in model.items()}, **sizes}
+
+
+_SIZES: dict[str, tuple[dict[str, str | int], ...]] = {
+    "cpu": (_sizes("debug", 256, 4, 40), _sizes("6m", 256, 4, 24, num_layers=3)),
     "cuda": (
-        {
-            **{"model.flavor": "1b", "model.num_layers": 4, "training.seq_len": 2048},
-            **{"training.global_batch_size": 4, "training.steps": 14},
-        },
-        {
-            **{"model.flavor": "8b", "model.num_layers": 2, "model.vocab_size": 32_768, "training.seq_len": 4096},
-            **{"training.global_batch_size": 2, "training.steps": 14},
-        },
+        _sizes("1b", 2048, 4, 14, num_layers=4),
+        _sizes("8b", 4096, 2, 14, num_layers=2, vocab_size=32_768),
     ),
 }
 _WARM_STEPS = 3
+_Span = tuple[float, float]
+_Change = Callable[[Hardware, float], Hardware]
 _OP = (1e-7, 1e-3)  # seconds of an operation, from the least to the most
 _REACH = (0.02, 1.5)  # share of the speed of copies; beyond 1, caches help
 _TOO_FAR = 1.3  # of it: caches alone do not explain that
@@ -148,14 +144,14 @@ def measure(say: Callable[[str], None]) -> Hardware:
         probes = [_probe({**base, **_EMPTY}, kind, folder, until)]
         sizes = _SIZES[kind]
         if time.monotonic() - begin > SLOW_SECONDS:
-            sizes = tuple({**one, "training.steps": int(one["training.steps"]) // 2} for one in sizes)
-        probes += [_probe({**base, **one}, kind, folder, until) for one in sizes]
+            sizes = tuple({**size, "training.steps": int(size["training.steps"]) // 2} for size in sizes)
+        probes += [_probe({**base, **size}, kind, folder, until) for size in sizes]
         speed, empty = gather_speed(kind, ranks) if ranks > 1 else (0.0, 0.0)  # then: it forks
         found = _of_kernels(kind, speed, empty, num_gpus)
         torch.cuda.empty_cache()  # for the runs to come, which share the GPU with this process; nothing on a CPU
         if time.monotonic() - begin < AGAIN_BEFORE_SECONDS:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                again = [_probe({**base, **one}, kind, f"{folder}/again", until, is_needed=False) for one in sizes]
+                again = [_probe({**base, **size}, kind, f"{folder}/again", until, is_needed=False) for size in sizes]
                 probes[1:] = map(_mean, probes[1:], again)
     say(f"matmul {found.float32_flops / 1e9:,.0f} GFLOP/s in float32, {found.bfloat16_flops / 1e9:,.0f} in bfloat16")
     say(f"attention {(found.attention_efficiency or 0):.0%} of that; copies {found.memory_bandwidth / 1e9:,.1f} GB/s")
@@ -307,12 +303,11 @@ def solved(found: Hardware, probes: Sequence[Probe]) -> Hardware:
     empty, *larger = probes
     found = replace(_with_rest(found, empty, larger), memory_efficiency=found.memory_efficiency or 1.0)
     for _ in range(3):  # each hardly depends on the other
-        op_seconds = _root(functools.partial(_off_with_op, found, empty), _OP)
-        found = replace(found, op_seconds=op_seconds)
-        found = replace(found, memory_efficiency=_mean_root(functools.partial(_off_with_memory, found), larger, _REACH))
+        found = _with_op(found, _fitted(found, _with_op, [empty], _OP, sign=1))
+        found = _with_reach(found, _fitted(found, _with_reach, larger, _REACH))
     if found.memory_efficiency and found.memory_efficiency >= _TOO_FAR:
         found = replace(found, memory_efficiency=1.0)
-        found = _faster(found, _mean_root(functools.partial(_off_with_speed, found), larger, _SPEED))
+        found = _faster(found, _fitted(found, _faster, larger, _SPEED))
     return found
 
 
@@ -321,27 +316,29 @@ def _faster(found: Hardware, factor: float) -> Hardware:
     return replace(found, float32_flops=found.float32_flops * factor, bfloat16_flops=found.bfloat16_flops * factor)
 
 
-def _off_with_op(found: Hardware, probe: Probe, op_seconds: float) -> float:
-    return _off(replace(found, op_seconds=op_seconds), probe)
+def _with_op(found: Hardware, seconds: float) -> Hardware:
+    return replace(found, op_seconds=seconds)
 
 
-def _off_with_memory(found: Hardware, probe: Probe, efficiency: float) -> float:
-    return -_off(replace(found, memory_efficiency=efficiency), probe)
+def _with_reach(found: Hardware, share: float) -> Hardware:
+    return replace(found, memory_efficiency=share)
 
 
-def _off_with_speed(found: Hardware, probe: Probe, factor: float) -> float:
-    return -_off(_faster(found, factor), probe)
+def _fitted(found: Hardware, change: _Change, probes: Sequence[Probe], span: _Span, sign: int = -1) -> float:
+    """The value in ``span`` with which plans of ``probes`` take as long as the runs did; geometric mean over them.
 
+    Args:
+        found: the hardware otherwise.
+        change: gives it the value.
+        probes: what was run.
+        span: least and greatest value.
+        sign: 1 where plans take longer as the value grows, else -1.
+    """
 
-def _mean_root(rising: Callable[[Probe, float], float], probes: Sequence[Probe], span: tuple[float, float]) -> float:
-    """Geometric mean of where ``rising`` of each probe crosses 0 in ``span``."""
-    each = [_root(functools.partial(rising, probe), span) for probe in probes]
-    return math.exp(statistics.fmean(map(math.log, each)))
+    def off(probe: Probe, value: float) -> float:
+        return sign * (step_time(probe.workload, change(found, value)).total - probe.seconds)
 
-
-def _off(found: Hardware, probe: Probe) -> float:
-    """Planned seconds less measured ones."""
-    return step_time(probe.workload, found).total - probe.seconds
+    return statistics.geometric_mean(_root(functools.partial(off, probe), span) for probe in probes)
 
 
 def _with_rest(found: Hardware, empty: Probe, larger: Sequence[Probe]) -> Hardware:
@@ -361,7 +358,7 @@ def _with_rest(found: Hardware, empty: Probe, larger: Sequence[Probe]) -> Hardwa
     return replace(found, resident_bytes=rest, resident_share=share)
 
 
-def _root(rising: Callable[[float], float], span: tuple[float, float]) -> float:
+def _root(rising: Callable[[float], float], span: _Span) -> float:
     """Where ``rising`` crosses 0 in ``span``; the nearer end where it does not."""
     low, high = span
     if rising(low) >= 0 or rising(high) <= 0:

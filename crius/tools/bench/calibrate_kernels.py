@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from crius.config.run import RunConfig
 from crius.host import keep_freed_memory
@@ -21,7 +20,7 @@ from crius.launch.environment import Placement
 from crius.launch.local import run_workers
 from crius.models.layers.linear import Linear
 from crius.parallel.runtime import pick_device, world
-from crius.tools.bench.machine import seconds_of
+from crius.tools.bench.machine import seconds_of, wait_for
 from crius.train.setup import run_kernels
 
 BUDGET_SECONDS = 1.0
@@ -128,11 +127,6 @@ def _gather_seconds(nbytes: int, size: int, device: torch.device) -> float:
         dist.barrier()
         begin = time.perf_counter()
         dist.all_gather(parts, own)
-        _settle(own)
+        wait_for(device)
         found.append(time.perf_counter() - begin)
     return statistics.median(found[2:])
-
-
-def _settle(value: Tensor) -> None:
-    if value.is_cuda:
-        torch.cuda.synchronize(value.device)

@@ -3,9 +3,9 @@
 import contextlib
 import dataclasses
 import io
-import json
 import math
 import shutil
+import statistics
 import sys
 import tempfile
 import time
@@ -30,7 +30,7 @@ from crius.config.operation import CheckpointConfig
 from crius.errors import ConfigError
 from crius.table import aligned
 from crius.tools.bench.machine import Machine
-from crius.tools.bench.samples import Samples
+from crius.tools.bench.result import Samples, show
 from crius.units import GIB
 
 TENSOR_BYTES = 16 << 20
@@ -200,29 +200,13 @@ def _dcp_load(folder: Path, targets: dict[str, Tensor]) -> None:
 
 def _print(rows: list[CheckpointRow], gib: float, folder: Path, as_json: bool) -> None:
     machine, size = Machine.of(torch.device("cpu")), gib * GIB / 1e9
-    results = [
-        {
-            "name": row.name,
-            "gb_per_second": size / row.samples.median,
-            "blocked_seconds": sorted(row.blocked)[len(row.blocked) // 2],
-            **row.samples.as_dict(),
-        }
-        for row in rows
-    ]
-    if as_json:
-        record = {"machine": machine.as_dict(), "gib": gib, "argv": sys.argv[1:], "rows": results}
-        sys.stdout.write(json.dumps(record, indent=2) + "\n")
-        return
-    lines = [
-        (
-            str(result["name"]),
-            f"{row.samples.median:.2f}",
-            f"{row.samples.spread:.0%}",
-            f"{result['gb_per_second']:.2f}",
-            f"{result['blocked_seconds']:.2f}",
-        )
-        for row, result in zip(rows, results, strict=True)
-    ]
-    header = ("", "seconds", "spread", "GB/s", "training waits")
-    sys.stdout.write(f"{gib:g} GiB on {folder}; {machine}; medians of {len(rows[0].samples.seconds)}\n")
-    sys.stdout.write("\n".join(aligned([header, *lines], left=(0,))) + "\n")
+    table = [("", "seconds", "spread", "GB/s", "training waits")]
+    results = []
+    for row in rows:
+        seconds, rate = row.samples.median, size / row.samples.median
+        waits = statistics.median_high(row.blocked)
+        results.append({"name": row.name, "gb_per_second": rate, "blocked_seconds": waits, **row.samples.as_dict()})
+        table.append((row.name, f"{seconds:.2f}", f"{row.samples.spread:.0%}", f"{rate:.2f}", f"{waits:.2f}"))
+    head = f"{gib:g} GiB on {folder}; {machine}; medians of {len(rows[0].samples.seconds)}"
+    record = {"machine": machine.as_dict(), "gib": gib, "argv": sys.argv[1:], "rows": results}
+    show(as_json, record, [head, *aligned(table, left=(0,))])

@@ -5,6 +5,7 @@ No torch here: trainers that are not Crius use this too.
 
 import json
 import os
+import re
 import resource
 import sys
 import time
@@ -32,11 +33,25 @@ def peak_rss_mib() -> float:
     Of Linux's VmHWM, which starts anew with a program; ``ru_maxrss`` begins with that of the process that started it.
     """
     try:
-        line = next(line for line in _STATUS.read_text(encoding="utf-8").splitlines() if line.startswith("VmHWM"))
-    except (OSError, StopIteration):
+        return resident_bytes("VmHWM") / (1 << 20)
+    except OSError:
         unit = 1 << 20 if sys.platform == "darwin" else 1 << 10  # of ru_maxrss: bytes there, KiB elsewhere
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
-    return int(line.split()[1]) / 1024
+
+
+def resident_bytes(field: str) -> int:
+    """A size of this process as Linux counts it.
+
+    Args:
+        field: of ``/proc/self/status``: VmRSS is resident now, VmHWM the largest so far.
+
+    Raises:
+        OSError: this system has no such field.
+    """
+    size = re.search(rf"^{field}:\s*(\d+) kB$", _STATUS.read_text(encoding="utf-8"), re.MULTILINE)
+    if size is None:
+        raise OSError(f"{_STATUS} has no {field}")
+    return int(size[1]) * 1024
 
 
 class Channel:
@@ -102,26 +117,17 @@ class Turns:
             Whether to train on.
         """
         self._step += 1
-        if self._step == self._warmup:
-            self._settle()
-            self._cpu, self._faults = cpu_seconds(), page_faults()
-            self._driver.answer({"ready": True, "losses": losses(), **self._facts, "peak_rss_mib": peak_rss_mib()})
-        elif self._step == self._end:
-            self._settle()
-            wall, cpu, faults = time.perf_counter() - self._began, cpu_seconds(), page_faults()
-            self._driver.answer(
-                {
-                    "steps": self._asked,
-                    "wall_seconds": wall,
-                    "cpu_seconds": cpu - self._cpu,
-                    "page_faults": faults - self._faults,
-                    "losses": losses(),
-                    "peak_rss_mib": peak_rss_mib(),
-                }
-            )
-            self._cpu, self._faults = cpu, faults
-        else:
+        if self._step not in (self._warmup, self._end):
             return True
+        self._settle()
+        wall, cpu, faults = time.perf_counter() - self._began, cpu_seconds(), page_faults()
+        if self._step == self._warmup:
+            answer = {"ready": True, "losses": losses(), **self._facts}
+        else:
+            times = {"wall_seconds": wall, "cpu_seconds": cpu - self._cpu, "page_faults": faults - self._faults}
+            answer = {"steps": self._asked, **times, "losses": losses()}
+        self._driver.answer({**answer, "peak_rss_mib": peak_rss_mib()})
+        self._cpu, self._faults = cpu, faults
         self._asked = self._driver.order()
         self._end = self._step + self._asked
         self._began = time.perf_counter()

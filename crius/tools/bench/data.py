@@ -1,7 +1,6 @@
 """``crius bench data``: tokens that one core turns from a corpus into batches, and from text into tokens, a second."""
 
 import dataclasses
-import json
 import logging
 import sys
 import tempfile
@@ -18,7 +17,7 @@ from crius.data.tokenizer import build_tokenizer
 from crius.errors import ConfigError
 from crius.table import aligned
 from crius.tools.bench.machine import Machine
-from crius.tools.bench.samples import Samples
+from crius.tools.bench.result import Samples, show
 from crius.train.inputs import open_run_corpus, run_batch_sizes
 
 MEASURED_TOKENS = 4 << 20
@@ -140,21 +139,17 @@ def _rows(config: RunConfig, source: TokenSource, batch_size: int, batches: int)
 
 def _print(rows: list[DataRow], description: tuple[str, ...], batch: str, as_json: bool) -> None:
     machine = Machine.of(torch.device("cpu"))
-    if as_json:
-        record = {
-            "machine": machine.as_dict(),
-            "argv": sys.argv[1:],
-            "corpus": list(description),
-            "batch": batch,
-            "rows": [row.as_dict() for row in rows],
-        }
-        sys.stdout.write(json.dumps(record, indent=2) + "\n")
-        return
+    record = {
+        "machine": machine.as_dict(),
+        "argv": sys.argv[1:],
+        "corpus": list(description),
+        "batch": batch,
+        "rows": [row.as_dict() for row in rows],
+    }
     table = [("", "tokens", "CPU ms", "spread", "wall ms", "tokens/s/core")]
     for row in rows:
         rate = row.tokens / row.cpu.median
         times = f"{1e3 * row.cpu.median:,.1f}", f"{row.cpu.spread:.0%}", f"{1e3 * row.wall.median:,.1f}"
         table.append((row.name, f"{row.tokens:,}", *times, f"{rate:,.0f}"))
-    sys.stdout.write(f"{machine}; medians of {len(rows[0].cpu.seconds)}, batches of {batch} tokens\n")
-    sys.stdout.write("".join(f"{line}\n" for line in description))
-    sys.stdout.write("\n".join(aligned(table, left=(0,))) + "\n")
+    head = f"{machine}; medians of {len(rows[0].cpu.seconds)}, batches of {batch} tokens"
+    show(as_json, record, [head, *description, *aligned(table, left=(0,))])

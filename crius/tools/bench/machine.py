@@ -4,7 +4,6 @@ import ctypes
 import dataclasses
 import gc
 import os
-import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,9 +11,8 @@ from pathlib import Path
 
 import torch
 
-from crius.host import cpu_name, free_host_bytes
-
-_PROC = Path("/proc/self")
+from crius.host import cpu_name
+from crius.tools.bench.contestant import resident_bytes
 
 
 @dataclass(frozen=True)
@@ -50,13 +48,6 @@ class Machine:
         return dataclasses.asdict(self)
 
 
-def free_bytes(device: torch.device) -> int:
-    """Memory that is free on ``device``; on a CPU what the host can give, or a container's limit where that is less."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return free_host_bytes()
-
-
 class PeakMemory:
     """Memory that is taken on top of what there was when this was made.
 
@@ -77,8 +68,10 @@ class PeakMemory:
             return
         _give_back()
         try:
-            (_PROC / "clear_refs").write_text("5")  # proc_pid_clear_refs(5): the peak becomes what is resident now
-            self._before = _resident("VmRSS")
+            Path("/proc/self/clear_refs").write_text(
+                "5"
+            )  # proc_pid_clear_refs(5): the peak becomes what is resident now
+            self._before = resident_bytes("VmRSS")
         except OSError:
             self._before = None
 
@@ -88,7 +81,7 @@ class PeakMemory:
             return None
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device) - self._before
-        return max(0, _resident("VmHWM") - self._before)
+        return max(0, resident_bytes("VmHWM") - self._before)
 
 
 def _give_back() -> None:
@@ -99,28 +92,17 @@ def _give_back() -> None:
         trim(0)
 
 
-def _resident(field: str) -> int:
-    text = (_PROC / "status").read_text(encoding="utf-8")
-    found = re.search(rf"^{field}:\s*(\d+) kB$", text, re.MULTILINE)
-    if found is None:
-        raise OSError(f"/proc/self/status has no {field}")
-    return int(found[1]) * 1024
-
-
-def peak_source(device: torch.device) -> str:
-    """What ``PeakMemory`` reads, as a phrase."""
-    return "torch.cuda.max_memory_allocated" if device.type == "cuda" else "resident set of the process (VmHWM)"
-
-
-def seconds_of(work: Callable[[], object], device: torch.device) -> float:
-    """Wall time of ``work``, from an idle device to an idle device."""
-    _wait(device)
+def seconds_of(work: Callable[[], object], device: torch.device, repeats: int = 1) -> float:
+    """Wall time of one of ``repeats`` calls of ``work``, from an idle device to an idle device."""
+    wait_for(device)
     begin = time.perf_counter()
-    work()
-    _wait(device)
-    return time.perf_counter() - begin
+    for _ in range(repeats):
+        work()
+    wait_for(device)
+    return (time.perf_counter() - begin) / repeats
 
 
-def _wait(device: torch.device) -> None:
+def wait_for(device: torch.device) -> None:
+    """Wait until ``device`` has done what was queued."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

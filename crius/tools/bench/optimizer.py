@@ -1,9 +1,7 @@
 """``crius bench optimizer``: step time and peak memory of each optimizer at the shapes of a model."""
 
 import gc
-import json
 import math
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +11,7 @@ from torch import Tensor, nn
 
 from crius.config.run import RunConfig, replace_fields
 from crius.errors import ConfigError
+from crius.host import free_host_bytes
 from crius.install import REQUIREMENTS, install_line
 from crius.models.description import ModelDescription
 from crius.models.plan import ShardingPlan
@@ -20,8 +19,8 @@ from crius.optim.build import build_optimizer
 from crius.optim.storage import nbytes
 from crius.parallel.runtime import pick_device
 from crius.table import aligned
-from crius.tools.bench.machine import Machine, PeakMemory, free_bytes, peak_source, seconds_of
-from crius.tools.bench.samples import Samples
+from crius.tools.bench.machine import Machine, PeakMemory, seconds_of
+from crius.tools.bench.result import Samples, show
 from crius.train.inputs import describe_model
 from crius.units import GIB
 
@@ -89,7 +88,8 @@ def optimizer(
     if repeat < 1:
         raise ConfigError(f"--repeat {repeat} is not positive.", where="command line", fix="--repeat 7")
     device = pick_device(config.training.device, 0)
-    check_memory(config, facts, free_bytes(device), device)
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_bytes()
+    check_memory(config, facts, free, device)
     parameters = make_parameters(facts, getattr(torch, config.training.dtype), device)
     plan = facts.plan
     rows = [OptimizerRow(name) for name in names]
@@ -97,7 +97,7 @@ def optimizer(
         for row in rows:
             if not row.refusal:
                 _round(row, replace_fields(config, VARIANTS[row.name]), parameters, plan, device)
-    _print(config, facts, rows, Machine.of(device), device, as_json)
+    _print(config, facts, rows, Machine.of(device), as_json)
     return 1 if variants and any(row.refusal for row in rows) else 0
 
 
@@ -184,59 +184,40 @@ def state_bytes(built: torch.optim.Optimizer) -> int:
 
 
 def _print(
-    config: RunConfig,
-    facts: ModelDescription,
-    rows: list[OptimizerRow],
-    machine: Machine,
-    device: torch.device,
-    as_json: bool,
+    config: RunConfig, facts: ModelDescription, rows: list[OptimizerRow], machine: Machine, as_json: bool
 ) -> None:
-    model = f"{config.model.name}/{config.model.flavor}"
+    is_gpu, model = machine.device == "cuda", f"{config.model.name}/{config.model.flavor}"
+    peak_source = "torch.cuda.max_memory_allocated" if is_gpu else "resident set of the process (VmHWM)"
     base = next((row.samples.median for row in rows if row.name == BASELINE and not row.refusal), None)
-    if as_json:
-        found = {
-            "verb": "bench optimizer",
-            "machine": machine.as_dict(),
-            "model": model,
-            "num_layers": facts.num_layers,
-            "parameters": facts.num_parameters,
-            "dtype": config.training.dtype,
-            "peak_source": peak_source(device),
-            "rows": [_json_row(row, base) for row in rows],
-        }
-        sys.stdout.write(json.dumps(found, indent=2) + "\n")
-        return
-    cells = [_cells(row, base) for row in rows]
+    record = {
+        "verb": "bench optimizer",
+        "machine": machine.as_dict(),
+        "model": model,
+        "num_layers": facts.num_layers,
+        "parameters": facts.num_parameters,
+        "dtype": config.training.dtype,
+        "peak_source": peak_source,
+        "rows": [_json_row(row, base) for row in rows],
+    }
     header = ["optimizer", "ms/step", "spread", f"of {BASELINE}", "states GiB", "peak GiB", ""]
     lines = [
         str(machine),
         f"{model}, {facts.num_layers} layers: {facts.num_parameters:,} parameters in {config.training.dtype}",
-        *aligned([header, *cells], left=(0, len(header) - 1)),
+        *aligned([header, *(_cells(row, base) for row in rows)], left=(0, len(header) - 1)),
         "",
         "ms/step: median over all rounds, taken in turns; spread: from the lower to the upper quartile",
-        f"peak: beyond weights and gradients, {peak_source(device)}",
+        f"peak: beyond weights and gradients, {peak_source}",
     ]
-    sys.stdout.write("\n".join(lines) + "\n")
+    show(as_json, record, lines)
 
 
 def _cells(row: OptimizerRow, base: float | None) -> list[str]:
     if row.refusal:
         return [row.name, *["-"] * 5, f"not run: {row.refusal}"]
-    peak = "-" if row.peak_bytes is None else _gib(row.peak_bytes)
+    peak = "-" if row.peak_bytes is None else f"{row.peak_bytes / GIB:.4f}"
     ratio = "-" if base is None else f"{row.samples.median / base:.3f}"
-    return [
-        row.name,
-        f"{1e3 * row.samples.median:.3f}",
-        f"{row.samples.spread:.1%}",
-        ratio,
-        _gib(row.state_bytes),
-        peak,
-        "",
-    ]
-
-
-def _gib(count: int) -> str:
-    return f"{count / GIB:.4f}"
+    times = [f"{1e3 * row.samples.median:.3f}", f"{row.samples.spread:.1%}", ratio]
+    return [row.name, *times, f"{row.state_bytes / GIB:.4f}", peak, ""]
 
 
 def _json_row(row: OptimizerRow, base: float | None) -> Mapping[str, Any]:

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from crius.config.low_precision import LinearChoice, block, linear_choices, numberless
 from crius.config.run import RunConfig, replace_fields
@@ -16,7 +16,7 @@ from crius.parallel.runtime import pick_device
 from crius.quantize.convert import convert
 from crius.quantize.device import missing_matmuls
 from crius.tools.bench.machine import Machine, seconds_of
-from crius.tools.bench.samples import Samples
+from crius.tools.bench.result import Samples
 from crius.tools.bench.speedups import HIGH, MODES, Shape, report
 
 SAMPLE_SECONDS = 5e-3
@@ -156,7 +156,7 @@ def _works(
     x = torch.empty(tokens, shape.in_features, dtype=torch.bfloat16, device=device).normal_(generator=generator)
     gradient = torch.empty(tokens, shape.out_features, dtype=torch.bfloat16, device=device)
     gradient.normal_(0, 1e-3, generator=generator)
-    works = {}
+    works: dict[tuple[str, str], Callable[[], None]] = {}
     for name in (HIGH, *formats):
         dense = replace_fields(config, FORMATS[name]).quantize.dense if name != HIGH else None
         linear = make_linear(shape, dense, device, emulated)
@@ -164,7 +164,7 @@ def _works(
             continue
         for mode in modes:
             forward = torch.compile(linear, fullgraph=True, dynamic=False) if mode == "compiled" else linear
-            works[name, mode] = _work(forward, x, gradient)
+            works[name, mode] = functools.partial(_both_ways, forward, x, gradient)
     return works
 
 
@@ -191,14 +191,8 @@ def make_linear(
     return linear
 
 
-def _work(
-    forward: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, gradient: torch.Tensor
-) -> Callable[[], None]:
-    def both_ways() -> None:
-        own = x.detach().requires_grad_()
-        forward(own).backward(gradient)
-
-    return both_ways
+def _both_ways(forward: Callable[[Tensor], Tensor], x: Tensor, gradient: Tensor) -> None:
+    forward(x.detach().requires_grad_()).backward(gradient)
 
 
 def _time(shape: Shape, works: dict[tuple[str, str], Callable[[], None]], repeat: int, device: torch.device) -> None:
@@ -211,10 +205,4 @@ def _time(shape: Shape, works: dict[tuple[str, str], Callable[[], None]], repeat
         shape.times[key] = Samples()
     for _ in range(repeat):
         for key, work in works.items():
-            seconds = seconds_of(functools.partial(_again, work, repeats[key]), device)
-            shape.times[key].seconds.append(seconds / repeats[key])
-
-
-def _again(work: Callable[[], None], count: int) -> None:
-    for _ in range(count):
-        work()
+            shape.times[key].seconds.append(seconds_of(work, device, repeats[key]))

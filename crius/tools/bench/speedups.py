@@ -1,7 +1,5 @@
 """What the times of ``crius bench quantize`` say: which shapes gain, which lose, and which flags follow."""
 
-import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +8,7 @@ from crius.config.run import RunConfig
 from crius.config.training import FORMATS
 from crius.table import aligned
 from crius.tools.bench.machine import Machine
-from crius.tools.bench.samples import Samples
+from crius.tools.bench.result import Samples, show
 
 HIGH = "bfloat16"
 """What the formats are compared with: ``nn.Linear``."""
@@ -119,36 +117,34 @@ def report(
 ) -> None:
     """Print the table, the totals and the flags; or all as JSON. Emulation recommends nothing."""
     flags = [] if emulated else recommended_flags(shapes, formats, modes[-1])
-    if as_json:
-        found: dict[str, Any] = {
-            "verb": "bench quantize",
-            "machine": machine.as_dict(),
-            "model": f"{config.model.name}/{config.model.flavor}",
-            "tensor_parallel_degree": config.parallelism.tensor_parallel_degree,
-            "tokens": tokens,
-            "emulated": emulated,
-            "rows": [_json_row(shape, name, mode) for shape in shapes for name, mode in shape.times],
-            "totals": [
-                {"format": name, "mode": mode, **_json_totals(totals(shapes, name, mode))}
-                for mode in modes
-                for name in formats
-            ],
-            "recommended": flags,
-        }
-        sys.stdout.write(json.dumps(found, indent=2) + "\n")
-        return
+    model, degree = f"{config.model.name}/{config.model.flavor}", config.parallelism.tensor_parallel_degree
+    record = {
+        "verb": "bench quantize",
+        "machine": machine.as_dict(),
+        "model": model,
+        "tensor_parallel_degree": degree,
+        "tokens": tokens,
+        "emulated": emulated,
+        "rows": [_json_row(shape, name, mode) for shape in shapes for name, mode in shape.times],
+        "totals": [
+            {"format": name, "mode": mode, **_json_totals(totals(shapes, name, mode))}
+            for mode in modes
+            for name in formats
+        ],
+        "recommended": flags,
+    }
     rows = [_cells(shape, formats, mode) for mode in modes for shape in shapes]
     rows += [_total_cells(shapes, formats, mode, only) for mode in modes for only in (False, True)]
-    degree = config.parallelism.tensor_parallel_degree
     header = ["out x in", "mode", f"{HIGH} ms", "spread", *formats, ""]
     lines = [
         str(machine),
-        f"{config.model.name}/{config.model.flavor}, tensor_parallel_degree {degree}, {tokens} tokens: forward and "
-        f"backward of a linear layer, times faster than {HIGH}",
+        f"{model}, tensor_parallel_degree {degree}, {tokens} tokens: forward and backward of a linear layer, times "
+        f"faster than {HIGH}",
         *aligned([header, *rows], left=(0, len(header) - 1)),
         "",
+        *_conclusion(shapes, flags, emulated),
     ]
-    sys.stdout.write("\n".join([*lines, *_conclusion(shapes, flags, emulated)]) + "\n")
+    show(as_json, record, lines)
 
 
 def _conclusion(shapes: Sequence[Shape], flags: Sequence[str], emulated: bool) -> list[str]:

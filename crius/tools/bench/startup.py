@@ -15,12 +15,12 @@ from pathlib import Path
 import torch
 
 from crius.config.operation import CheckpointConfig
-from crius.config.run import RunConfig
+from crius.config.run import RunConfig, replace_fields
 from crius.config.toml_file import command_line_flags, to_toml
 from crius.errors import ConfigError, EnvironmentError
 from crius.table import aligned
 from crius.tools.bench.machine import Machine
-from crius.tools.bench.samples import Samples
+from crius.tools.bench.result import Samples, show
 
 Parts = dict[str, float]
 """Seconds by name."""
@@ -142,13 +142,8 @@ def _train_rows(config: RunConfig, folder: Path) -> list[StartupRow]:
 
     def row(name: str, cache: Path | None, *, is_cold: bool = False) -> StartupRow:
         run_dir, file = folder / f"run-{name}", folder / f"{name}.toml"
-        changed = dataclasses.replace(
-            config,
-            training=dataclasses.replace(config.training, steps=1),
-            validation=dataclasses.replace(config.validation, interval=0),
-            checkpoint=CheckpointConfig(enable=False),
-            compile=dataclasses.replace(config.compile, cache_dir=str(cache)) if cache else config.compile,
-        )
+        changes = {"training.steps": 1, "validation.interval": 0, "checkpoint": CheckpointConfig(enable=False)}
+        changed = replace_fields(config, changes | ({"compile.cache_dir": str(cache)} if cache else {}))
         file.write_text(to_toml(changed), encoding="utf-8")
 
         def prepare() -> None:
@@ -198,13 +193,10 @@ def _parts(stderr: str, run_dir: Path) -> Parts:
 
 def _print(rows: list[StartupRow], as_json: bool) -> None:
     machine = Machine.of(torch.device("cpu"))
-    if as_json:
-        record = {"machine": machine.as_dict(), "argv": sys.argv[1:], "rows": [row.as_dict() for row in rows]}
-        sys.stdout.write(json.dumps(record, indent=2) + "\n")
-        return
+    record = {"machine": machine.as_dict(), "argv": sys.argv[1:], "rows": [row.as_dict() for row in rows]}
     table = [("", "wall s", "spread", "CPU s")]
     for row in rows:
         table.append((row.name, f"{row.wall.median:.3f}", f"{row.wall.spread:.0%}", f"{row.cpu.median:.3f}"))
         table += [(f"  {name}", f"{part.median:.3f}", "", "") for name, part in row.samples_of.items()]
-    sys.stdout.write(f"{machine}; medians of {len(rows[0].wall.seconds)} processes each, in turns\n")
-    sys.stdout.write("\n".join(aligned(table, left=(0,))) + "\n")
+    head = f"{machine}; medians of {len(rows[0].wall.seconds)} processes each, in turns"
+    show(as_json, record, [head, *aligned(table, left=(0,))])

@@ -1,6 +1,5 @@
 """``crius bench train``: the real train job on this machine, in variants that take turns."""
 
-import json
 import statistics
 import sys
 import tempfile
@@ -14,7 +13,7 @@ from crius.config.run import RunConfig, replace_fields
 from crius.config.toml_file import command_line_flags, differences, shown, to_toml
 from crius.errors import ConfigError
 from crius.table import aligned
-from crius.tools.bench.receipt import check_result_file, receipt, write_result
+from crius.tools.bench.result import check_result_file, receipt, show, write_result
 from crius.tools.bench.turns import Contestant, Outcome, largest_difference, median_ratio, ratios, take_turns
 
 BARE = "bare loop"
@@ -98,7 +97,7 @@ def train(
             contestants.append(Contestant(BARE, [*first.argv, "--bare"]))
         outcomes = take_turns(contestants, rounds=schedule.rounds, steps=schedule.steps, say=_say)
     result = _result(variants, schedule, outcomes, overhead)
-    sys.stdout.write((json.dumps(result, indent=2) if as_json else "\n".join(_lines(result, outcomes))) + "\n")
+    show(as_json, result, _lines(result, outcomes))
     if out:
         write_result(out, result)
     return 1 if any(outcome.failure for outcome in outcomes) else 0
@@ -197,20 +196,8 @@ def _overhead(train: Outcome, bare: Outcome) -> dict[str, Any]:
 
 
 def _lines(result: dict[str, Any], outcomes: Sequence[Outcome]) -> list[str]:
-    header = (
-        "",
-        "tokens/s",
-        "/rank",
-        "ms/step",
-        "spread",
-        "CPU-s/step",
-        "spread",
-        "MFU",
-        "peak",
-        "data",
-        "speed",
-        "CPU",
-    )
+    times = ("tokens/s", "/rank", "ms/step", "spread", "CPU-s/step", "spread")
+    header = ("", *times, "MFU", "peak", "data", "speed", "CPU")
     cells = [_cells(row) for row in result["rows"]]
     machine = result["machine"] or {}
     lines = [

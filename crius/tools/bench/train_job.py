@@ -1,26 +1,41 @@
-"""The real train job as a contestant: its loop is held between turns, nothing else of it is changed."""
+"""Contestants: the real train job, held between turns, and a plain PyTorch loop without a framework.
+
+The loop is over the same model, weights, batches and optimizer: it shows what a step costs by itself.
+"""
 
 import dataclasses
 import functools
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from crius.config.operation import CheckpointConfig
+from crius.config.resolve import BatchSizes, loss_chunks
 from crius.config.run import RunConfig
-from crius.launch.environment import single_placement
+from crius.data.loader import BatchLoader
+from crius.errors import ConfigError
+from crius.launch.environment import Placement, single_placement
 from crius.launch.local import run_single, run_workers
 from crius.metrics.device import peak_tflops
 from crius.metrics.record import Record, StepMetrics
-from crius.parallel.runtime import World
+from crius.models import registry
+from crius.models.init import init_rules
+from crius.optim.build import build_optimizer
+from crius.optim.lr_scheduler import WarmupStableDecay
+from crius.parallel.compile import compile_blocks
+from crius.parallel.init import init_parameters
+from crius.parallel.ties import allocate
 from crius.tools.bench.contestant import Channel, Turns
-from crius.tools.bench.machine import Machine
+from crius.tools.bench.machine import Machine, wait_for
 from crius.train import job
-from crius.train.inputs import describe_model
+from crius.train.build import set_up_loss
+from crius.train.inputs import describe_model, open_run_corpus, run_batch_sizes
+from crius.train.job import set_up_torch
 from crius.train.loop import Loop
 from crius.train.tools import Tools
 from crius.units import GIB
@@ -60,18 +75,18 @@ def run_facts(config: RunConfig, device: torch.device, num_ranks: int, tokens_pe
     }
 
 
-class _Reports:
-    """Collects what the run reports, as a sink of it.
+class _AllRanks:
+    """The ranks of a run as one contestant: a sink of its reports, and a ``Driver`` whose first rank speaks for all.
 
     Args:
-        data_seconds: time that the run has waited for data so far.
-        device: of this rank.
+        channel: to the driver.
+        loop: of this rank.
     """
 
-    def __init__(self, data_seconds: Callable[[], float], device: torch.device) -> None:
-        self._data_seconds, self._device = data_seconds, device
+    def __init__(self, channel: Channel, loop: Loop) -> None:
+        self._channel, self._loop, self._ranks = channel, loop, loop.world
         self._losses: list[tuple[int, float]] = []
-        self._before = self._peak_gib = 0.0
+        self._waited = self._peak_gib = 0.0
 
     def write(self, record: Record) -> None:
         """See ``Sink``."""
@@ -87,46 +102,31 @@ class _Reports:
         new, self._losses = self._losses, []
         return new
 
-    def turn(self) -> dict[str, float]:
-        """Seconds that this rank has waited for data since the last call, and its peak memory on the device so far."""
-        waited = self._data_seconds()
-        new, self._before = waited - self._before, waited
-        if self._device.type == "cuda":
-            self._peak_gib = max(self._peak_gib, torch.cuda.max_memory_allocated(self._device) / GIB)
-        return {"data_seconds": new, "peak_gib": self._peak_gib}
-
-
-class _RanksChannel:
-    """A ``Channel`` of all ranks: the first one speaks, with the CPU seconds and the memory of all of them."""
-
-    def __init__(self, channel: Channel, ranks: World, reports: _Reports) -> None:
-        self._channel, self._ranks, self._reports = channel, ranks, reports
-
     def answer(self, words: Mapping[str, Any]) -> None:
-        """See ``Channel``."""
-        own = {key: words.get(key, 0.0) for key in ("cpu_seconds", "peak_rss_mib")} | self._reports.turn()
+        """See ``Driver``: with CPU seconds and memory of all ranks, and the longest wait for data since the last."""
+        waited, device = self._loop.ledger.seconds.get("data", 0.0), self._ranks.device
+        if device.type == "cuda":
+            self._peak_gib = max(self._peak_gib, torch.cuda.max_memory_allocated(device) / GIB)
+        own = {key: words.get(key, 0.0) for key in ("cpu_seconds", "peak_rss_mib")}
+        own |= {"peak_gib": self._peak_gib, "data_seconds": waited - self._waited}
+        self._waited = waited
         parts = self._ranks.gather_json(own)
-        together = {
-            "cpu_seconds": sum(part["cpu_seconds"] for part in parts),
-            "peak_rss_mib": sum(part["peak_rss_mib"] for part in parts),
-            "peak_gib": max(part["peak_gib"] for part in parts),
-            "data_seconds": max(part["data_seconds"] for part in parts),
-        }
         if self._ranks.rank == 0:
-            self._channel.answer({**words, **together})
+            sums = {key: sum(part[key] for part in parts) for key in ("cpu_seconds", "peak_rss_mib")}
+            largest = {key: max(part[key] for part in parts) for key in ("peak_gib", "data_seconds")}
+            self._channel.answer({**words, **sums, **largest})
 
     def order(self) -> int:
-        """See ``Channel``."""
+        """See ``Driver``."""
         number: int = self._ranks.gather_json(self._channel.order() if self._ranks.rank == 0 else 0)[0]
         return number
 
 
 def _held(channel: Channel, warmup: int, loop: Loop) -> Loop:
     """``loop``, held between turns after what follows each of its steps anyway."""
-    ranks = loop.world
-    reports = _Reports(lambda: loop.ledger.seconds.get("data", 0.0), ranks.device)
+    ranks, together = loop.world, _AllRanks(channel, loop)
     if ranks.rank == 0:
-        loop.reports.sinks.append(reports)
+        loop.reports.sinks.append(together)
     batch = loop.loader.global_batch_size
     facts = run_facts(loop.config, ranks.device, ranks.size, batch * loop.config.training.seq_len)
 
@@ -134,17 +134,123 @@ def _held(channel: Channel, warmup: int, loop: Loop) -> Loop:
         loop.reports.finish()  # of a GPU they come a step late
         wait_for(ranks.device)
 
-    turns = Turns(_RanksChannel(channel, ranks, reports), warmup, facts, settle)
+    turns = Turns(together, warmup, facts, settle)
 
     def after_step(step: int, done: int) -> None:
-        if not turns.after_step(reports.losses):
+        if not turns.after_step(together.losses):
             raise SystemExit(0)
 
     loop.after_step.append(after_step)
     return loop
 
 
-def wait_for(device: torch.device) -> None:
-    """Wait until ``device`` has done what was queued."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def check_bare(config: RunConfig, num_ranks: int) -> None:
+    """Raise ConfigError where a plain loop of this kind would not compute what ``config`` asks for."""
+    training, dense = config.training, config.quantize.dense
+    asked = {
+        f"{num_ranks} ranks": num_ranks > 1,
+        f"training.mixed_precision_param {training.mixed_precision_param}": training.mixed_precision_param
+        != training.dtype,
+        "training.enable_cpu_offload": training.enable_cpu_offload,
+        "training.reproducible": training.reproducible,
+        f"activation_checkpoint.mode {config.activation_checkpoint.mode}": config.activation_checkpoint.mode != "none",
+        f"optimizer.name {config.optimizer.name}": config.optimizer.name != "adamw",
+        f"optimizer.state_dtype {config.optimizer.state_dtype}": config.optimizer.state_dtype != "float32",
+        "quantize.dense": dense.float8.enable or dense.mxfp8.enable,
+        f"model.attention_mask {config.model.attention_mask}": config.model.attention_mask != "causal",
+    }
+    if found := ", ".join(name for name, is_asked in asked.items() if is_asked):
+        raise ConfigError(
+            f"the bare loop has no {found}.",
+            where="--overhead",
+            why="it is the model, AdamW and nothing else, on one device in one precision",
+            fix=f"set {training.dtype} and the defaults for these, or leave out --overhead",
+        )
+
+
+def bare_loop(config: RunConfig, run_dir: Path, warmup: int) -> int:
+    """Train in turns without ``crius.train``'s loop: forward, backward, clipping, AdamW, on batches that lie ready.
+
+    The model, its kernels and its compilation are those of the run. There is no FSDP, no guard, no report.
+
+    Args:
+        config: the run, see ``check_bare``; as many batches as it has steps are read before the first.
+        run_dir: folder of the logs.
+        warmup: steps before the contestant is ready.
+
+    Returns:
+        The exit code.
+    """
+    return run_single(functools.partial(_run_bare, config, warmup, Channel()), single_placement(), run_dir)
+
+
+def _run_bare(config: RunConfig, warmup: int, channel: Channel, placement: Placement) -> None:
+    device = set_up_torch(config, placement)
+    sizes = run_batch_sizes(config, 1)
+    batches = _batches(config, sizes, device)
+    model = _model(config, device)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer, schedule = _adamw(config, model), WarmupStableDecay(config.lr_scheduler, config.training.steps)
+    chunks = loss_chunks(config, describe_model(config).vocab_size, "cuda" if device.type == "cuda" else "cpu")
+    set_up_loss(model, chunks, config)
+    tokens = sizes.total * config.training.seq_len  # all of them count: only validation is padded
+    turns = Turns(channel, warmup, run_facts(config, device, 1, tokens), settle=functools.partial(wait_for, device))
+    done: list[Tensor] = []
+
+    def losses() -> list[tuple[int, float]]:
+        first = step - len(done) + 1
+        found = [(first + index, loss.item()) for index, loss in enumerate(done)]
+        done.clear()
+        return found
+
+    step = 0
+    for step, microbatches in enumerate(batches, start=1):
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for inputs, labels in microbatches:
+            loss = model(inputs, labels_BT=labels) / tokens
+            loss.backward()
+            total += loss.detach()
+        if config.training.max_norm > 0:
+            torch.nn.utils.clip_grad_norm_(parameters, config.training.max_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak"] * schedule.factor(step - 1)
+        optimizer.step()
+        optimizer.zero_grad()
+        done.append(total)
+        if not turns.after_step(losses):
+            return
+
+
+def _batches(config: RunConfig, sizes: BatchSizes, device: torch.device) -> list[list[tuple[Tensor, Tensor]]]:
+    """Tokens and labels ``(B, T)`` of all microbatches of all steps."""
+    loader = BatchLoader(
+        open_run_corpus(config, 1).train, global_batch_size=sizes.total, rank=0, num_ranks=1, prefetch=0
+    )
+    steps = [next(loader).to(device) for _ in range(config.training.steps)]
+    loader.close()
+    return [[(part.tokens_BT, part.labels_BT) for part in batch.microbatches(sizes.local)] for batch in steps]
+
+
+def _model(config: RunConfig, device: torch.device) -> nn.Module:
+    facts = describe_model(config)
+    with torch.device("meta"):
+        model = registry.build(facts)
+    model = model.to(getattr(torch, config.training.dtype))
+    allocate(model, device)
+    init_parameters(model, init_rules(facts), config.debug.seed)
+    if config.compile.enable:
+        compile_blocks(model, facts.plan, config.compile)
+    return model
+
+
+def _adamw(config: RunConfig, model: nn.Module) -> torch.optim.Optimizer:
+    """torch's own, with the groups of the run; ``peak`` of a group is what its learning rate is a share of."""
+    plan = describe_model(config).plan
+    built = build_optimizer(model.named_parameters(), plan, config.optimizer, seed=config.debug.seed)
+    groups = [
+        {"params": group["params"], "weight_decay": group["weight_decay"], "peak": group["lr"]}
+        for group in built.param_groups
+    ]
+    how = {"foreach": config.optimizer.implementation == "foreach", "fused": config.optimizer.implementation == "fused"}
+    betas = (config.optimizer.beta1, config.optimizer.beta2)
+    return torch.optim.AdamW(groups, betas=betas, eps=config.optimizer.eps, **how)

@@ -20,7 +20,7 @@ from types import FrameType
 from typing import IO, Any
 
 from crius.errors import CriusError
-from crius.tools.bench.samples import Samples
+from crius.tools.bench.result import Samples
 
 END_SECONDS = 10.0
 """How long a contestant may take to end after the last turn; then it is killed."""

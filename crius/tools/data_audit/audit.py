@@ -119,10 +119,10 @@ class _Kept:
 
     attempt: int
     step: Ints
-    rank: Ints
     first: Ints
     end: Ints
     stride: Ints
+    rank: Ints
 
 
 def audit(run_dir: Path) -> Audit:
@@ -143,15 +143,15 @@ def audit(run_dir: Path) -> Audit:
     kept, audited = [], []
     for place, start in enumerate(attempts):
         limit = min((later.after for later in attempts[place + 1 :]), default=None)
-        found = _gather(start, logs)
-        done, missing = _complete_steps(start, found, limit)
+        rows = _gather(start, logs)
+        steps, ranks = rows[:, 0], rows[:, -1]
+        done, missing = _complete_steps(start, steps, ranks, limit)
         problems += missing
-        kept.append(_only(found, found.step <= done))
-        redone = np.unique(found.step[found.step > done]).size if limit is not None else 0
+        kept.append(_Kept(start.attempt, *rows[steps <= done].T))
+        redone = np.unique(steps[steps > done]).size if limit is not None else 0
         audited.append(
             AuditedAttempt(attempt=start.attempt, after=start.after, ranks=start.ranks, last=done, redone=redone)
         )
-    steps = sum(one.last - one.after for one in audited)
     counted = [one for one, result in zip(attempts, audited, strict=True) if result.last > result.after]
     first = counted[0].sample if counted else 0
     expected = sum(start.batch * (one.last - one.after) for start, one in zip(attempts, audited, strict=True))
@@ -164,7 +164,7 @@ def audit(run_dir: Path) -> Audit:
         if a.source != b.source
     ]
     return Audit(
-        steps=steps,
+        steps=sum(one.last - one.after for one in audited),
         last_step=max((one.last for one in audited if one.last > one.after), default=0),
         first_sample=first,
         end_sample=end,
@@ -225,36 +225,29 @@ def _take(log: _RankLog, line: bytes) -> bool:
     return True
 
 
-def _gather(start: Attempt, logs: dict[int, _RankLog]) -> _Kept:
-    """What all ranks of an attempt logged."""
+def _gather(start: Attempt, logs: dict[int, _RankLog]) -> Ints:
+    """What all ranks of an attempt logged, sorted by step: the columns of ``_Kept``."""
     parts = []
     for rank, log in logs.items():
         if start.attempt in log.ranges:
             rows = np.frombuffer(log.ranges[start.attempt], dtype=np.int64).reshape(-1, 4)
             parts.append(np.column_stack((rows, np.full(len(rows), rank))))
     rows = np.concatenate(parts) if parts else np.empty((0, 5), dtype=np.int64)
-    rows = rows[np.argsort(rows[:, 0], kind="stable")]
-    return _Kept(start.attempt, rows[:, 0], rows[:, 4], rows[:, 1], rows[:, 2], rows[:, 3])
+    return rows[np.argsort(rows[:, 0], kind="stable")]
 
 
-def _only(kept: _Kept, where: npt.NDArray[np.bool_]) -> _Kept:
-    return _Kept(
-        kept.attempt, kept.step[where], kept.rank[where], kept.first[where], kept.end[where], kept.stride[where]
-    )
-
-
-def _complete_steps(start: Attempt, found: _Kept, limit: int | None) -> tuple[int, list[str]]:
+def _complete_steps(start: Attempt, steps: Ints, ranks: Ints, limit: int | None) -> tuple[int, list[str]]:
     """The last step that counts, and which steps up to it have ranks that logged nothing.
 
     Args:
         start: the attempt.
-        found: all that it logged.
+        steps, ranks: of each range that it logged.
         limit: the earliest step that a later attempt started after; None if there was none. Then the last step that
             all ranks logged is the last one: the processes may have been killed before some of them could log more.
     """
-    pairs = np.unique(np.column_stack((found.step, found.rank)), axis=0)
-    steps, ranks = np.unique(pairs[:, 0], return_counts=True)
-    complete = steps[(ranks == start.ranks) & (steps > start.after)]
+    pairs = np.unique(np.column_stack((steps, ranks)), axis=0)
+    logged, counts = np.unique(pairs[:, 0], return_counts=True)
+    complete = logged[(counts == start.ranks) & (logged > start.after)]
     if limit is None:
         limit = int(complete[-1]) if complete.size else start.after
     last = max(start.after, limit)
@@ -273,7 +266,7 @@ def _complete_steps(start: Attempt, found: _Kept, limit: int | None) -> tuple[in
         lines.append(f"{which} not logged by rank {absent}")
     if len(lines) > _MOST_NAMED:
         lines[_MOST_NAMED:] = [f"and {len(lines) - _MOST_NAMED} more spans of steps of attempt {start.attempt}"]
-    if outside := np.unique(found.step[found.step <= start.after]).tolist():
+    if outside := logged[logged <= start.after].tolist():
         lines.append(f"attempt {start.attempt} starts after step {start.after} and logged step {outside[0]}")
     return last, lines
 

@@ -51,16 +51,19 @@ class _Bench:
     gradients: Gradients
     optimizer: torch.optim.Optimizer
 
-    def update(self) -> None:
-        """The optimizer's step, as the guard of the real run makes it."""
+    def step(self, batch: Batch, runner: Runner) -> Values:
+        """What is recorded in a step of ``runner``, with the update as the guard of the real run makes it."""
+        self.recorder.phase("begin")
+        layout, max_norm = self.job.mesh.layout, self.job.config.training.max_norm
+        train_step(1, batch, runner, self.gradients, self.job.ranks, layout, max_norm)
         self.recorder.phase("optimizer")
         self.optimizer.step()
         self.optimizer.zero_grad()
         keep_scales(self.job, [self.model])
         self.recorder.phase("end")
+        return self._values()
 
-    def values(self) -> Values:
-        """All that was recorded."""
+    def _values(self) -> Values:
         found: Values = Counter()
         found["parameters",] = sum(local_tensor(p).numel() for _, p in self.parameters)
         copied = [p for name, p in self.parameters if name in self.job.copied]
@@ -167,11 +170,7 @@ def measure_whole(
         sync = _WatchedSync(bench, num_microbatches)
         runner = _WatchedAccumulation(bench.model, sync, job.sizes.local)
         runner.recorder, runner.sync = bench.recorder, sync
-        bench.recorder.phase("begin")
-        layout, max_norm = job.mesh.layout, job.config.training.max_norm
-        train_step(1, batch, runner, bench.gradients, job.ranks, layout, max_norm)
-        bench.update()
-        return bench.values()
+        return bench.step(batch, runner)
 
 
 class _StageRunner:
@@ -241,11 +240,7 @@ def measure_stage(
         stage = PipelineStage(bench.model, index, num_stages, job.ranks.device, group=job.mesh.pp.get_group())
         batch = _batch(job, STAGE_MICROBATCHES * job.sizes.local, bench.recorder)
         runner = _StageRunner(stage, job, bench.recorder, splits=splits)
-        bench.recorder.phase("begin")
-        layout, max_norm = job.mesh.layout, job.config.training.max_norm
-        train_step(1, batch, cast(Runner, runner), bench.gradients, job.ranks, layout, max_norm)
-        bench.update()
-        return bench.values()
+        return bench.step(batch, cast(Runner, runner))
 
 
 def hidden_shape(job: Job) -> tuple[int, int, int]:

@@ -13,7 +13,6 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -57,20 +56,12 @@ class _Life:
         self.storage, self.nbytes, self.born, self.died = storage, nbytes, born, -1
 
 
-@dataclass(frozen=True)
-class Segment:
-    """A stretch of time with a name."""
-
-    label: tuple[str, ...]
-    begin: int
-
-
 class Timeline:
     """Births and deaths of storages. Time is the number of events so far."""
 
     def __init__(self) -> None:
         self.now = 0
-        self.segments: list[Segment] = []
+        self._segments: list[tuple[tuple[str, ...], int]] = []  # each with when it begins
         self._lives: list[_Life] = []
         self._storages: dict[int, _Storage] = {}
 
@@ -98,14 +89,7 @@ class Timeline:
 
     def segment(self, *label: str) -> None:
         """Begin a segment, which ends the one before."""
-        self.segments.append(Segment(label, self.now))
-
-    def living(self) -> Bytes:
-        """Bytes that live now."""
-        found: Bytes = Counter()
-        for storage in self._storages.values():
-            found[storage.kind or "temporaries"] += storage.last.nbytes
-        return found
+        self._segments.append((label, self.now))
 
     def peaks(self) -> Iterator[tuple[tuple[str, ...], Bytes, Bytes]]:
         """For each segment its label, what lived when it began, and what lived when most bytes did."""
@@ -117,22 +101,18 @@ class Timeline:
                 events[life.born] = (life.nbytes, kind)
             if 0 <= life.died < now:
                 events[life.died] = (-life.nbytes, kind)
-        ends = [segment.begin for segment in self.segments[1:]] + [now]
         living: Bytes = Counter()
-        for nbytes, kind in events[: self.segments[0].begin]:
+        for nbytes, kind in events[: self._segments[0][1]]:
             living[kind] += nbytes
-        for segment, end in zip(self.segments, ends, strict=True):
-            start = Counter(living)
-            total = most = sum(living.values())
-            peak = start
-            steps = list(itertools.islice(events, segment.begin, end))
-            totals = list(itertools.accumulate((nbytes for nbytes, _ in steps), initial=total))
-            at = max(range(len(totals)), key=totals.__getitem__)
-            for number, (nbytes, kind) in enumerate(steps, start=1):
+        for (label, begin), (_, end) in itertools.pairwise([*self._segments, ((), now)]):
+            start = peak = Counter(living)
+            total = most = start.total()
+            for nbytes, kind in itertools.islice(events, begin, end):
                 living[kind] += nbytes
-                if number == at and totals[at] > most:
-                    peak = Counter(living)
-            yield segment.label, start, peak
+                total += nbytes
+                if total > most:
+                    most, peak = total, Counter(living)
+            yield label, start, peak
 
     @contextmanager
     def watching_resizes(self) -> Iterator[None]:

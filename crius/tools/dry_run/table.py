@@ -7,11 +7,10 @@ from typing import Any
 from crius.config.pipeline import join_names
 from crius.table import aligned
 from crius.tools.dry_run.memory import KINDS, Bytes
+from crius.tools.dry_run.recorder import COLLECTIVES
 
 Traffic = Counter[tuple[str, str, str]]
 """Kind of collective and mesh axis, with ``count`` or ``bytes``, to how many in a step."""
-
-COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "broadcast", "send", "recv")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,49 +115,29 @@ class DryRunReport:
 
     def as_dict(self) -> dict[str, Any]:
         """The same as data; bytes and FLOPs as whole numbers."""
-        return {
-            "model": self.model,
-            "layout": self.layout,
-            "num_ranks": self.num_ranks,
-            "rank": self.rank,
-            "num_microbatches": self.num_microbatches,
-            "microbatch": self.microbatch,
-            "stages": [
-                {**{name: value for name, value in vars(stage).items() if name != "traffic"}, "collectives": rows}
-                for stage in self.stages
-                for rows in [_as_rows(stage.traffic)]
-            ],
-            "ranks": [
-                {
-                    "pp_rank": rank.pp_rank,
-                    "stages": rank.stages,
-                    "moment": rank.moment,
-                    "peak_bytes": rank.peak.total(),
-                    "peak_bytes_by_kind": {kind: rank.peak[kind] for kind in KINDS},
-                }
-                for rank in self.ranks
-            ],
-            "model_flops": self.model_flops,
-            "notes": self.notes,
-            "seconds": self.seconds,
-        }
+        stages = [vars(stage) | {"collectives": _as_rows(stage.traffic)} for stage in self.stages]
+        for stage in stages:
+            del stage["traffic"]
+        ranks = [
+            {
+                "pp_rank": rank.pp_rank,
+                "stages": rank.stages,
+                "moment": rank.moment,
+                "peak_bytes": rank.peak.total(),
+                "peak_bytes_by_kind": {kind: rank.peak[kind] for kind in KINDS},
+            }
+            for rank in self.ranks
+        ]
+        return vars(self) | {"stages": stages, "ranks": ranks}
 
     def _stage_rows(self, unit: str, size: int) -> list[tuple[str, ...]]:
         names = ("stage", "rank", "modules", "parameters", f"params {unit}", "grads", "optimizer")
         rows: list[tuple[str, ...]] = [(*names, "activations", "in flight", "TFLOP")]
         for stage in self.stages:
-            held = (stage.parameter_bytes, stage.gradient_bytes, stage.optimizer_bytes, stage.activation_bytes)
-            rows.append(
-                (
-                    f"{stage.stage}",
-                    f"{stage.pp_rank}",
-                    join_names(stage.modules),
-                    f"{stage.parameters:,}",
-                    *(_shown(nbytes, size) for nbytes in held),
-                    f"{stage.in_flight}",
-                    _tera(stage.flops),
-                )
-            )
+            place = (f"{stage.stage}", f"{stage.pp_rank}", join_names(stage.modules), f"{stage.parameters:,}")
+            sizes = (stage.parameter_bytes, stage.gradient_bytes, stage.optimizer_bytes, stage.activation_bytes)
+            shown = (_shown(nbytes, size) for nbytes in sizes)
+            rows.append((*place, *shown, f"{stage.in_flight}", _tera(stage.flops)))
         return rows
 
     def _peak_rows(self, size: int) -> list[tuple[str, ...]]:

@@ -6,8 +6,9 @@ Several are joined by semicolons: ``CRIUS_FAULT='kill:step=7,rank=1;kill:step=13
 import math
 import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from crius.errors import ConfigError
@@ -235,39 +236,29 @@ def _span(text: str) -> tuple[int, int]:
     return _whole(first), _whole(last if dash else first)
 
 
-def _number(text: str) -> float:
+def _number(text: str, low: float = -math.inf, high: float = math.inf) -> float:
     try:
         value = float(text)
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
         raise ValueError("is no number")
+    if not low < value < high:
+        raise ValueError(f"is not between {low} and {high}")
     return value
 
 
-def _between(low: float, high: float, words: str) -> Callable[[str], float]:
-    def parse(text: str) -> float:
-        value = _number(text)
-        if not low < value < high:
-            raise ValueError(f"is not {words}")
-        return value
-
-    return parse
-
-
-def _one_of(*choices: str) -> Callable[[str], str]:
-    def parse(text: str) -> str:
-        if text not in choices:
-            raise ValueError(f"is none of {', '.join(choices)}")
-        return text
-
-    return parse
+def _one_of(choices: Sequence[str], text: str) -> str:
+    if text not in choices:
+        raise ValueError(f"is none of {', '.join(choices)}")
+    return text
 
 
 _VALUES: dict[str, Callable[[str], Any]] = {
     **{"step": _span, "save": _span, "rank": _whole, "attempt": _whole, "factor": _number},
-    **{"p": _between(0, 1, "between 0 and 1"), "seconds": _between(0, 3600, "between 0 and 3600")},
-    **{"where": _one_of("loss", "grad"), "error": _one_of("enospc", "erofs", "slow"), "phase": _one_of(*PHASES)},
+    **{"p": partial(_number, low=0, high=1), "seconds": partial(_number, low=0, high=3600)},
+    **{"where": partial(_one_of, ("loss", "grad")), "error": partial(_one_of, ("enospc", "erofs", "slow"))},
+    "phase": partial(_one_of, PHASES),
 }
 
 

@@ -111,37 +111,28 @@ class PlantedFaults:
         ends = [part for part in loop.state.parts if not isinstance(part.output, nn.Identity)]
         plant_in_loss(self._faults, loss_of(ends[0]) if ends else None, loop.world)
         if loop.checkpoints:
-            loop.checkpoints.before_write = DiskFaults(self._faults, loop.world.rank).before_write
+            loop.checkpoints.before_write = partial(before_write, self._faults, loop.world.rank)
         return loop
 
 
-class DiskFaults:
-    """The disk faults of one rank.
+def before_write(faults: Sequence[Fault], rank: int, save: int) -> None:
+    """Fail or sleep as a write of a checkpoint would.
 
     Args:
         faults: all that are planted.
         rank: this process.
+        save: of this process, from 1.
+
+    Raises:
+        OSError: planted.
     """
-
-    def __init__(self, faults: Sequence[Fault], rank: int) -> None:
-        self._faults = [fault for fault in faults if isinstance(fault, DiskFault) and fault.rank in (None, rank)]
-
-    def before_write(self, save: int) -> None:
-        """Fail or sleep as a write would.
-
-        Args:
-            save: of this process, from 1.
-
-        Raises:
-            OSError: planted.
-        """
-        for fault in self._faults:
-            if fault.first <= save <= fault.last:
-                if fault.error == "slow":
-                    time.sleep(fault.seconds)
-                else:
-                    number = errno.ENOSPC if fault.error == "enospc" else errno.EROFS
-                    raise OSError(number, f"{os.strerror(number)} (planted)")
+    for fault in faults:
+        if isinstance(fault, DiskFault) and fault.rank in (None, rank) and fault.first <= save <= fault.last:
+            if fault.error == "slow":
+                time.sleep(fault.seconds)
+            else:
+                number = errno.ENOSPC if fault.error == "enospc" else errno.EROFS
+                raise OSError(number, f"{os.strerror(number)} (planted)")
 
 
 def plant_in_loss(faults: Sequence[Fault], loss: nn.Module | None, world: World) -> None:

@@ -2,14 +2,13 @@
 
 import contextlib
 import dataclasses
-import json
+import functools
 import math
 import os
 import random
 import shutil
 import signal
 import statistics
-import sys
 import threading
 import time
 from collections import Counter
@@ -27,10 +26,9 @@ from crius.errors import ConfigError
 from crius.launch.crew import Attempt
 from crius.launch.status import PHASES
 from crius.tools.verify import survival
-from crius.tools.verify.equality import compare
-from crius.tools.verify.matrix import check_timeout
-from crius.tools.verify.run import Stopped
-from crius.tools.verify.survival import KILLED, UNDISTURBED, Course, Life
+from crius.tools.verify.equality import Equality
+from crius.tools.verify.matrix import check_positive
+from crius.tools.verify.survival import KILLED, UNDISTURBED, Course, Findings, Life
 
 INTERVAL = 3
 """Steps between checkpoints, where the run has no interval of its own."""
@@ -87,16 +85,17 @@ def drawn(kills: int, seed: int, *, compiles: bool = False) -> list[Draw]:
         compiles: the run compiles with inductor: one kill in ``COLD_SHARE``, and at least one, comes while it does.
     """
     chance = random.Random(seed)
-    found = []
-    for is_timed, count in ((True, kills // 2), (False, kills - kills // 2)):
-        for number in range(count):
-            place, step, rank, start = (chance.random() for _ in range(4))
-            found.append(Draw(is_timed, (number + place) / count, step, rank, start))
-    chance.shuffle(found)
-    place, step, rank, start = (chance.random() for _ in range(4))
-    last = Draw(False, place, step, rank, start)
+
+    def draw(is_timed: bool, number: int = 0, count: int = 1) -> Draw:
+        place, step, rank, start = (chance.random() for _ in range(4))
+        return Draw(is_timed, (number + place) / count, step, rank, start)
+
+    halves = ((True, kills // 2), (False, kills - kills // 2))
+    draws = [draw(is_timed, number, count) for is_timed, count in halves for number in range(count)]
+    chance.shuffle(draws)
+    last = draw(False)
     cold = chance.sample(range(kills), max(1, kills // COLD_SHARE)) if compiles else ()
-    return [*(dataclasses.replace(draw, is_cold=n in cold) for n, draw in enumerate(found)), last]
+    return [*(dataclasses.replace(kill, is_cold=number in cold) for number, kill in enumerate(draws)), last]
 
 
 def pick(values: Sequence[Any], share: float) -> Any:
@@ -136,11 +135,14 @@ class Killer:
         draws: one for each kill, and one more.
         starts: the ways to start an attempt.
         folder: of the run.
-        pace: of the undisturbed run.
+
+    Attributes:
+        pace: of the undisturbed run; set before the first attempt.
     """
 
-    def __init__(self, draws: Sequence[Draw], starts: Sequence[Start], folder: Path, pace: Pace) -> None:
-        self._draws, self._starts, self._folder, self._pace = draws, starts, folder, pace
+    def __init__(self, draws: Sequence[Draw], starts: Sequence[Start], folder: Path) -> None:
+        self._draws, self._starts, self._folder = draws, starts, folder
+        self.pace = Pace(0.0, 0.0)
         self._samples = samples_path(folder, 0)
         self._size, self._from, self._delay, self._rank = 0, 0.0, math.inf, 0
         self._timer: threading.Timer | None = None
@@ -175,15 +177,15 @@ class Killer:
         first, last = self._span(number, start.config.training.steps)
         if draw.is_cold:
             shutil.rmtree(start.config.compile.cache_dir, ignore_errors=True)
-            self._from, self._delay = math.inf, draw.place * self._pace.compile
+            self._from, self._delay = math.inf, draw.place * self.pace.compile
             place = f"step={first},phase=optimizer"  # if the machine is faster now
         elif draw.is_timed:
             if draw.place < START_SHARE:
-                self._delay = draw.place / START_SHARE * self._pace.start
+                self._delay = draw.place / START_SHARE * self.pace.start
             else:
                 self._from = math.inf
                 share = (draw.place - START_SHARE) / (1 - START_SHARE)
-                self._delay = share * (last - first + 2) * self._pace.step  # the first one takes longer
+                self._delay = share * (last - first + 2) * self.pace.step  # the first one takes longer
             place = f"step={last},phase=data"  # if the moment is too late
         else:
             place = _place(draw, first, last, start.config)
@@ -265,38 +267,33 @@ def chaos(
         as_json: print JSON instead of lines.
 
     Returns:
-        0; 1 where runs differ, a kill did not come, a process is left, or a run did not end; 130 or 143 after a signal.
+        0; 1 where runs differ, a kill did not come, a process is left, or a run did not end.
 
     Raises:
         CriusError: the run is refused, an option is wrong, or the data is bad.
+        SystemExit: a signal ended it; 130 or 143.
     """
-    check_timeout(timeout)
+    check_positive("--timeout", timeout, "--timeout 300")
     for name, value in (("--kills", kills), ("--steps", steps)):
-        if value < 1:
-            raise ConfigError(f"{name} {value} is not positive.", where="command line", fix="--kills 25 --steps 40")
+        check_positive(name, value, "--kills 25 --steps 40")
     starts = [_with_own_cache(start, folder / "compile") for start in _starts(facts, steps, world_sizes)]
-    with survival.own_folder(folder, "verify chaos"):
-        try:
-            first = Course(
-                config=starts[0].config,
-                num_ranks=starts[0].num_ranks,
-                folder=folder / UNDISTURBED,
-                seconds=timeout,
-                threads=_threads(facts, starts),
-            )
-            calm = survival.live(first)
-            if calm.trouble:
-                return survival.report_trouble("the undisturbed run failed", calm, as_json)
-            draws = drawn(kills, seed, compiles=_compiles(starts[0].config))
-            killer = Killer(draws, starts, folder / KILLED, Pace.of(calm, steps))
-            with contextlib.closing(killer):
-                killed = survival.live(killer.course(first))
-        except Stopped as stopped:
-            return stopped.code
-    if killed.trouble:
-        what = f"the run did not come to its end; kills: {len(killed.kills())}"
-        return survival.report_trouble(what, killed, as_json)
-    return _conclude(kills, seed, steps, calm, killed, killer, as_json)
+    first = Course(
+        config=starts[0].config,
+        num_ranks=starts[0].num_ranks,
+        folder=folder / UNDISTURBED,
+        seconds=timeout,
+        threads=_threads(facts, starts),
+    )
+    draws = drawn(kills, seed, compiles=_compiles(starts[0].config))
+    with contextlib.closing(Killer(draws, starts, folder / KILLED)) as killer:
+
+        def second(calm: Life) -> Course:
+            killer.pace = Pace.of(calm, steps)
+            return killer.course(first)
+
+        conclude = functools.partial(_conclude, killer, seed)
+        not_ended = "the run did not come to its end; kills: {kills}"
+        return survival.compare_runs("chaos", first, second, conclude, not_ended, as_json)
 
 
 def _compiles(config: RunConfig) -> bool:
@@ -352,48 +349,28 @@ def _starts(facts: Facts, steps: int, world_sizes: str) -> list[Start]:
     return found
 
 
-def _conclude(kills: int, seed: int, steps: int, calm: Life, killed: Life, killer: Killer, as_json: bool) -> int:
-    num_ranks = killer.num_ranks
-    equality = compare(calm.folder, killed.folder, steps)
+def _conclude(killer: Killer, seed: int, calm: Life, killed: Life, equality: Equality) -> Findings:
     came = killed.kills()
-    absent = [f"only {len(came)} of {kills} kills came"] if len(came) != kills else []
-    absent += [f"processes were left: {killed.processes_left}"] if killed.processes_left else []
-    is_good = bool(equality) and not absent
+    absent = [f"only {len(came)} of {killer.num_kills} kills came"] if len(came) != killer.num_kills else []
+    absent += survival.processes_left(killed)
     counts = Counter(attempt.phase for attempt in came)
     phases = {phase: counts[phase] for phase in PHASES if counts[phase]}
-    recoveries = killed.recoveries
-    found: dict[str, Any] = {
-        **equality.as_dict(),
-        "verb": "chaos",
-        "identical": is_good,
-        "problems": [*equality.problems, *absent],
+    recovery_seconds = [recovery["seconds"] for recovery in killed.recoveries]
+    fields = {
         "seed": seed,
         "kills": len(came),
         "kills_by_phase": phases,
         "cold_starts": killer.num_cold,
         "restarts": len(killed.failures),
-        "num_ranks": num_ranks,
-        "recovery_seconds": [recovery["seconds"] for recovery in recoveries],
-        "goodput": killed.summary["goodput"],
-        "goodput_undisturbed": calm.summary["goodput"],
-        "seconds": killed.seconds,
-        "seconds_undisturbed": calm.seconds,
-        "folder": str(calm.folder.parent),
+        "num_ranks": killer.num_ranks,
+        "recovery_seconds": recovery_seconds,
     }
-    if as_json:
-        sys.stdout.write(json.dumps(found, indent=2) + "\n")
-        return 0 if is_good else 1
-    sizes = ", ".join(f"{size} ranks {number}" for size, number in sorted(Counter(num_ranks).items()))
-    mean = f"{statistics.fmean(found['recovery_seconds']):.1f} s" if recoveries else "-"
-    goodputs = f"goodput {found['goodput']:.1%} and {found['goodput_undisturbed']:.1%}"
+    sizes = ", ".join(f"{size} ranks {number}" for size, number in sorted(Counter(killer.num_ranks).items()))
+    mean = f"{statistics.fmean(recovery_seconds):.1f} s" if recovery_seconds else "-"
     lines = [
-        f"{len(num_ranks)} starts ({sizes}), {len(recoveries)} times a new step before the next kill, "
+        f"{len(killer.num_ranks)} starts ({sizes}), {len(recovery_seconds)} times a new step before the next kill, "
         f"{mean} after the failure on average",
-        f"{equality.steps_again} steps done again; {killed.seconds:.1f} s with kills, {calm.seconds:.1f} s without; "
-        f"{goodputs}; runs in {found['folder']}",
-        *equality.lines(),
+        f"{equality.steps_again} steps done again; {killed.seconds:.1f} s with kills, {survival.costs(calm, killed)}",
     ]
     survived = f"{len(came)} kills survived ({', '.join(f'{name} {count}' for name, count in phases.items())})"
-    verdict = "; ".join([f"{survived}, {equality.verdict()}", *absent])
-    sys.stdout.write("\n".join([*lines, verdict]) + "\n")
-    return 0 if is_good else 1
+    return absent, fields, lines, "; ".join([f"{survived}, {equality.verdict()}", *absent])

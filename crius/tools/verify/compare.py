@@ -1,54 +1,159 @@
-"""The verbs that train: each layout beside its reference, a row a layout."""
+"""``crius verify parity`` and ``compile``: each layout beside its reference, a row a layout."""
 
+import functools
 import math
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from crius.config.facts import Facts
 from crius.config.layout import Layout
-from crius.config.run import RunConfig
-from crius.errors import ConfigError
+from crius.config.run import RunConfig, replace_fields
 from crius.tools.verify import matrix, worker
 from crius.tools.verify.matrix import Case
 from crius.tools.verify.parameters import Shards
-from crius.tools.verify.rows import LayoutRow, Table
-from crius.tools.verify.run import Outcome, Stopped, run
-from crius.tools.verify.tolerance import COMPARED_STEPS, Tolerance, precision, tolerances
+from crius.tools.verify.run import Table, row_of
 from crius.tools.verify.worker import Task
-from crius.train.inputs import open_run_corpus
+
+NEED_COMPILE = ("async_tp", "memory_budget")
+"""Options that mean nothing to an eager run."""
+
+COMPARED_STEPS = 3
+"""Of which loss and gradient norm are compared; later the differences of the parameters feed on themselves."""
 
 
 @dataclass(frozen=True)
-class LayoutGroup:
-    """Layouts that are compared with one reference.
+class Tolerance:
+    """The greatest relative difference that a column may show, and why it is not zero."""
 
-    Attributes:
-        reference: what they are compared with.
-        others: the layouts.
-        is_whole: the reference has whole parameters, for any layout to compare with.
-    """
-
-    reference: Case
-    others: tuple[Case, ...]
-    is_whole: bool
+    bound: float
+    reason: str
 
 
-@dataclass(frozen=True)
-class Bench:
-    """What all rows of a verb share.
+_FLOAT32 = {
+    "loss": Tolerance(1e-5, "float32 sums in another order, up to 2**-24 = 6e-8 each"),
+    "grad_norm": Tolerance(1e-5, "as the loss, through all layers and back"),
+    "parameters": Tolerance(1e-5, "the last bits of the gradients"),
+    "update": Tolerance(1e-3, "AdamW makes a whole step of a gradient near 0, whose sign is in its last bits"),
+}
+_BFLOAT16 = {
+    "loss": Tolerance(1e-3, "bfloat16 rounds by up to 2**-9 = 2e-3, the mean over tokens by less"),
+    "grad_norm": Tolerance(1e-2, "bfloat16 roundings through all layers and back"),
+    "parameters": Tolerance(1e-3, "bfloat16 roundings of the gradients"),
+    "update": Tolerance(0.5, "AdamW makes a whole step of a gradient whose sign is lost in bfloat16"),
+}
+# measured over layouts of the debug model: at most 8e-5, 1e-3, 5e-4 and 0.2
+_TENSORWISE = {
+    "loss": Tolerance(5e-4, "one scale for what a rank multiplies: other ranks and microbatches, other roundings"),
+    "grad_norm": Tolerance(1e-2, "those roundings, of up to 2**-4 of a number, through all layers and back"),
+    "parameters": Tolerance(3e-3, "those roundings, in the gradients"),
+    "update": Tolerance(0.5, "AdamW makes a whole step of a gradient whose sign is lost in float8"),
+}
+# measured over layouts of the debug model: at most 9e-7, 6e-6, 1e-5 and 4e-2
+_ROWWISE = {
+    "loss": Tolerance(1e-5, "rows keep their scales; a few numbers round to the neighbour"),
+    "grad_norm": Tolerance(1e-4, "numbers that round to the neighbour, through all layers and back"),
+    "parameters": Tolerance(1e-4, "numbers that round to the neighbour, in the gradients"),
+    "update": Tolerance(0.2, "AdamW makes a whole step of a gradient near 0, whose sign is in its last bits"),
+}
+# measured: at most 2e-5, 2e-4, 1e-5 and 4e-2
+_BLOCKS = {
+    "loss": Tolerance(1e-4, "a layer that is no whole blocks on each rank stays in high precision on that layout"),
+    "grad_norm": Tolerance(2e-3, "as the loss, through all layers and back"),
+    "parameters": Tolerance(3e-4, "as the loss, in the gradients"),
+    "update": Tolerance(0.3, "AdamW makes a whole step of a gradient near 0, whose sign is in its last bits"),
+}
+_ALL = {"float32": _FLOAT32, "bfloat16": _BFLOAT16, "float8 tensorwise": _TENSORWISE, "mxfp8": _BLOCKS}
 
-    Attributes:
+
+def parity(
+    facts: Facts,
+    folder: Path,
+    *,
+    layouts: str = "",
+    nproc: int = 8,
+    steps: int = 3,
+    timeout: int = 300,
+    as_json: bool = False,
+) -> int:
+    """Train each layout and one device on the same uneven batches, and print how far they are apart.
+
+    Layouts that change what is computed, such as ``+document``, have a reference of their own.
+
+    Args:
+        facts: of the run, on this machine.
         folder: of the logs, one folder a layout below it.
-        scratch: of the parameters of the references.
+        layouts: which ones, joined by commas; empty: ``matrix.PARITY``.
+        nproc: most ranks of a layout where ``layouts`` is empty.
+        steps: of training, at least 1; the first three are compared, and the parameters after the last.
         timeout: seconds that a layout may take.
-    """
+        as_json: print JSON instead of a table.
 
-    folder: Path
-    scratch: Path
-    timeout: int
+    Returns:
+        The exit code, see ``compare_all``.
+
+    Raises:
+        CriusError: the run is refused on one device too, a layout cannot be read, or the data is bad.
+    """
+    matrix.check_positive("--timeout", timeout, "--timeout 300")
+    wanted = matrix.chosen(layouts, matrix.PARITY, nproc)
+    config = checked(facts, wanted, steps)
+    groups = []
+    for reference in dict.fromkeys(map(matrix.reference_of, wanted)):
+        own = [layout for layout in wanted if layout != reference and matrix.reference_of(layout) == reference]
+        groups.append([matrix.case(facts, config, layout) for layout in (reference, *own)])
+    return compare_all("parity", groups, config, folder, timeout, as_json, is_asked=bool(layouts))
+
+
+def compile(
+    facts: Facts,
+    folder: Path,
+    *,
+    layouts: str = "",
+    nproc: int = 8,
+    steps: int = 3,
+    timeout: int = 300,
+    as_json: bool = False,
+) -> int:
+    """Train each layout eager and compiled on the same uneven batches, and print how far the two are apart.
+
+    A layout that was asked to compile and runs eager fails.
+
+    Args:
+        facts: of the run, on this machine.
+        folder: of the logs, one folder a layout below it.
+        layouts: which ones, joined by commas, without ``+compile``; empty: ``matrix.COMPILE``.
+        nproc: most ranks of a layout where ``layouts`` is empty.
+        steps: of training, at least 1; the first three are compared, and the parameters after the last.
+        timeout: seconds that a layout may take.
+        as_json: print JSON instead of a table.
+
+    Returns:
+        The exit code, see ``compare_all``.
+
+    Raises:
+        CriusError: the run is refused on one device too, a layout cannot be read, or the data is bad.
+    """
+    matrix.check_positive("--timeout", timeout, "--timeout 300")
+    asked = matrix.chosen(layouts, matrix.COMPILE, nproc)
+    wanted = list(dict.fromkeys(_without(layout, ["compile"]) for layout in asked))
+    config = checked(facts, wanted, steps)
+    switches = ("compile.enable", "compile.loss", "parallelism.enable_async_tensor_parallel")
+    changes: dict[str, Any] = dict.fromkeys(switches, False)
+    if config.activation_checkpoint.mode == "memory_budget":
+        changes["activation_checkpoint.mode"] = "none"
+    eager = replace_fields(config, changes)
+    groups = []
+    for layout in wanted:
+        compiled = matrix.case(facts, config, replace(layout, options=(*layout.options, "compile")))
+        groups.append([matrix.case(facts, eager, _without(layout, NEED_COMPILE)), compiled])
+    return compare_all("compile", groups, config, folder, timeout, as_json, is_asked=bool(layouts))
+
+
+def _without(layout: Layout, options: Sequence[str]) -> Layout:
+    return replace(layout, options=tuple(option for option in layout.options if option not in options))
 
 
 def checked(facts: Facts, layouts: Sequence[Layout], steps: int) -> RunConfig:
@@ -57,20 +162,15 @@ def checked(facts: Facts, layouts: Sequence[Layout], steps: int) -> RunConfig:
     Raises:
         CriusError: it could not.
     """
-    if steps < 1:
-        raise ConfigError(f"--steps {steps} is not positive.", where="command line", fix="--steps 3")
+    matrix.check_positive("--steps", steps, "--steps 3")
     config = matrix.fixed(facts.config, layouts, steps)
-    alone = matrix.case(facts, config, Layout())
-    if alone.config is None:
-        raise ConfigError.together(alone.problems)
-    if config.data.source != "huggingface":  # a stream's threads cannot be forked
-        open_run_corpus(alone.config, 1)
+    matrix.case(facts, config, Layout()).check(with_data=True)
     return config
 
 
 def compare_all(
     verb: str,
-    groups: Sequence[LayoutGroup],
+    groups: Sequence[Sequence[Case]],
     config: RunConfig,
     folder: Path,
     timeout: int,
@@ -81,7 +181,7 @@ def compare_all(
 
     Args:
         verb: for the JSON.
-        groups: what is compared with what.
+        groups: layouts that are compared with the first of them.
         config: from ``checked``.
         folder: of the logs.
         timeout: seconds that a layout may take.
@@ -89,87 +189,77 @@ def compare_all(
         is_asked: the layouts were named: one that is refused is an error.
 
     Returns:
-        0; 1 where a layout is further away than the tolerance, or fails; 2 where one that was named is refused; 130 or
-        143 after a signal.
+        0; 1 where a layout is further away than the tolerance, or fails; 2 where one that was named is refused.
+
+    Raises:
+        SystemExit: a signal ended it; 130 or 143.
     """
-    names = [str(case.layout) for case in _cases(groups)]
-    table = Table([*tolerances(config)], names, as_json)
+    cases = [case for group in groups for case in group]
+    table = Table([*tolerances(config)], [str(case.layout) for case in cases], as_json)
     with tempfile.TemporaryDirectory(prefix="crius-verify-") as scratch:
-        bench = Bench(folder, Path(scratch), timeout)
-        try:
-            for group in groups:
-                _run_group(group, bench, table)
-        except Stopped as stopped:
-            return stopped.code
-    kinds = {precision(case.config): tolerances(case.config) for case in _cases(groups) if case.config}
+        for reference, *others in groups:
+            shards = Shards(Path(scratch) / str(reference.layout), is_whole=verb == "parity")
+            _run_group(reference, others, shards, folder, timeout, table)
+    kinds = {precision(case.config): tolerances(case.config) for case in cases if case.config}
     _conclude(table, verb, kinds or {precision(config): tolerances(config)})
     return table.exit_code(is_asked)
 
 
-def _cases(groups: Sequence[LayoutGroup]) -> list[Case]:
-    return [case for group in groups for case in (group.reference, *group.others)]
-
-
-def _run_group(group: LayoutGroup, bench: Bench, table: Table) -> None:
-    shards = Shards(bench.scratch / str(group.reference.layout), group.is_whole)
+def _run_group(
+    reference: Case, others: Sequence[Case], shards: Shards, folder: Path, timeout: int, table: Table
+) -> None:
     shards.folder.mkdir(parents=True)
-    expected: Outcome | None = None
-    for case in (group.reference, *group.others):
-        name, ranks, is_reference = str(case.layout), case.layout.num_ranks, case is group.reference
-        if case.config is None:
-            table.add(LayoutRow(layout=name, ranks=ranks, status="refused", note=case.refusal))
-        elif not is_reference and (expected is None or expected.result is None):
-            table.add(
-                LayoutRow(layout=name, ranks=ranks, status="FAIL", note="there is no reference to compare it with")
-            )
-        else:
-            outcome = run(worker.train, task_of(case, bench.folder, bench.timeout, shards, is_reference), ranks)
-            expected = outcome if is_reference else expected
-            table.add(judge(case, outcome, expected, is_reference))
+    expected: dict[str, Any] | None = None
+    for case in (reference, *others):
+        is_reference = case is reference
+        row, result = row_of(
+            str(case.layout),
+            case,
+            worker.train,
+            functools.partial(task_of, case.layout, folder, timeout, shards, is_reference),
+            functools.partial(judge, case, expected),
+            is_reference=is_reference,
+            lacks_reference=not (is_reference or expected),
+        )
+        expected = result if is_reference else expected
+        table.add(row)
 
 
-def task_of(case: Case, folder: Path, timeout: int, shards: Shards, is_reference: bool) -> Task:
-    """What the ranks of ``case`` are given, for ``worker.train``.
+def task_of(layout: Layout, folder: Path, timeout: int, shards: Shards, is_reference: bool, config: RunConfig) -> Task:
+    """What the ranks of a layout are given, for ``worker.train``.
 
     Args:
-        case: a layout that the rules do not refuse.
+        layout: of them.
         folder: of the logs, one folder a layout below it.
         timeout: seconds that it may take.
         shards: parameters of the reference.
         is_reference: it is the reference itself.
+        config: the run on this layout.
     """
-    assert case.config is not None
     # a row that says compile must not run eager; async tensor parallelism may well do nothing, on a CPU
-    is_async = case.config.parallelism.enable_async_tensor_parallel
-    strict = "compile" in case.layout.options and not is_async
-    return Task(case.config, folder / str(case.layout), timeout, shards, is_reference, strict)
+    strict = "compile" in layout.options and not config.parallelism.enable_async_tensor_parallel
+    return Task(config, folder / str(layout), timeout, shards, is_reference, strict)
 
 
-def judge(case: Case, outcome: Outcome, expected: Outcome | None, is_reference: bool) -> LayoutRow:
-    """The row of ``case``, which ended as ``outcome``, held against its reference, which ended as ``expected``."""
+def judge(case: Case, expected: dict[str, Any] | None, result: dict[str, Any]) -> tuple[dict[str, float], str, bool]:
+    """See ``Judge``: the result of ``case`` held against the reference's, which has none to be held against."""
     assert case.config is not None
-    name, ranks, bounds = str(case.layout), case.layout.num_ranks, tolerances(case.config)
-    if outcome.result is None or expected is None or expected.result is None:
-        return LayoutRow(layout=name, ranks=ranks, status="FAIL", seconds=outcome.seconds, note=outcome.note)
-    got, want = outcome.result, expected.result
+    want = expected or result
     values = {
-        "loss": _apart(got["loss"], want["loss"]),
-        "grad_norm": _apart(got["grad_norm"], want["grad_norm"]),
-        "parameters": _number(got["whole"]),
-        "update": _number(got["update"]),
+        "loss": _apart(result["loss"], want["loss"]),
+        "grad_norm": _apart(result["grad_norm"], want["grad_norm"]),
+        "parameters": _number(result["whole"]),
+        "update": _number(result["update"]),
     }
-    beyond = [column for column, tolerance in bounds.items() if values[column] > tolerance.bound]
+    beyond = [column for column, tolerance in tolerances(case.config).items() if values[column] > tolerance.bound]
     notes = [f"{' and '.join(beyond)} beyond the tolerance"] if beyond else []
     if {"parameters", "update"} & set(beyond):
-        notes.append(f"most in {got['worst']}")
-    if got["missing"]:
-        notes.append(f"not held once: {', '.join(got['missing'][:3])}" + ", ..." * (len(got["missing"]) > 3))
-    if is_reference:
-        notes.append(f"parameters move by {got['moved']:.1e}")
-    status: Any = "FAIL" if beyond or got["missing"] else "reference" if is_reference else "ok"
-    return LayoutRow(
-        layout=name, ranks=ranks, status=status, values=values, seconds=outcome.seconds, note=", ".join(notes)
-    )
+        notes.append(f"most in {result['worst']}")
+    if result["missing"]:
+        notes.append(f"not held once: {', '.join(result['missing'][:3])}" + ", ..." * (len(result["missing"]) > 3))
+    if expected is None:
+        notes.append(f"parameters move by {result['moved']:.1e}")
+    return values, ", ".join(notes), bool(beyond or result["missing"])
 
 
 def _apart(got: Sequence[Any], want: Sequence[Any]) -> float:
@@ -187,8 +277,7 @@ def _conclude(table: Table, verb: str, kinds: dict[str, dict[str, Tolerance]]) -
     run_rows = [row for row in table.rows if row.values and row.status != "reference"]
     columns = next(iter(kinds.values()))
     largest = {column: max((row.values[column] for row in run_rows), default=0.0) for column in columns}
-    statuses = ("ok", "FAIL", "refused")
-    counts = {status: sum(row.status == status for row in table.rows) for status in statuses}
+    counts = table.counts()
     legend = [
         "",
         "all relative to the reference: loss and gradient norm at their worst step (of the first three), before",
@@ -202,8 +291,19 @@ def _conclude(table: Table, verb: str, kinds: dict[str, dict[str, Tolerance]]) -
         f"{counts['ok']} ok, {counts['FAIL']} failed, {counts['refused']} refused; largest differences: "
         + ", ".join(f"{column} {value:.1e}" for column, value in largest.items())
     )
-    tolerances_json = {
-        kind: {name: {"bound": bound.bound, "reason": bound.reason} for name, bound in bounds.items()}
-        for kind, bounds in kinds.items()
-    }
-    table.close(legend, verb=verb, tolerances=tolerances_json, largest=largest, counts=counts)
+    bounds_json = {kind: {name: vars(bound) for name, bound in bounds.items()} for kind, bounds in kinds.items()}
+    table.close(legend, verb=verb, tolerances=bounds_json, largest=largest, counts=counts)
+
+
+def precision(config: RunConfig) -> str:
+    """What the matmuls of ``config`` are computed in, such as ``bfloat16`` or ``float32 and float8 rowwise``."""
+    dense, training = config.quantize.dense, config.training
+    dtypes = (training.mixed_precision_param, training.mixed_precision_reduce, training.dtype)
+    low = f"float8 {dense.float8.recipe}" if dense.float8.enable else "mxfp8" if dense.mxfp8.enable else ""
+    return ("bfloat16" if "bfloat16" in dtypes else "float32") + (f" and {low}" if low else "")
+
+
+def tolerances(config: RunConfig) -> dict[str, Tolerance]:
+    """By column, for the precision of ``config``: of all that is rounded the coarsest."""
+    parts = [_ALL.get(part, _ROWWISE) for part in precision(config).split(" and ")]
+    return {column: max((part[column] for part in parts), key=lambda one: one.bound) for column in _FLOAT32}

@@ -31,7 +31,7 @@ class Equality:
         steps: there should be.
         same_steps: that are in both runs, with the same loss and gradient norm.
         first_difference: of the steps; empty where there is none.
-        hashes: over weights and optimizer state of the two last checkpoints.
+        hash, hash_killed: over weights and optimizer state of the two last checkpoints.
         tensors: which of them differ, named: at most so many.
         problems: what else is wrong, such as a sample that came twice.
         steps_again: of the killed run, that were done and that a failure took back.
@@ -40,7 +40,8 @@ class Equality:
     steps: int
     same_steps: int
     first_difference: str
-    hashes: tuple[str, str]
+    hash: str
+    hash_killed: str
     tensors: tuple[str, ...]
     problems: tuple[str, ...]
     steps_again: int
@@ -48,7 +49,7 @@ class Equality:
     @property
     def has_same_contents(self) -> bool:
         """Whether weights and optimizer state are the same."""
-        return self.hashes[0] == self.hashes[1]
+        return self.hash == self.hash_killed
 
     def __bool__(self) -> bool:
         return self.same_steps == self.steps and self.has_same_contents and not self.problems
@@ -67,17 +68,7 @@ class Equality:
 
     def as_dict(self) -> dict[str, Any]:
         """For the JSON."""
-        return {
-            "identical": bool(self),
-            "steps": self.steps,
-            "same_steps": self.same_steps,
-            "first_difference": self.first_difference,
-            "hash": self.hashes[0],
-            "hash_killed": self.hashes[1],
-            "tensors": list(self.tensors),
-            "problems": list(self.problems),
-            "steps_again": self.steps_again,
-        }
+        return {"identical": bool(self), **vars(self)}
 
 
 def compare(expected: Path, got: Path, steps: int) -> Equality:
@@ -112,7 +103,8 @@ def compare(expected: Path, got: Path, steps: int) -> Equality:
         steps=steps,
         same_steps=sum(not line for line in lines),
         first_difference=next(filter(None, lines), ""),
-        hashes=(hashes[0], hashes[1]),
+        hash=hashes[0],
+        hash_killed=hashes[1],
         tensors=tuple(tensors),
         problems=tuple(problems),
         steps_again=sum(attempt.redone for attempt in report.attempts),

@@ -1,15 +1,15 @@
 """``crius verify init``: the weights start from the same bits under every layout."""
 
 from pathlib import Path
+from typing import Any
 
 from crius.config.facts import Facts
 from crius.config.layout import Layout
-from crius.errors import ConfigError
+from crius.config.run import RunConfig
 from crius.tools.verify import matrix, worker
 from crius.tools.verify.matrix import Case
 from crius.tools.verify.parameters import Shards, one_hash
-from crius.tools.verify.rows import LayoutRow, Table
-from crius.tools.verify.run import Stopped, run
+from crius.tools.verify.run import LayoutRow, Table, row_of
 from crius.tools.verify.worker import Task
 
 
@@ -35,30 +35,25 @@ def init(
         as_json: print JSON instead of a table.
 
     Returns:
-        0 for one hash; 1 for several, or where a layout fails; 2 where one of ``layouts`` is refused; 130 or 143 after
-        a signal.
+        0 for one hash; 1 for several, or where a layout fails; 2 where one of ``layouts`` is refused.
 
     Raises:
         CriusError: the run is refused on one device too, or a layout cannot be read.
+        SystemExit: a signal ended it; 130 or 143.
     """
-    matrix.check_timeout(timeout)
+    matrix.check_positive("--timeout", timeout, "--timeout 300")
     wanted = matrix.chosen(layouts, matrix.INIT, nproc)
     config = matrix.fixed(facts.config, wanted, 1)
-    alone = matrix.case(facts, config, Layout())
-    if alone.config is None:
-        raise ConfigError.together(alone.problems)
+    matrix.case(facts, config, Layout()).check()
     table = Table(["hash"], [str(layout) for layout in wanted], as_json)
     expected: dict[str, str] = {}
     for layout in wanted:
-        try:
-            row, found = _row(matrix.case(facts, config, layout), expected, folder, timeout)
-        except Stopped as stopped:
-            return stopped.code
+        row, found = _row(matrix.case(facts, config, layout), expected, folder, timeout)
         expected = expected or found
         table.add(row)
     hashes = {row.values["hash"] for row in table.rows if row.values}
     is_one = len(hashes) == 1 and table.exit_code(False) == 0
-    counts = {status: sum(row.status == status for row in table.rows) for status in ("ok", "FAIL", "refused")}
+    counts = table.counts()
     verdict = f"one hash over {counts['ok']} layouts" if is_one else f"{len(hashes)} hashes, {counts['FAIL']} failed"
     refused = f", {counts['refused']} refused" if counts["refused"] else ""
     table.close(["", f"{verdict}{refused}"], verb="init", one_hash=is_one, counts=counts)
@@ -67,27 +62,21 @@ def init(
 
 def _row(case: Case, expected: dict[str, str], folder: Path, timeout: int) -> tuple[LayoutRow, dict[str, str]]:
     """The row of one layout, and its checksums by parameter."""
-    name, ranks = str(case.layout), case.layout.num_ranks
-    if case.config is None:
-        return LayoutRow(layout=name, ranks=ranks, status="refused", note=case.refusal), {}
-    task = Task(case.config, folder / name, timeout, Shards(folder, is_whole=True))
-    outcome = run(worker.start, task, ranks)
-    if outcome.result is None:
-        return LayoutRow(layout=name, ranks=ranks, status="FAIL", seconds=outcome.seconds, note=outcome.note), {}
-    found: dict[str, str] = outcome.result["checksums"]
-    wrong = [parameter for parameter, value in found.items() if not value]
-    other = [parameter for parameter in expected if found.get(parameter) != expected[parameter]]
-    note = ""
-    if wrong:
-        note = f"{len(wrong)} of {len(found)} differ between ranks that hold the same part, first {wrong[0]}"
-    elif other:
-        note = f"{len(other)} of {len(found)} parameters differ, first {other[0]}"
-    row = LayoutRow(
-        layout=name,
-        ranks=ranks,
-        status="FAIL" if note else "ok",
-        values={"hash": one_hash(found)},
-        seconds=outcome.seconds,
-        note=note,
-    )
-    return row, {} if wrong else found
+
+    def task_of(config: RunConfig) -> Task:
+        return Task(config, folder / str(case.layout), timeout, Shards(folder, is_whole=True))
+
+    def judge(result: dict[str, Any]) -> tuple[dict[str, str], str, bool]:
+        sums = result["checksums"]
+        wrong = [parameter for parameter, value in sums.items() if not value]
+        other = [parameter for parameter in expected if sums.get(parameter) != expected[parameter]]
+        note = ""
+        if wrong:
+            note = f"{len(wrong)} of {len(sums)} differ between ranks that hold the same part, first {wrong[0]}"
+        elif other:
+            note = f"{len(other)} of {len(sums)} parameters differ, first {other[0]}"
+        return {"hash": one_hash(sums)}, note, bool(note)
+
+    row, result = row_of(str(case.layout), case, worker.start, task_of, judge)
+    sums: dict[str, str] = result["checksums"] if result else {}
+    return row, sums if all(sums.values()) else {}

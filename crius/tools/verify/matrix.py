@@ -11,7 +11,7 @@ from crius.config.operation import CheckpointConfig
 from crius.config.rules import RULES
 from crius.config.run import RunConfig, replace_fields
 from crius.errors import ConfigError, CriusError
-from crius.train.inputs import describe_known_model, settled
+from crius.train.inputs import describe_known_model, open_run_corpus, settled
 
 LEAST_GLOBAL_BATCH = 16
 
@@ -61,11 +61,18 @@ class Case:
         """The problems in one line."""
         return " ".join(problem.what for problem in self.problems)
 
+    def check(self, *, with_data: bool = False) -> None:
+        """Raise CriusError where the rules refuse it, or, ``with_data``, the data that there is will not do."""
+        if self.config is None:
+            raise ConfigError.together(self.problems)
+        if with_data and self.config.data.source != "huggingface":  # a stream's threads cannot be forked
+            open_run_corpus(self.config, self.layout.batch)
 
-def check_timeout(seconds: int) -> None:
-    """Raise ConfigError where a layout would have no time at all."""
-    if seconds < 1:
-        raise ConfigError(f"--timeout {seconds} is not positive.", where="command line", fix="--timeout 300")
+
+def check_positive(flag: str, value: float, fix: str) -> None:
+    """Raise ConfigError where ``value`` of ``flag`` is not."""
+    if not value > 0:
+        raise ConfigError(f"{flag} {value} is not positive.", where="command line", fix=fix)
 
 
 def chosen(layouts: str, default: Sequence[str], most_ranks: int) -> list[Layout]:

@@ -21,10 +21,8 @@ from crius.install import REQUIREMENTS, install_line
 from crius.tools.verify import matrix, worker
 from crius.tools.verify.matrix import Case
 from crius.tools.verify.parameters import Shards
-from crius.tools.verify.rows import LayoutRow, Table
-from crius.tools.verify.run import Outcome, Stopped, run
+from crius.tools.verify.run import LayoutRow, Table, row_of
 from crius.tools.verify.worker import Task
-from crius.train.inputs import open_run_corpus
 
 CURVES = "precision.json"
 PICTURE = "precision.png"
@@ -132,41 +130,29 @@ def precision(
 
     Returns:
         0; 1 where a format is further away than the tolerance, converts nothing, or fails; 2 where one of ``formats``
-        is refused; 130 or 143 after a signal.
+        is refused.
 
     Raises:
         CriusError: the reference is refused, a format or the layout cannot be read, matplotlib is missing, or the data
             is bad.
+        SystemExit: a signal ended it; 130 or 143.
     """
-    matrix.check_timeout(timeout)
-    if steps < 1 or not tolerance > 0:
-        wrong = f"--steps {steps}" if steps < 1 else f"--tolerance {tolerance}"
-        raise ConfigError(f"{wrong} is not positive.", where="command line", fix="--steps 200 --tolerance 0.02")
+    matrix.check_positive("--timeout", timeout, "--timeout 300")
+    for flag, value in (("--steps", steps), ("--tolerance", tolerance)):
+        matrix.check_positive(flag, value, "--steps 200 --tolerance 0.02")
     picture = _picture(plot, folder)
     placed = parse_layout(layout)
     config = matrix.bare(facts.config, [placed], steps)
     reference = config.training.mixed_precision_param
     cases = {name: _case(facts, config, placed, name) for name in _chosen(formats, reference)}
-    _check_reference(cases[reference])
+    cases[reference].check(with_data=True)
     judge = Judge(steps, tolerance)
     table = Table(judge.columns, list(cases), as_json, label="format")
     results: dict[str, Mapping[str, Any]] = {}
     for name, case in cases.items():
-        try:
-            row = _row(name, case, reference, judge, folder, timeout, results)
-        except Stopped as stopped:
-            return stopped.code
-        table.add(row)
+        table.add(_row(name, case, reference, judge, folder, timeout, results))
     _conclude(table, config, reference, results, judge, folder / CURVES, picture)
     return table.exit_code(is_asked=bool(formats))
-
-
-def _check_reference(case: Case) -> None:
-    """Raise CriusError where the reference is refused, or the data that there is will not do."""
-    if case.config is None:
-        raise ConfigError.together(case.problems)
-    if case.config.data.source != "huggingface":  # a stream's threads cannot be forked
-        open_run_corpus(case.config, case.layout.batch)
 
 
 def _chosen(formats: str, reference: str) -> list[str]:
@@ -223,28 +209,28 @@ def _row(
     results: dict[str, Mapping[str, Any]],
 ) -> LayoutRow:
     """Train one format, add its curve to ``results``, and judge it."""
-    ranks = case.layout.num_ranks
-    if case.config is None:
-        return LayoutRow(layout=name, ranks=ranks, status="refused", note=case.refusal)
-    if name != reference and reference not in results:
-        return LayoutRow(layout=name, ranks=ranks, status="FAIL", note="there is no reference to compare it with")
-    task = Task(case.config, folder / name, timeout, Shards(folder, is_whole=True))
-    outcome: Outcome = run(worker.curve, task, ranks)
-    if outcome.result is None:
-        return LayoutRow(layout=name, ranks=ranks, status="FAIL", seconds=outcome.seconds, note=outcome.note)
-    results[name] = outcome.result
-    expected = results[reference]["loss"]
-    wrong = judge.complaint(name, outcome.result, expected)
-    if wrong and name == reference:
-        del results[reference]
-    return LayoutRow(
-        layout=name,
-        ranks=ranks,
-        status="FAIL" if wrong else "reference" if name == reference else "ok",
-        values=judge.values(outcome.result, expected),
-        seconds=outcome.seconds,
-        note=wrong or outcome.result["how"],
+    is_reference = name == reference
+
+    def task_of(config: RunConfig) -> Task:
+        return Task(config, folder / name, timeout, Shards(folder, is_whole=True))
+
+    def held_against(result: dict[str, Any]) -> tuple[dict[str, str], str, bool]:
+        expected = (result if is_reference else results[reference])["loss"]
+        wrong = judge.complaint(name, result, expected)
+        return judge.values(result, expected), wrong or result["how"], bool(wrong)
+
+    row, result = row_of(
+        name,
+        case,
+        worker.curve,
+        task_of,
+        held_against,
+        is_reference=is_reference,
+        lacks_reference=not is_reference and reference not in results,
     )
+    if result and not (is_reference and row.status == "FAIL"):
+        results[name] = result
+    return row
 
 
 def _conclude(
@@ -266,8 +252,6 @@ def _conclude(
         f"gap: of the tail; last: of the last step; both at most {100 * judge.tolerance:g} %; largest: of any step",
     ]
     if reference in losses:
-        from crius.tools.verify.plot import plot_curves  # noqa: PLC0415
-
         batch = f"{config.training.global_batch_size} sequences of {config.training.seq_len} tokens"
         plot_curves(picture, reference, losses, judge.tolerance, f"{model}, {judge.steps} steps of {batch}")
         legend.append(f"picture: {picture}")
@@ -292,3 +276,46 @@ def _conclude(
     }
     curves.write_text(table.document(**findings), encoding="utf-8")
     table.close([*legend, f"curves: {curves}"], **findings)
+
+
+def plot_curves(
+    path: Path, reference: str, curves: Mapping[str, Sequence[float]], tolerance: float, title: str
+) -> None:
+    """Write a PNG: all curves above, and below them how far each is from the reference, step by step.
+
+    Args:
+        path: of the PNG.
+        reference: the name of the curve that the others are compared with.
+        curves: loss of each step by name; one that ended early is shorter.
+        tolerance: relative, drawn as a band.
+        title: what was trained.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
+    figure = Figure(figsize=(8, 5.6))
+    FigureCanvasAgg(figure)
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1.6))
+    expected = curves[reference]
+    top.plot(range(1, len(expected) + 1), expected, color="0.75", linewidth=5, label=f"{reference} (reference)")
+    for index, (name, curve) in enumerate((name, curve) for name, curve in curves.items() if name != reference):
+        style = {"color": f"C{index}", "linewidth": 1.1, "label": name}
+        top.plot(range(1, len(curve) + 1), curve, **style)
+        bottom.plot(range(1, len(curve) + 1), gaps_percent(curve, expected), **style)
+    bottom.axhspan(-100 * tolerance, 100 * tolerance, color="0.93", zorder=0)
+    top.set_ylabel("loss (nats a token)")
+    top.set_title(title, fontsize=10)
+    top.legend(frameon=False, fontsize=9)
+    bottom.set_ylabel(f"gap to {reference} (%)")
+    bottom.set_xlabel("step")
+    for axes in (top, bottom):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110, format="png")
+
+
+def gaps_percent(curve: Sequence[float], expected: Sequence[float]) -> list[float]:
+    """Of each step that both have; NaN where one is not finite."""
+    pairs = zip(curve, expected, strict=False)
+    return [100 * (got / want - 1) if math.isfinite(got) and math.isfinite(want) else math.nan for got, want in pairs]

@@ -1,24 +1,24 @@
 """``crius verify resume``: a run that is killed and goes on from its checkpoints, beside the run that is let be."""
 
-import json
-import sys
+import dataclasses
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from crius.config.facts import Facts
 from crius.errors import ConfigError
-from crius.tools.verify.equality import compare
-from crius.tools.verify.matrix import check_timeout
-from crius.tools.verify.run import Stopped
+from crius.tools.verify.equality import Equality
+from crius.tools.verify.matrix import check_positive
 from crius.tools.verify.survival import (
     KILLED,
     UNDISTURBED,
     Course,
+    Findings,
     Life,
-    live,
-    own_folder,
-    report_trouble,
+    compare_runs,
+    costs,
+    processes_left,
     settled_config,
 )
 
@@ -67,34 +67,22 @@ def resume(
         as_json: print JSON instead of a table.
 
     Returns:
-        0; 1 where something differs, a kill did not come, or a run did not come to its end; 130 or 143 after a signal.
+        0; 1 where something differs, a kill did not come, or a run did not come to its end.
 
     Raises:
         CriusError: the run is refused, ``kill_at`` cannot be read, or the data is bad.
+        SystemExit: a signal ended it; 130 or 143.
     """
-    check_timeout(timeout)
+    check_positive("--timeout", timeout, "--timeout 300")
     kills = _planned(kill_at, steps, facts.num_ranks)
     config = settled_config(facts, steps, _interval([kill.step for kill in kills]))
-    with own_folder(folder, "verify resume"):
-        try:
-            calm = live(Course(config=config, num_ranks=facts.num_ranks, folder=folder / UNDISTURBED, seconds=timeout))
-            if calm.trouble:
-                return report_trouble("the undisturbed run failed", calm, as_json)
-            faults = ";".join(kill.fault for kill in kills)
-            course = Course(
-                config=config,
-                num_ranks=facts.num_ranks,
-                folder=folder / KILLED,
-                seconds=timeout,
-                restarts=len(kills),
-                faults=faults,
-            )
-            killed = live(course)
-        except Stopped as stopped:
-            return stopped.code
-    if killed.trouble:
-        return report_trouble("the killed run did not come to its end", killed, as_json)
-    return _conclude(kills, steps, calm, killed, as_json)
+    first = Course(config=config, num_ranks=facts.num_ranks, folder=folder / UNDISTURBED, seconds=timeout)
+    second = dataclasses.replace(
+        first, folder=folder / KILLED, restarts=len(kills), faults=";".join(kill.fault for kill in kills)
+    )
+    conclude = functools.partial(_conclude, kills)
+    not_ended = "the killed run did not come to its end"
+    return compare_runs("resume", first, lambda calm: second, conclude, not_ended, as_json)
 
 
 def _interval(steps: list[int]) -> int:
@@ -105,8 +93,7 @@ def _interval(steps: list[int]) -> int:
 
 
 def _planned(kill_at: str, steps: int, num_ranks: int) -> list[Kill]:
-    if steps < 1:
-        raise ConfigError(f"--steps {steps} is not positive.", where="command line", fix="--steps 20")
+    check_positive("--steps", steps, "--steps 20")
     words = kill_at.split(",")
     if not all(word.strip().isdecimal() and 1 <= int(word) <= steps for word in words):
         raise ConfigError(
@@ -119,33 +106,19 @@ def _planned(kill_at: str, steps: int, num_ranks: int) -> list[Kill]:
     return [Kill(number, step, PHASES[number % len(PHASES)], number % num_ranks) for number, step in enumerate(ordered)]
 
 
-def _conclude(kills: list[Kill], steps: int, calm: Life, killed: Life, as_json: bool) -> int:
-    equality = compare(calm.folder, killed.folder, steps)
+def _conclude(kills: list[Kill], calm: Life, killed: Life, equality: Equality) -> Findings:
     came = [(attempt.attempt, attempt.rank) for attempt in killed.kills()]
     absent = [f"the kill at step {kill.step} did not come" for kill in kills if (kill.attempt, kill.rank) not in came]
-    absent += [f"processes were left: {killed.processes_left}"] if killed.processes_left else []
-    recovered = {found["attempt"] - 1: found for found in killed.recoveries}
-    rows = [_row(kill, recovered.get(kill.attempt)) for kill in kills]
-    goodputs = [life.summary["goodput"] for life in (calm, killed)]
-    is_good = bool(equality) and not absent
-    if as_json:
-        found = equality.as_dict()
-        found |= {"verb": "resume", "identical": is_good, "problems": [*found["problems"], *absent], "kills": rows}
-        found |= {"goodput": goodputs[1], "goodput_undisturbed": goodputs[0]}
-        found |= {"seconds": killed.seconds, "seconds_undisturbed": calm.seconds, "folder": str(calm.folder.parent)}
-        sys.stdout.write(json.dumps(found, indent=2) + "\n")
-        return 0 if is_good else 1
+    absent += processes_left(killed)
+    recoveries = {recovery["attempt"] - 1: recovery for recovery in killed.recoveries}
+    rows = [_row(kill, recoveries.get(kill.attempt)) for kill in kills]
     lines = [f"{'step':>4}  {'phase':<9}  {'rank':>4}  {'steps again':>11}  {'recovery s':>10}"]
     for row in rows:
         numbers = [_shown(row["steps_again"]), _shown(row["recovery_seconds"])]
         lines.append(f"{row['step']:>4}  {row['phase']:<9}  {row['rank']:>4}  {numbers[0]:>11}  {numbers[1]:>10}")
-    lines.append(
-        f"{killed.seconds:.1f} s with the kills, {calm.seconds:.1f} s without; "
-        f"goodput {goodputs[1]:.1%} and {goodputs[0]:.1%}; runs in {calm.folder.parent}"
-    )
+    lines.append(f"{killed.seconds:.1f} s with the kills, {costs(calm, killed)}")
     verdict = equality.verdict() if not absent else f"{equality.verdict()}, but {'; '.join(absent)}"
-    sys.stdout.write("\n".join([*lines, *equality.lines(), verdict]) + "\n")
-    return 0 if is_good else 1
+    return absent, {"kills": rows}, lines, verdict
 
 
 def _row(kill: Kill, recovery: dict[str, Any] | None) -> dict[str, Any]:

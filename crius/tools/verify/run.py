@@ -1,22 +1,30 @@
-"""One layout after the other, each in workers of its own, so that a crash or a hang is a row and not the end."""
+"""The rows of a verb, each of a task in workers of its own, so that a crash or a hang is a row and not the end."""
 
 import contextlib
+import dataclasses
 import functools
 import io
 import json
+import math
+import sys
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+from crius.config.run import RunConfig
 from crius.launch.environment import Placement
 from crius.launch.local import run_workers
 from crius.launch.report import log_path
 from crius.signals import STOP_SIGNALS
+from crius.tools.verify.matrix import Case
 from crius.tools.verify.worker import RESULT, Task
 
 STOPPED = tuple(sorted(128 + number for number in STOP_SIGNALS))
 """Exit codes after a signal to this process."""
+
+Work = Callable[[Task, Placement], None]
 
 
 @dataclass(frozen=True)
@@ -27,32 +35,18 @@ class Outcome:
         result: what rank 0 wrote; None where the task failed.
         seconds: wall time.
         note: why it failed, and where to read more.
-        code: exit code of the workers.
     """
 
     result: dict[str, Any] | None
     seconds: float
-    note: str
-    code: int
+    note: str = ""
 
 
-class Stopped(Exception):
-    """A signal ended the verb.
-
-    Args:
-        code: its exit code.
-    """
-
-    def __init__(self, code: int) -> None:
-        super().__init__(code)
-        self.code = code
-
-
-def run(work: Callable[[Task, Placement], None], task: Task, num_ranks: int) -> Outcome:
+def run(work: Work, task: Task, num_ranks: int) -> Outcome:
     """Run ``work`` on ``num_ranks`` workers; what they and the launcher say stays in the logs.
 
     Raises:
-        Stopped: by a signal.
+        SystemExit: a signal to this process ended it.
     """
     begin = time.monotonic()
     (task.run_dir / RESULT).unlink(missing_ok=True)
@@ -60,9 +54,9 @@ def run(work: Callable[[Task, Placement], None], task: Task, num_ranks: int) -> 
         code = run_workers(functools.partial(work, task), num_ranks, task.run_dir)
     seconds = time.monotonic() - begin
     if code in STOPPED:
-        raise Stopped(code)
+        raise SystemExit(code)
     if code == 0:
-        return Outcome(json.loads((task.run_dir / RESULT).read_text(encoding="utf-8")), seconds, "", 0)
+        return Outcome(json.loads((task.run_dir / RESULT).read_text(encoding="utf-8")), seconds)
     log = log_path(task.run_dir / "logs", 0)
     report = said.getvalue().strip()
     with log.open("a", encoding="utf-8") as file:
@@ -70,4 +64,141 @@ def run(work: Callable[[Task, Placement], None], task: Task, num_ranks: int) -> 
     headline = report.splitlines()[0] if report else f"exit code {code}"
     if seconds >= task.seconds:
         headline = f"nothing after {task.seconds} s"
-    return Outcome(None, seconds, f"{headline}; see {log}", code)
+    return Outcome(None, seconds, f"{headline}; see {log}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutRow:
+    """What one layout showed.
+
+    Attributes:
+        values: by column; none where it was not run to its end.
+        seconds: wall time.
+        note: what is wrong, or worth a word.
+    """
+
+    layout: str
+    ranks: int
+    status: Literal["reference", "ok", "FAIL", "refused"]
+    values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    seconds: float = 0.0
+    note: str = ""
+
+
+Judge = Callable[[dict[str, Any]], tuple[Mapping[str, Any], str, bool]]
+"""Of the result of a task: its values by column, what is worth a word, and whether it is wrong."""
+
+
+def row_of(
+    name: str,
+    case: Case,
+    work: Work,
+    task_of: Callable[[RunConfig], Task],
+    judge: Judge,
+    *,
+    is_reference: bool = False,
+    lacks_reference: bool = False,
+) -> tuple[LayoutRow, dict[str, Any] | None]:
+    """The row of ``case``, and the result of its task; None where it was not run to its end.
+
+    Args:
+        name: what the first column says.
+        case: what is run.
+        work: what each rank does.
+        task_of: the task, of the config of ``case``.
+        judge: says what the result is worth.
+        is_reference: the others are compared with this one.
+        lacks_reference: what it would be compared with failed: it is not run.
+
+    Raises:
+        SystemExit: a signal to this process ended it.
+    """
+    ranks = case.layout.num_ranks
+    failed = LayoutRow(layout=name, ranks=ranks, status="FAIL", note="there is no reference to compare it with")
+    if case.config is None:
+        return dataclasses.replace(failed, status="refused", note=case.refusal), None
+    if lacks_reference:
+        return failed, None
+    outcome = run(work, task_of(case.config), ranks)
+    if outcome.result is None:
+        return dataclasses.replace(failed, seconds=outcome.seconds, note=outcome.note), None
+    values, note, is_wrong = judge(outcome.result)
+    status: Any = "FAIL" if is_wrong else "reference" if is_reference else "ok"
+    row = LayoutRow(layout=name, ranks=ranks, status=status, values=values, seconds=outcome.seconds, note=note)
+    return row, outcome.result
+
+
+class Table:
+    """Rows that are printed as they come, or all together as JSON.
+
+    Args:
+        columns: names of the values of a row.
+        layouts: what the first column has to hold.
+        as_json: print nothing until ``close``.
+        label: what the first column is, also in the JSON, where the rows are not layouts.
+    """
+
+    def __init__(self, columns: Sequence[str], layouts: Sequence[str], as_json: bool, label: str = "layout") -> None:
+        self._columns = list(columns)
+        self._width = max(map(len, [label, *layouts]))
+        self._as_json, self._label = as_json, label
+        self.rows: list[LayoutRow] = []
+        self._say(self._line(label, "ranks", self._columns, "seconds", ""))
+
+    def add(self, row: LayoutRow) -> None:
+        """Print one row."""
+        self.rows.append(row)
+        seconds = f"{row.seconds:.1f}" if row.seconds else "-"
+        values = [_shown(row.values.get(column)) for column in self._columns]
+        status = f"{row.status}: {row.note}" if row.note else row.status
+        self._say(self._line(row.layout, str(row.ranks), values, seconds, status))
+
+    def close(self, legend: Sequence[str], **findings: Any) -> None:
+        """Print what the columns mean; or the JSON, with ``findings`` beside the rows."""
+        if self._as_json:
+            sys.stdout.write(self.document(**findings))
+        for line in legend:
+            self._say(line)
+
+    def document(self, **findings: Any) -> str:
+        """The JSON: ``findings``, and the rows."""
+        rows = [
+            {self._label if key == "layout" else key: value for key, value in dataclasses.asdict(row).items()}
+            for row in self.rows
+        ]
+        return json.dumps(_plain({**findings, "rows": rows}), indent=2) + "\n"
+
+    def counts(self) -> dict[str, int]:
+        """Rows by how they ended, without references."""
+        statuses = Counter(row.status for row in self.rows)
+        return {status: statuses[status] for status in ("ok", "FAIL", "refused")}
+
+    def exit_code(self, is_asked: bool) -> int:
+        """1 where a row fails, 2 where a layout is refused that was asked for, else 0."""
+        counts = self.counts()
+        return 1 if counts["FAIL"] else 2 if is_asked and counts["refused"] else 0
+
+    def _line(self, layout: str, ranks: str, values: Sequence[str], seconds: str, status: str) -> str:
+        widths = [16 if name == "hash" else max(9, len(name)) for name in self._columns]
+        cells = "".join(f"  {value:>{width}}" for width, value in zip(widths, values, strict=True))
+        return f"{layout:<{self._width}}  {ranks:>5}{cells}  {seconds:>7}  {status}".rstrip()
+
+    def _say(self, line: str) -> None:
+        if not self._as_json:
+            sys.stdout.write(line + "\n")
+            sys.stdout.flush()
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "-"
+    return value if isinstance(value, str) else "0" if value == 0 else f"{value:.1e}"
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no infinities and no NaN: they become text."""
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -24,7 +24,8 @@ from crius.launch.lock import run_lock
 from crius.launch.stop import PREEMPTED
 from crius.tools.faults.fault import ProcessFault, read_faults
 from crius.tools.faults.planted import PlantedFaults
-from crius.tools.verify.run import STOPPED, Stopped
+from crius.tools.verify.equality import Equality, compare
+from crius.tools.verify.run import STOPPED
 from crius.tools.verify.worker import speak_to
 from crius.train import job
 from crius.train.inputs import open_run_corpus
@@ -162,6 +163,77 @@ def own_folder(folder: Path, verb: str) -> Iterator[None]:
         yield
 
 
+Findings = tuple[list[str], dict[str, Any], list[str], str]
+"""Of a verb about its two runs: kills that did not come, fields of the JSON, lines before what differs, the verdict."""
+
+
+def compare_runs(
+    verb: str,
+    first: Course,
+    second: Callable[[Life], Course],
+    conclude: Callable[[Life, Life, Equality], Findings],
+    not_ended: str,
+    as_json: bool,
+) -> int:
+    """Let one run be and kill another, and print whether they are the same.
+
+    Args:
+        verb: of ``crius verify``.
+        first: of the undisturbed run.
+        second: of the killed run, from what became of the first.
+        conclude: called with both, and how equal they are.
+        not_ended: what is printed where the killed run does not come to its end; ``{kills}`` is their number.
+        as_json: print JSON instead of lines.
+
+    Returns:
+        The exit code: 0; 1 where something differs, a kill did not come, or a run did not come to its end.
+
+    Raises:
+        ConfigError: see ``own_folder``.
+        SystemExit: a signal to this process ended a run.
+    """
+    folder = first.folder.parent
+    with own_folder(folder, f"verify {verb}"):
+        calm = live(first)
+        if calm.trouble:
+            return report_trouble("the undisturbed run failed", calm, as_json)
+        killed = live(second(calm))
+    if killed.trouble:
+        return report_trouble(not_ended.format(kills=len(killed.kills())), killed, as_json)
+    equality = compare(calm.folder, killed.folder, first.config.training.steps)
+    absent, fields, lines, verdict = conclude(calm, killed, equality)
+    is_good = bool(equality) and not absent
+    if as_json:
+        document = {
+            **equality.as_dict(),
+            "verb": verb,
+            "identical": is_good,
+            "problems": [*equality.problems, *absent],
+            **fields,
+            "goodput": killed.summary["goodput"],
+            "goodput_undisturbed": calm.summary["goodput"],
+            "seconds": killed.seconds,
+            "seconds_undisturbed": calm.seconds,
+            "folder": str(folder),
+        }
+        lines = [json.dumps(document, indent=2)]
+    else:
+        lines += [*equality.lines(), verdict]
+    sys.stdout.write("\n".join(lines) + "\n")
+    return 0 if is_good else 1
+
+
+def costs(calm: Life, killed: Life) -> str:
+    """What is said of the undisturbed run's time and of both goodputs."""
+    goodputs = f"{killed.summary['goodput']:.1%} and {calm.summary['goodput']:.1%}"
+    return f"{calm.seconds:.1f} s without; goodput {goodputs}; runs in {calm.folder.parent}"
+
+
+def processes_left(life: Life) -> list[str]:
+    """A line about processes that outlived the run; none where there are none."""
+    return [f"processes were left: {life.processes_left}"] if life.processes_left else []
+
+
 def report_trouble(what: str, life: Life, as_json: bool) -> int:
     """Say why there is nothing to compare; returns the exit code."""
     text = json.dumps({"identical": False, "problems": [what, life.trouble]}, indent=2)
@@ -177,7 +249,7 @@ def live(course: Course) -> Life:
     """Run to the end, with restarts, as ``crius train`` would. What it says goes to ``logs/console.log``.
 
     Raises:
-        Stopped: by a signal.
+        SystemExit: a signal to this process ended it.
     """
     began, family, failures = time.monotonic(), Family(), []
     logs = course.folder / "logs"
@@ -224,7 +296,7 @@ def live(course: Course) -> Life:
     with (logs / CONSOLE).open("a", encoding="utf-8") as console:
         console.write(said.getvalue())
     if code in (PREEMPTED, *STOPPED):
-        raise Stopped(code if code in STOPPED else STOPPED[-1])
+        raise SystemExit(code if code in STOPPED else STOPPED[-1])
     trouble = late or (said.getvalue().strip().split("\n\n")[-1] or f"exit code {code}" if code else "")
     return Life(
         folder=course.folder,
