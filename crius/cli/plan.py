@@ -128,9 +128,8 @@ def plan(
 
 def _case(run: RunConfig, gpu: str, gpus: int | None, nodes: int | None, precision: str) -> "Case":
     """What is asked: flags, recipe and files are fixed, what they leave open is searched."""
-    from crius.tools.plan.hardware import hardware
+    from crius.tools.plan.hardware import hardware, shared
     from crius.tools.plan.legal import Case
-    from crius.tools.plan.machine import shared
     from crius.tools.plan.shapes import shape_named
     from crius.train.inputs import describe_known_model, with_dtype, with_tokens
 

@@ -13,8 +13,7 @@ from crius.config.toml_file import flatten
 from crius.errors import ConfigError
 from crius.host import cpu_with_cores, free_host_bytes
 from crius.models.description import ModelDescription
-from crius.tools.plan.hardware import KNOWN, Hardware
-from crius.tools.plan.machine import of_machine, shared
+from crius.tools.plan.hardware import KNOWN, Hardware, of_machine, shared
 from crius.tools.plan.plan import Recommendation, recommend
 
 FLAG = "parallelism.auto"
