@@ -19,9 +19,8 @@ from planner.trainers import OthersMemory, OthersTime, as_known, trainers
 from planner.validate import Errors
 from scipy.optimize import least_squares
 
-from crius.tools.plan import activations
-from crius.tools.plan.activations import MemoryConstants
-from crius.tools.plan.memory import Counting, memory
+from crius.tools.plan import memory as memory_module
+from crius.tools.plan.memory import Counting, MemoryConstants, memory
 from crius.units import GIB
 
 NUM_SPLITS = 10
@@ -124,7 +123,7 @@ def main() -> None:
             print(name, ratios[name])
     if args.write:
         shared, others = fit(rows)
-        write(activations, shared, shown)
+        write(memory_module, shared, shown)
         write(planner.trainers, others)
         print(asdict(shared) | asdict(others))
 

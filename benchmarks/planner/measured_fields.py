@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from crius.config.layout import Layout
-from crius.tools.plan.hardware import GB, KNOWN, Hardware
+from crius.tools.plan.hardware import KNOWN, Hardware
 from crius.tools.plan.workload import Checkpointing, Precision
 from crius.units import GIB
 
@@ -96,7 +96,7 @@ def _nic(text: str, per_node: int) -> float:
     found = re.search(r"([\d.]+) ?(?:Gb/s|Gbps)", text)
     if not found:
         return 0.0
-    rate = float(found[1]) * GB / 8
+    rate = float(found[1]) * 1e9 / 8
     of_node = "node" in text or text.strip() == found[0]
     return rate / per_node if of_node else rate
 

@@ -18,10 +18,10 @@ from typing import Any
 
 from crius.errors import CriusError
 from crius.table import aligned
-from crius.tools.plan.errors import Errors
 from crius.tools.plan.hardware import Hardware
 from crius.tools.plan.memory import Counting, memory
 from crius.tools.plan.time import tokens_per_second
+from crius.tools.plan.validate import Errors
 from crius.tools.plan.workload import Workload
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -37,11 +37,10 @@ from crius.models.registry import SPECS
 
 if TYPE_CHECKING:
     from crius.models.description import ModelDescription
-    from crius.tools.plan.alternatives import Alternative
-    from crius.tools.plan.check import CheckReport
     from crius.tools.plan.hardware import Hardware
     from crius.tools.plan.legal import Case
-    from crius.tools.plan.plan import Plan
+    from crius.tools.plan.plan import Alternative, Plan
+    from crius.tools.plan.validate import CheckReport
 
 DEFAULT_GPU = "h100"
 DEFAULT_SEQ_LEN = 8192
@@ -119,23 +118,24 @@ def plan(
         return _calibrate(out, as_json)
     if compare is not None:
         return _compare(compare, gpu, as_json)
-    case = _case(run, gpu, gpus, nodes, precision)
-    plan = _planned(case, check=check)
+    plan = _planned(_case(run, gpu or DEFAULT_GPU, gpus, nodes, precision), check=check)
     if plan.winner is None:
-        return _impossible(plan, gpu, precision, config, explain=explain, as_json=as_json)
-    return _recommend(plan, gpu, config, explain=explain, check=check, as_json=as_json)
+        data, lines, code = _impossible(plan, gpu or DEFAULT_GPU, precision, config, explain=explain)
+    else:
+        data, lines, code = _recommend(plan, gpu or DEFAULT_GPU, config, explain=explain, check=check)
+    emit(json.dumps(data, indent=2) if as_json else "\n".join(lines))
+    return code
 
 
 def _case(run: RunConfig, gpu: str, gpus: int | None, nodes: int | None, precision: str) -> "Case":
     """What is asked: flags, recipe and files are fixed, what they leave open is searched."""
-    from crius.tools.plan.hardware import hardware
+    from crius.tools.plan.hardware import hardware, shared
     from crius.tools.plan.legal import Case
-    from crius.tools.plan.machine import shared
     from crius.tools.plan.shapes import shape_named
-    from crius.train.inputs import describe_known_model, with_dtype, with_tokens
+    from crius.train.inputs import with_dtype, with_tokens
 
     refuse_given(UNPLANNED, SPLIT)
-    found = hardware(gpu or DEFAULT_GPU)
+    found = hardware(gpu)
     num_gpus, on_gpu = _count(gpus, nodes, found), found.generation != "cpu"
     run = replace_fields(run, {"parallelism.auto": False})  # which is what a plan does anyway
     pinned = set(SOURCES.origins) & set(flatten(RunConfig())) - {"parallelism.auto"}
@@ -144,20 +144,16 @@ def _case(run: RunConfig, gpu: str, gpus: int | None, nodes: int | None, precisi
         changes["training.seq_len"] = DEFAULT_SEQ_LEN
     run = with_dtype(replace_fields(run, changes), on_gpu=on_gpu)
     run = with_tokens(run, rows_are_given=SOURCES.rows_are_given())
+    facts = facts_of(run, 0, None, is_dry=True)
     problems = [*_open_flavor(run, pinned), *(_missing_precision(run, found, precision) if on_gpu else ())]
-    problems += rules.sizes(facts_of(run, 0, None, is_dry=True))
+    problems += rules.sizes(facts)
+    if not problems and facts.model is None and run.model.name in SPECS:
+        problems += rules.known_model(facts)
     if problems:
         raise ConfigError.together(problems)
-    facts = describe_known_model(run)
-    if facts:
-        shape = facts
-    elif run.model.name in SPECS:
-        raise ConfigError.together(list(rules.known_model(facts_of(run, 0, None, is_dry=True))))
-    else:
-        shape = shape_named(run.model.name, run.model.flavor if "model.flavor" in pinned else "")
     return Case(
         config=run,
-        shape=shape,
+        shape=facts.model or shape_named(run.model.name, run.model.flavor if "model.flavor" in pinned else ""),
         hardware=shared(found, num_gpus),
         num_gpus=num_gpus,
         pinned=frozenset(pinned | set(changes)),
@@ -226,45 +222,35 @@ def _planned(case: "Case", *, check: bool) -> "Plan":
     return dataclasses.replace(plan, outside=[*plan.outside, *left_out])
 
 
-def _recommend(plan: "Plan", gpu: str, files: tuple[Path, ...], *, explain: bool, check: bool, as_json: bool) -> int:
-    """Print the winner of ``plan``; returns the exit code."""
+def _recommend(
+    plan: "Plan", gpu: str, files: tuple[Path, ...], *, explain: bool, check: bool
+) -> tuple[dict[str, Any], list[str], int]:
+    """The winner of ``plan`` as data and as lines, and the exit code."""
     from crius.tools.plan.hardware import card_taken
-    from crius.tools.plan.plan_json import plan_data
-    from crius.tools.plan.render import plan_lines
+    from crius.tools.plan.render import plan_data, plan_lines
 
     settings = _settings(plan.case, plan.settings, files)
     start = " ".join(["crius train", *imports(), *_sources(files)])
-    lines = plan_lines(plan, card_taken(gpu or DEFAULT_GPU), start, settings, is_explained=explain)
-    data, code = plan_data(plan, settings), 0
-    if check:
-        report = _checked(plan.case, plan)
-        lines, data, code = [*lines, "", *report.lines()], data | {"check": report.as_dict()}, int(not report.agrees)
-    emit(json.dumps(data, indent=2) if as_json else "\n".join(lines))
-    return code
+    lines = plan_lines(plan, card_taken(gpu), start, settings, is_explained=explain)
+    data = plan_data(plan, settings)
+    if not check:
+        return data, lines, 0
+    report = _checked(plan.case, plan)
+    return data | {"check": report.as_dict()}, [*lines, "", *report.lines()], int(not report.agrees)
 
 
 def _impossible(
-    plan: "Plan", gpu: str, precision: str, files: tuple[Path, ...], *, explain: bool, as_json: bool
-) -> int:
-    """Say that nothing fits, and which commands plan what does; returns the exit code."""
-    from crius.tools.plan.alternatives import alternatives
+    plan: "Plan", gpu: str, precision: str, files: tuple[Path, ...], *, explain: bool
+) -> tuple[dict[str, Any], list[str], int]:
+    """As data and as lines: nothing fits, and which commands plan what does; and the exit code."""
     from crius.tools.plan.hardware import card_taken
-    from crius.tools.plan.plan import remedies_of
-    from crius.tools.plan.plan_json import impossible_data
-    from crius.tools.plan.render import impossible_lines
+    from crius.tools.plan.plan import alternatives, remedies_of
+    from crius.tools.plan.render import impossible_data, impossible_lines
 
     remedies = remedies_of(plan)
     fitting = [(one.what, _plan_command(one, gpu, precision, files)) for one in alternatives(plan, remedies)]
-    if as_json:
-        emit(
-            json.dumps(
-                {**impossible_data(plan, remedies), "commands_that_fit": [text for _, text in fitting]}, indent=2
-            )
-        )
-    else:
-        card = card_taken(gpu or DEFAULT_GPU)
-        emit("\n".join(impossible_lines(plan, card, remedies, fitting, is_explained=explain)))
-    return 1
+    data = impossible_data(plan, remedies) | {"commands_that_fit": [text for _, text in fitting]}
+    return data, impossible_lines(plan, card_taken(gpu), remedies, fitting, is_explained=explain), 1
 
 
 def _plan_command(one: "Alternative", gpu: str, precision: str, files: tuple[Path, ...]) -> str:
@@ -275,7 +261,7 @@ def _plan_command(one: "Alternative", gpu: str, precision: str, files: tuple[Pat
     values = flatten(one.case.config)
     short = {name: short for short, name in PLAN_SHORT.items()}
     typed = {short.get(name, name): values[name] for name in values if name in given | set(one.changes)}
-    machine = {"gpus": one.case.num_gpus, "gpu": one.gpu or gpu or DEFAULT_GPU}
+    machine = {"gpus": one.case.num_gpus, "gpu": one.gpu or gpu}
     also = {"precision": precision} if precision else {}
     return " ".join(["crius plan", *_sources(files), *flags({**typed, **machine, **also})])
 
@@ -306,7 +292,7 @@ def _checked(case: "Case", plan: "Plan") -> "CheckReport":
     run = replace_fields(case.config, plan.settings)
     check_save_ops(run)
     from crius.tools.dry_run.run import dry_run
-    from crius.tools.plan.check import compare_dry_run
+    from crius.tools.plan.validate import compare_dry_run
 
     return compare_dry_run(run, case.facts, case.num_gpus, dry_run(run, case.num_gpus, 0, STARTED).as_dict())
 

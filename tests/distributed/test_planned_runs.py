@@ -9,9 +9,8 @@ from crius import cli
 from crius.config.toml_file import flatten
 from crius.metrics.device import machine_of
 from crius.tools.plan import remedies
-from crius.tools.plan.hardware import KNOWN
+from crius.tools.plan.hardware import KNOWN, user_file, write_hardware
 from crius.tools.plan.legal import violations
-from crius.tools.plan.machine import user_file, write_hardware
 from crius.train.inputs import describe_model
 
 SHORT = [*SMALL, "--training.steps", "14", "--model.num_layers", "1", "--validation.interval", "0"]

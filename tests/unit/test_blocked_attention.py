@@ -1,5 +1,7 @@
 """Attention that keeps its probabilities computes what PyTorch's does, and is taken where it pays."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from harness import llama
@@ -9,12 +11,13 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from crius.config import resolve as rule
+from crius.config.layout import Layout
 from crius.host import ATTENTION_BLOCK
 from crius.kernels import blocked_attention as blocked
 from crius.kernels.attention import causal_attention
 from crius.kernels.choice import Choice, applied, resolve
-from crius.tools.plan.activations import layer_bytes
-from crius.tools.plan.workload import CRIUS
+from crius.tools.plan.memory import layer_bytes
+from crius.tools.plan.workload import Workload
 from crius.train.setup import run_kernels
 
 BLOCKED = Choice(attention=("blocked",))
@@ -122,11 +125,11 @@ def test_it_keeps_its_inputs_and_the_pairs_of_all_blocks_but_the_last():
 
 
 def test_the_planner_counts_the_probabilities():
-    _, layer = llama(num_layers=1, dim=64, ffn_dim=96, num_heads=4, num_kv_heads=2).dense
-    flags = {"sequence_parallel": True}
-    tokens = 64
-    seen = (tokens - ATTENTION_BLOCK) / 2
-    blocked_, flash = (layer_bytes(64, layer, 1, 4, CRIUS, "fused", seen_tokens=n, **flags).none for n in (seen, 0))
+    model, tokens = llama(num_layers=1, dim=64, ffn_dim=96, num_heads=4, num_kv_heads=2), 64
+    work = Workload(model=model, layout=Layout(), seq_len=tokens, param_bytes=4, pointwise="fused")
+    blocked_, flash = (
+        layer_bytes(replace(work, keeps_probabilities=keeps), model.dense[1]).none for keeps in (True, False)
+    )
     assert (blocked_ - flash) * tokens == 4 * 4 * (tokens * (tokens - ATTENTION_BLOCK) // 2 - tokens)  # less log-sums
 
 

@@ -9,7 +9,7 @@ import pytest
 from harness import ROOT, commands, llama, parse
 
 from crius.config.toml_file import flatten
-from crius.tools.plan.check import compare_dry_run
+from crius.tools.plan.validate import compare_dry_run
 
 SMALL = ["--flavor", "8b", "--gpus", "8"]
 _MAIN = """

@@ -17,10 +17,9 @@ from crius.config.pipeline import is_layer, split_stages
 from crius.launch.local import run_workers
 from crius.models.registry import SPECS
 from crius.tools.dry_run.run import dry_run
-from crius.tools.plan.activations import MEMORY, layer_bytes, loss_bytes
 from crius.tools.plan.hardware import hardware
-from crius.tools.plan.holdings import held_by, rank_layers, stage_layers, weights
-from crius.tools.plan.memory import memory, model_parameters, rank_bytes
+from crius.tools.plan.holdings import held_by, model_parameters, rank_layers, stage_layers, weights
+from crius.tools.plan.memory import MEMORY, layer_bytes, loss_bytes, memory, rank_bytes
 from crius.tools.plan.shapes import NOT_TRAINABLE_YET
 from crius.tools.plan.workload import Workload, from_config
 from crius.train.inputs import describe_model, with_dtype
@@ -148,7 +147,7 @@ def test_fsdp_shards_over_the_ranks_of_a_sequence_too():
 def test_a_pipeline_keeps_whole_weights_and_whole_gradients_until_the_last_microbatch():
     one = memory(workload(layout=Layout(pp=2, dp_shard=4), num_microbatches=8))
     stage = (
-        weights(workload().model, 1, 1, 1, is_tied=False).dense.whole
+        weights(workload().model, 1, 1, 1, is_tied=False, moment_bytes=4, muon=False).dense.whole
         * rank_layers(workload(layout=Layout(pp=2, dp_shard=4), num_microbatches=8), 0).layers
     )
     assert one.parts["gradients"] >= 4 * stage and one.parts["fsdp_buffers"] >= 2 * stage
@@ -233,7 +232,7 @@ def test_a_loss_in_chunks_frees_the_logits():
 
 def test_a_fused_loss_is_there_while_the_gradient_of_the_output_layer_is_made():
     work = workload(loss="fused", trainer=TRAINERS["megatron"], layout=Layout(tp=2))
-    found = loss_bytes(work, 8192, MEMORY)
+    found = loss_bytes(work, MEMORY)
     weight = work.model.vocab_size / 2 * work.model.dim * 2
     assert found.output == pytest.approx(found.kept + found.work + weight)
 
@@ -243,7 +242,7 @@ def test_a_graph_keeps_no_result_that_only_the_next_layer_reads(tp, more):
     """The last matmul's, and under tensor parallelism what its reduce-scatter gives the rank."""
     layer, graph = LLAMA["8b"].dense[1], TRAINERS["torchtitan_graph"]
     kept = [
-        layer_bytes(4096, layer, tp, 2, trainer, "operators", sequence_parallel=True)
+        layer_bytes(workload(layout=Layout(tp=tp), trainer=trainer, pointwise="operators"), layer)
         for trainer in (replace(graph, is_traced=False), graph)
     ]
     assert kept[0].selective - kept[1].selective == 2 * more

@@ -8,9 +8,8 @@ from harness import commands, llama, parse
 
 from crius import cli
 from crius.launch.local import run_workers
-from crius.tools.plan.hardware import hardware
+from crius.tools.plan.hardware import hardware, shared
 from crius.tools.plan.legal import violations
-from crius.tools.plan.machine import shared
 from crius.tools.plan.memory import memory
 from crius.tools.plan.plan import PLAN_RULES
 from crius.tools.plan.workload import from_config

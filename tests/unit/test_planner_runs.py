@@ -29,9 +29,8 @@ from crius.tools.plan.compare import (
     plan_run,
     validated_range,
 )
-from crius.tools.plan.hardware import KNOWN, hardware
+from crius.tools.plan.hardware import KNOWN, hardware, known_gpu, of_machine, shared, user_file, write_hardware
 from crius.tools.plan.legal import violations
-from crius.tools.plan.machine import known_gpu, of_machine, shared, user_file, write_hardware
 from crius.tools.plan.memory import memory
 from crius.tools.plan.out_of_memory import explain
 from crius.tools.plan.remedies import remedies

@@ -10,12 +10,11 @@ from crius.config.run import replace_fields
 from crius.errors import ConfigError, LayoutError
 from crius.tools.plan.explain import explain
 from crius.tools.plan.hardware import hardware
+from crius.tools.plan.holdings import model_parameters
 from crius.tools.plan.legal import Case, layouts, violations
-from crius.tools.plan.memory import model_parameters
 from crius.tools.plan.plan import make_plan, recommend
-from crius.tools.plan.rank import TIE, best, score
 from crius.tools.plan.render import flags
-from crius.tools.plan.search import family_of, fewest_gpus, fewest_with, fits_on, search, usable_bytes
+from crius.tools.plan.search import TIE, best, family_of, fewest_gpus, fewest_with, fits_on, score, search, usable_bytes
 from crius.tools.plan.shapes import NOT_TRAINABLE_YET, shape_named
 from crius.tools.plan.variants import overrides
 from crius.tools.plan.workload import from_config
@@ -250,24 +249,25 @@ def test_reshard_groups_are_part_of_the_shards(group, found):
 def test_an_impossible_case_names_the_fewest_gpus():
     one = case(gpus=1, gpu="rtx-4090")
     with pytest.raises(LayoutError, match="does not fit on 1 x rtx-4090") as error:
-        recommend(one.config, one.facts, one.hardware, 1)
+        recommend(replace(one, pinned=frozenset()))
     assert f"take {fewest_gpus(one)} GPUs" in error.value.fix
     assert "--training.enable_cpu_offload" in error.value.fix
     larger = case(flavor="405b", gpus=8)
     with pytest.raises(LayoutError) as error:
-        recommend(larger.config, larger.facts, larger.hardware, 8)
+        recommend(replace(larger, pinned=frozenset()))
     assert "--training.enable_cpu_offload" not in error.value.fix, "no host has that much memory"
 
 
 def test_recommended_settings_are_for_the_run_and_leave_its_batch():
     one = case(gpus=16)
     config = replace_fields(one.config, {"training.global_batch_size": 32})
-    found = recommend(config, one.facts, one.hardware, 16, {"training.global_batch_size"})
-    assert "training.global_batch_size" not in found.overrides
-    run = replace_fields(config, found.overrides)
+    one = replace(one, config=config, pinned=frozenset({"training.global_batch_size"}))
+    winner, reasons = recommend(one)
+    run = replace_fields(config, overrides(one, winner.workload))
+    assert run.training.global_batch_size == 32
     assert violations(run, one.facts, 16, START_RULES) == []
     assert from_config(run, one.facts, 16).tokens_per_rank == 2 * 8192
-    assert found.reasons[-1].startswith("Taken: ")
+    assert reasons[-1].startswith("Taken: ")
 
 
 def test_a_plan_says_what_was_rejected_and_why():

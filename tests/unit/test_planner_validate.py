@@ -20,10 +20,10 @@ from crius.config.layout import Layout
 from crius.config.run import replace_fields
 from crius.errors import ConfigError
 from crius.tools.plan.compare import validated_range
-from crius.tools.plan.errors import Errors
 from crius.tools.plan.hardware import KNOWN
 from crius.tools.plan.rates import TIME, TimeConstants
 from crius.tools.plan.time import tokens_per_second
+from crius.tools.plan.validate import Errors
 from crius.tools.plan.workload import Workload, from_config
 from crius.train.inputs import with_dtype
 

@@ -28,8 +28,7 @@ from crius.errors import EnvironmentError
 from crius.host import bfloat16_instructions, cpu_name, cpu_with_cores, free_host_bytes
 from crius.launch.environment import visible_gpus
 from crius.tools.bench.calibrate_kernels import attention_flops, copy_bandwidth, gather_speed, matmul_flops, prepare
-from crius.tools.plan.hardware import KNOWN, Hardware
-from crius.tools.plan.machine import known_gpu, user_file, write_hardware
+from crius.tools.plan.hardware import KNOWN, Hardware, known_gpu, user_file, write_hardware
 from crius.tools.plan.memory import memory
 from crius.tools.plan.time import step_time
 from crius.tools.plan.workload import Estimate, Workload, from_config

@@ -13,9 +13,11 @@ from crius.config.toml_file import flatten
 from crius.errors import ConfigError
 from crius.host import cpu_with_cores, free_host_bytes
 from crius.models.description import ModelDescription
-from crius.tools.plan.hardware import KNOWN, Hardware
-from crius.tools.plan.machine import of_machine, shared
-from crius.tools.plan.plan import Recommendation, recommend
+from crius.tools.plan.hardware import KNOWN, Hardware, of_machine, shared
+from crius.tools.plan.legal import Case
+from crius.tools.plan.plan import recommend
+from crius.tools.plan.variants import overrides
+from crius.units import GIB
 
 FLAG = "parallelism.auto"
 
@@ -80,22 +82,27 @@ def fill(
         total = -(-AUTO_GLOBAL_BATCH_SIZE // unit) * unit
         config = replace_fields(config, {"training.global_batch_size": total})
     filled = {name for name in FILLED if origin(name) == "default"}
-    pinned = set(flatten(config)) - filled
-    found = recommend(config, facts, hardware, num_ranks, pinned)
-    overrides = {name: value for name, value in found.overrides.items() if name in filled}
-    overrides["training.global_batch_size"] = config.training.global_batch_size
-    return Filled(replace_fields(config, {**overrides, FLAG: False}), overrides, _lines(found, hardware, num_ranks))
-
-
-def _lines(found: Recommendation, hardware: Hardware, num_ranks: int) -> list[str]:
-    one = found.candidate
-    work, gib = one.workload, one.memory.total / 2**30
-    head = (
-        f"auto: {work.layout} on {num_ranks} x {hardware.name}, {work.num_microbatches} microbatches of "
-        f"{work.microbatch}, activation checkpoint {work.activation_checkpoint}: {gib:.2f} GiB and "
-        f"{one.tokens_per_second:,.0f} tokens/s a rank planned"
+    case = Case(
+        config=config,
+        shape=facts,
+        hardware=hardware,
+        num_gpus=num_ranks,
+        pinned=frozenset(flatten(config)) - filled,
     )
-    return [head, *(f"auto: {reason}" for reason in found.reasons)]
+    winner, reasons = recommend(case)
+    work = winner.workload
+    chosen = {name: value for name, value in overrides(case, work).items() if name in filled}
+    chosen["training.global_batch_size"] = config.training.global_batch_size
+    head = (
+        f"{work.layout} on {num_ranks} x {hardware.name}, {work.num_microbatches} microbatches of {work.microbatch}, "
+        f"activation checkpoint {work.activation_checkpoint}: {winner.memory.total / GIB:.2f} GiB and "
+        f"{winner.tokens_per_second:,.0f} tokens/s a rank planned"
+    )
+    return Filled(
+        config=replace_fields(config, {**chosen, FLAG: False}),
+        overrides=chosen,
+        lines=[f"auto: {line}" for line in (head, *reasons)],
+    )
 
 
 def hardware_here(*, on_gpu: bool, num_ranks: int, local_ranks: int, is_dry: bool) -> Hardware:

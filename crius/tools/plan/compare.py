@@ -12,9 +12,8 @@ from crius.config.run import RunConfig
 from crius.errors import ConfigError
 from crius.machine import Machine
 from crius.models.description import ModelDescription
-from crius.tools.plan.hardware import KNOWN, Hardware
+from crius.tools.plan.hardware import KNOWN, Hardware, of_machine, shared
 from crius.tools.plan.holdings import model_parameters
-from crius.tools.plan.machine import of_machine, shared
 from crius.tools.plan.memory import memory
 from crius.tools.plan.time import step_time
 from crius.tools.plan.workload import CRIUS, Estimate, Workload, from_config

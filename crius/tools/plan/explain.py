@@ -1,18 +1,35 @@
-"""``crius plan --explain``: why this layout, as sentences with the numbers of the case. Torch-free.
+"""``crius plan --explain``: why this layout, as sentences, and what one change would cost or gain. Torch-free.
 
 It starts with pure FSDP and takes an axis more only where a number forces it: without the axis nothing fits, or the
 fastest that fits is slower than the model's error.
 """
 
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
+from crius.config.layout import DEGREES, Layout
+from crius.config.resolve import ITEMSIZE
+from crius.tools.plan.holdings import model_parameters
 from crius.tools.plan.legal import LEAST_CONTEXT_SHARD, Case
-from crius.tools.plan.memory import model_parameters
-from crius.tools.plan.rank import NAMES, TIE, axes_named, best, why_slower, why_too_large
-from crius.tools.plan.search import AXES, MEMORY_MARGIN, Candidate, Family, Found, family_of, judge, usable_bytes
-from crius.tools.plan.variants import MODES
-from crius.tools.plan.workload import Workload
+from crius.tools.plan.search import (
+    AXES,
+    MEMORY_MARGIN,
+    NAMES,
+    TIE,
+    Candidate,
+    Family,
+    Found,
+    axes_named,
+    best,
+    family_of,
+    judge,
+    search,
+    usable_bytes,
+    why_slower,
+    why_too_large,
+)
+from crius.tools.plan.workload import MODES, MOMENT_BYTES, Workload
 from crius.units import GIB
 
 WHY = {
@@ -22,6 +39,15 @@ WHY = {
     "ep": "splits the experts, within a node's links where it can",
     "dp_replicate": "keeps gathers within a smaller group and reduces gradients over replicas",
 }
+
+
+# options of a workload, switched off
+EAGER: dict[str, Any] = {"compile": False, "async_tp": False}
+BFLOAT16: dict[str, Any] = {"precision": "bfloat16", "float8_recipe": "", "float8_all_gather": False}
+
+
+def _in_float8(one: Workload) -> Workload:
+    return replace(one, precision="float8", float8_recipe="tensorwise", float8_all_gather=one.layout.fsdp > 1)
 
 
 def explain(found: Found, winner: Candidate | None) -> list[str]:
@@ -49,9 +75,7 @@ def in_words(count: int) -> str:
 
 def _size(case: Case) -> Iterator[str]:
     parameters, config = model_parameters(case.shape), case.config
-    stored = {"float32": 4, "bfloat16": 2}[config.training.dtype]
-    moments = {"float32": 8, "bfloat16": 4, "8bit": 2}[config.optimizer.state_dtype]
-    each = 2 * stored + moments
+    each = 2 * ITEMSIZE[config.training.dtype] + 2 * int(MOMENT_BYTES[config.optimizer.state_dtype])
     whole = each * parameters / GIB
     yield (
         f"{case.shape.name} has {in_words(parameters)} parameters. Weights, gradients and the optimizer's "
@@ -98,13 +122,11 @@ def _options(case: Case, winner: Candidate) -> Iterator[str]:
     """compile, float8, resharding, async TP: what each is worth here."""
     one, hardware = winner.workload, case.hardware
     if one.compile:
-        yield _gain("Compile", winner, judge(replace(one, compile=False, async_tp=False), hardware))
+        yield _gain("Compile", winner, judge(replace(one, **EAGER), hardware))
     if one.precision == "float8":
-        other = replace(one, precision="bfloat16", float8_recipe="", float8_all_gather=False)
-        yield _gain("float8", winner, judge(other, hardware))
+        yield _gain("float8", winner, judge(replace(one, **BFLOAT16), hardware))
     elif one.precision == "bfloat16" and one.compile and hardware.float8_flops:
-        other = replace(one, precision="float8", float8_recipe="tensorwise", float8_all_gather=one.layout.fsdp > 1)
-        speed = judge(other, hardware).tokens_per_second / winner.tokens_per_second - 1
+        speed = judge(_in_float8(one), hardware).tokens_per_second / winner.tokens_per_second - 1
         worth = "it changes numbers, so it has to be asked for: --precision float8" if speed > 0 else "so it stays off"
         yield f"float8 would change the speed by {speed:+.1%}; {worth}."
     if one.async_tp:
@@ -178,3 +200,101 @@ def _fastest(found: Found, families: Iterable[Family]) -> Candidate | None:
 
 def _smallest(found: Found, families: Iterable[Family]) -> Candidate | None:
     return min((found.too_large[family] for family in families), key=lambda one: one.memory.total, default=None)
+
+
+@dataclass(frozen=True)
+class Neighbour:
+    """One change.
+
+    Attributes:
+        text: what changes.
+        candidate: what it leads to, which may be too large; None: no such layout is legal.
+    """
+
+    text: str
+    candidate: Candidate | None
+
+    def effect(self, winner: Candidate) -> str:
+        """Tokens/s, seconds and GiB against the plan."""
+        if self.candidate is None:
+            return "not legal: it does not divide the model, the sequence or the batch"
+        speed = self.candidate.tokens_per_second / winner.tokens_per_second - 1
+        step = self.candidate.time.total / winner.time.total - 1
+        gib = (self.candidate.memory.total - winner.memory.total) / GIB
+        fits = "" if self.candidate.fits else ", does not fit"
+        return f"tokens/s {speed:+.1%}, step {step:+.1%}, {gib:+.1f} GiB{fits}"
+
+
+def neighbours(case: Case, winner: Candidate) -> list[Neighbour]:
+    """Each axis one step up and down, each option switched, longer sequences, more GPUs; all else as in the plan,
+    but for recomputation and microbatches, which are chosen anew where the layout changes.
+    """
+    return [*_of_degrees(case, winner), *_of_options(case, winner.workload), *_of_sizes(case, winner)]
+
+
+def _of_degrees(case: Case, winner: Candidate) -> Iterator[Neighbour]:
+    layout = winner.workload.layout
+    for axis, name in NAMES.items():
+        degree = getattr(layout, axis)
+        if DEGREES[axis] in case.pinned or (axis == "ep" and not case.shape.num_experts):
+            continue
+        for other in (degree // 2, degree * 2) if degree > 1 else (2,):
+            degrees = {**layout.degrees, axis: other}
+            inner = degrees["tp"] * degrees["cp"] * degrees["pp"] * degrees["dp_replicate"]
+            text = f"{name} {other} in place of {degree}"
+            if case.num_gpus % inner:
+                continue
+            yield Neighbour(text, _on(case, {**degrees, "dp_shard": case.num_gpus // inner}))
+
+
+def _on(case: Case, degrees: Mapping[str, int], num_gpus: int = 0) -> Candidate | None:
+    """The best candidate on a mesh, or the smallest where none fits."""
+    fields = {DEGREES[axis]: degree for axis, degree in degrees.items()}
+    found = search(replace(case.with_fields(fields), num_gpus=num_gpus or case.num_gpus))
+    return best(found.fitting, case.hardware) or next(iter(found.too_large.values()), None)
+
+
+def _of_options(case: Case, one: Workload) -> Iterator[Neighbour]:
+    def changed(text: str, **fields: Any) -> Neighbour:
+        return Neighbour(text, judge(replace(one, **fields), case.hardware))
+
+    for mode in MODES:
+        if mode != one.activation_checkpoint and one.activation_checkpoint in MODES:
+            yield changed(f"activation checkpointing {mode}", activation_checkpoint=mode)
+    if one.num_microbatches % 2 == 0 and (one.layout.pp == 1 or one.num_microbatches // 2 >= one.layout.pp):
+        yield changed(
+            f"microbatches of {2 * one.microbatch}",
+            microbatch=2 * one.microbatch,
+            num_microbatches=one.num_microbatches // 2,
+        )
+    if one.microbatch % 2 == 0:
+        yield changed(
+            f"microbatches of {one.microbatch // 2}",
+            microbatch=one.microbatch // 2,
+            num_microbatches=2 * one.num_microbatches,
+        )
+    if one.layout.fsdp > 1 and one.layout.pp == 1:
+        other = "default" if one.reshard == "never" else "never"
+        yield changed(f"reshard {other}", reshard=other)
+    if one.async_tp:
+        yield changed("without async TP", async_tp=False)
+    if one.compile and one.precision == "bfloat16":
+        yield changed("without compile", **EAGER)
+        if case.hardware.float8_flops:
+            yield Neighbour("float8", judge(_in_float8(one), case.hardware))
+    elif one.compile and one.precision == "float8":
+        yield changed("bfloat16 in place of float8", **BFLOAT16)
+
+
+def _of_sizes(case: Case, winner: Candidate) -> Iterator[Neighbour]:
+    one, layout = winner.workload, winner.workload.layout
+    yield Neighbour("sequences twice as long", judge(replace(one, seq_len=2 * one.seq_len), case.hardware))
+    axis = "dp_shard" if layout.dp_shard > 1 or layout.dp_replicate == 1 else "dp_replicate"
+    more: Layout = replace(layout, **{axis: 2 * getattr(layout, axis)})
+    is_given = case.config.training.global_batch_size != -1
+    batch = {"training.global_batch_size": case.global_batch_size * (1 if is_given else 2)}
+    other = case.with_fields(batch)
+    yield Neighbour(
+        f"{more.num_ranks} GPUs and {'the same batch' if is_given else 'twice the batch'}",
+        _on(other, more.degrees, num_gpus=more.num_ranks),
+    )

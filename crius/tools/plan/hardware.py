@@ -1,17 +1,21 @@
-"""``Hardware``: what one accelerator of a cluster can do. Known ones by name, others from a TOML file."""
+"""``Hardware``: what one accelerator of a cluster can do. Torch-free.
+
+Known ones by name (``gpus.toml``), others from a TOML file, and that of the machine at hand, as it was calibrated.
+"""
 
 import math
+import os
+import re
 import tomllib
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, Field, asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
+
+import tomli_w
 
 from crius.config.load import did_you_mean
-from crius.errors import ConfigError, CriusError
-from crius.units import GIB
-
-GB = 10**9
-TERA = 10**12
+from crius.errors import ConfigError, CriusError, EnvironmentError
+from crius.run_file import write_whole
 
 Generation = Literal["ampere", "ada", "hopper", "blackwell", "blackwell_ultra", "cdna3", "cpu", "other"]
 
@@ -82,174 +86,26 @@ class Hardware:
         return self.generation in ("blackwell", "blackwell_ultra") or self.float4_flops > 0
 
 
-A100 = Hardware(  # NVIDIA A100 data sheet, June 2021; DGX A100: one 200 Gb/s HDR NIC a GPU
-    name="a100-80g",
-    generation="ampere",
-    bfloat16_flops=312 * TERA,
-    float32_flops=19.5 * TERA,
-    memory_bytes=80 * GIB,
-    memory_bandwidth=2039 * GB,
-    link_bandwidth=300 * GB,
-    nic_bandwidth=25 * GB,
-)
-H100 = Hardware(  # NVIDIA H100 data sheet (SXM5); DGX H100: one 400 Gb/s NDR NIC a GPU
-    name="h100-80g",
-    generation="hopper",
-    bfloat16_flops=989.4 * TERA,
-    float8_flops=1978.9 * TERA,
-    float32_flops=66.9 * TERA,
-    memory_bytes=80 * GIB,
-    memory_bandwidth=3350 * GB,
-    link_bandwidth=450 * GB,
-    nic_bandwidth=50 * GB,
-    watts=700,
-    full_watts=700,
-)
-H100_PCIE = replace(  # the same data sheet and NVIDIA's product brief of the PCIe card; PCIe 5.0 x16 to the others
-    H100,
-    name="h100-pcie",
-    bfloat16_flops=756 * TERA,
-    float8_flops=1513 * TERA,
-    float32_flops=51 * TERA,
-    memory_bandwidth=2000 * GB,
-    link_bandwidth=64 * GB,
-    watts=350,
-    full_watts=350,
-)
-B200 = Hardware(  # NVIDIA HGX B200 data sheet
-    name="b200",
-    generation="blackwell",
-    bfloat16_flops=2250 * TERA,
-    float8_flops=4500 * TERA,
-    float4_flops=9000 * TERA,
-    float32_flops=75 * TERA,
-    memory_bytes=178 * GIB,
-    memory_bandwidth=7700 * GB,
-    link_bandwidth=900 * GB,
-    nic_bandwidth=50 * GB,
-    watts=1000,
-    full_watts=1000,
-)
-GB200 = replace(  # NVIDIA GB200 NVL72 data sheet: 72 GPUs in one NVLink domain, used as 64
-    B200,
-    name="gb200",
-    bfloat16_flops=2500 * TERA,
-    float8_flops=5000 * TERA,
-    float4_flops=10_000 * TERA,
-    float32_flops=80 * TERA,
-    memory_bytes=184 * GIB,
-    memory_bandwidth=8000 * GB,
-    gpus_per_node=64,
-    watts=1200,
-    full_watts=1200,
-)
-RTX_4090 = Hardware(  # NVIDIA Ada architecture white paper v2 (FP32 accumulate); PCIe 4.0 x16, no NVLink
-    name="rtx-4090",
-    generation="ada",
-    bfloat16_flops=165.2 * TERA,
-    float8_flops=330.3 * TERA,
-    float32_flops=82.6 * TERA,
-    memory_bytes=24 * GIB,
-    memory_bandwidth=1008 * GB,
-    link_bandwidth=20 * GB,
-    nic_bandwidth=3 * GB,
-)
+_TABLES = tomllib.loads(Path(__file__).with_name("gpus.toml").read_text(encoding="utf-8"))
 
-KNOWN: dict[str, Hardware] = {
-    one.name: one
-    for one in (
-        replace(A100, name="a100-40g", memory_bytes=40 * GIB, memory_bandwidth=1555 * GB),
-        A100,
-        H100,
-        # torchtitan benchmarks/llama3_h100_202412_torchtitan.md: H100 of 95 GiB HBM2e at 500 W in Grand Teton servers
-        replace(H100, name="h100-96g", memory_bytes=95 * GIB, memory_bandwidth=2400 * GB, watts=500),
-        H100_PCIE,
-        replace(  # NVIDIA H100 NVL data sheet: two are bridged, which counts for nothing beyond the pair
-            H100_PCIE,
-            name="h100-nvl",
-            bfloat16_flops=835 * TERA,
-            float8_flops=1671 * TERA,
-            float32_flops=60 * TERA,
-            memory_bytes=94 * GIB,
-            memory_bandwidth=3900 * GB,
-            watts=400,
-            full_watts=400,
-        ),
-        replace(H100, name="h800", link_bandwidth=200 * GB),  # H100 with 400 GB/s of NVLink, both directions together
-        # NVIDIA GH200 data sheet: an H100 with 96 GB of HBM3; four to a node
-        replace(H100, name="gh200", memory_bytes=95 * GIB, memory_bandwidth=4000 * GB, gpus_per_node=4),
-        # NVIDIA H200 data sheet (SXM)
-        replace(H100, name="h200", memory_bytes=140 * GIB, memory_bandwidth=4800 * GB),
-        B200,
-        GB200,
-        # NVIDIA GB300 NVL72 and HGX B300 data sheets; one 800 Gb/s ConnectX-8 NIC a GPU
-        replace(
-            GB200,
-            name="gb300",
-            generation="blackwell_ultra",
-            float4_flops=15_000 * TERA,
-            memory_bytes=277 * GIB,
-            nic_bandwidth=100 * GB,
-            watts=1400,
-            full_watts=1400,
-        ),
-        replace(
-            B200,
-            name="b300",
-            generation="blackwell_ultra",
-            float4_flops=13_500 * TERA,
-            memory_bytes=268 * GIB,
-            nic_bandwidth=100 * GB,
-            watts=1100,
-            full_watts=1100,
-        ),
-        Hardware(  # AMD Instinct MI300X data sheet: seven 64 GB/s links; one 400 Gb/s NIC a GPU
-            name="mi300x",
-            generation="cdna3",
-            bfloat16_flops=1307.4 * TERA,
-            float8_flops=2614.9 * TERA,
-            float32_flops=163.4 * TERA,
-            memory_bytes=192 * GIB,
-            memory_bandwidth=5300 * GB,
-            link_bandwidth=448 * GB,
-            nic_bandwidth=50 * GB,
-        ),
-        RTX_4090,
-        replace(  # AWS G5: NVIDIA A10G, PCIe 4.0, 100 Gb/s a node of 8
-            RTX_4090,
-            name="a10g",
-            generation="ampere",
-            bfloat16_flops=70 * TERA,
-            float8_flops=0,
-            float32_flops=35 * TERA,
-            memory_bandwidth=600 * GB,
-            nic_bandwidth=1.5 * GB,
-        ),
-        replace(  # NVIDIA L4 data sheet
-            RTX_4090,
-            name="l4",
-            bfloat16_flops=121 * TERA,
-            float8_flops=242 * TERA,
-            float32_flops=30.3 * TERA,
-            memory_bandwidth=300 * GB,
-            nic_bandwidth=1.5 * GB,
-        ),
-        # no data sheet: two cores of an x86 server of 2022; crius plan --calibrate measures the machine at hand
-        Hardware(
-            name="cpu",
-            generation="cpu",
-            bfloat16_flops=60 * GB,
-            float32_flops=150 * GB,
-            memory_bytes=16 * GIB,
-            memory_bandwidth=20 * GB,
-            link_bandwidth=2 * GB,
-            nic_bandwidth=1 * GB,
-            gpus_per_node=64,
-            resident_bytes=0.5 * GIB,
-        ),
-    )
-}
-ALIASES = {"a100": "a100-80g", "h100": "h100-80g", "h100-sxm": "h100-80g", "4090": "rtx-4090"}
+
+def _known() -> dict[str, Hardware]:
+    """The entries of ``gpus.toml``."""
+    known: dict[str, Hardware] = {}
+    for name, table in _TABLES.items():
+        own = {key: value for key, value in table.items() if key not in ("like", "aliases", "driver")}
+        known[name] = replace(known[table["like"]], name=name, **own) if "like" in table else Hardware(name=name, **own)
+    return known
+
+
+KNOWN = _known()
+ALIASES = {alias: name for name, table in _TABLES.items() for alias in table.get("aliases", ())}
+
+
+def known_gpu(device: str) -> Hardware | None:
+    """The known GPU that a driver calls ``device``; None where its links or its speed are not known."""
+    drivers = ((name, table["driver"]) for name, table in _TABLES.items() if "driver" in table)
+    return next((KNOWN[name] for name, pattern in drivers if re.search(pattern, device)), None)
 
 
 def card_taken(name: str) -> str:
@@ -300,11 +156,11 @@ def _from_file(path: Path) -> Hardware:
         )
     kinds = {field.name: field for field in fields(Hardware)}
     for key, value in table.items():
-        problem = _problem(key, value) if key in kinds else f"hardware has no field {key!r}."
+        problem = _problem(kinds[key], value) if key in kinds else f"hardware has no field {key!r}."
         if problem:
             problems.append(ConfigError(problem, where=where, fix=f"the fields are {', '.join(kinds)}"))
-    needed = [name for name in _NEEDED if name not in table] if like is None else []
-    if needed:
+    needed = [name for name, field in kinds.items() if field.default is MISSING and name not in table]
+    if needed and like is None:
         problems.append(
             ConfigError(
                 f"hardware lacks {', '.join(needed)}.",
@@ -319,35 +175,15 @@ def _from_file(path: Path) -> Hardware:
     return Hardware(**table)
 
 
-_NEEDED: tuple[str, ...] = (
-    "name",
-    "bfloat16_flops",
-    "float32_flops",
-    "memory_bytes",
-    "memory_bandwidth",
-    "link_bandwidth",
-)
-_NEEDED += ("nic_bandwidth",)
-_MAY_BE_ZERO = (
-    "threads",
-    "hop_seconds",
-    "float8_flops",
-    "float4_flops",
-    "watts",
-    "full_watts",
-    "op_seconds",
-    "resident_bytes",
-    "resident_share",
-)
 _BOUNDS = {"flops": (1e6, 1e18), "bandwidth": (1e6, 1e18), "bytes": (1e6, 1e15), "seconds": (0, 1)}
 _BOUNDS |= {"watts": (1, 1e6), "efficiency": (1e-4, 2), "share": (0, 1), "threads": (0, 1e6), "node": (1, 1e6)}
 """By the last word of a field. Beyond them its unit is another one."""
 _UNITS = {"bytes": "bytes", "bandwidth": "bytes a second", "flops": "FLOPs a second", "seconds": "seconds"}
-_SHARES = ("matmul_efficiency", "attention_efficiency", "memory_efficiency")
 
 
-def _problem(key: str, value: object) -> str:
+def _problem(field: Field[Any], value: object) -> str:
     """What is wrong with a field's value; empty: nothing."""
+    key, word = field.name, field.name.rpartition("_")[2]
     if key in ("name", "measured", "device"):
         if key == "name" and value == "":
             return "name is empty."
@@ -363,13 +199,63 @@ def _problem(key: str, value: object) -> str:
         return f"{key} = {value!r} is not a number."
     if key in ("gpus_per_node", "threads") and (not isinstance(value, int) or value < (key == "gpus_per_node")):
         return f"{key} = {value!r} is not a count."
-    if value < 0 or (value == 0 and key not in _MAY_BE_ZERO):
+    if value < 0 or (value == 0 and field.default != 0 and word != "seconds"):
         return f"{key} = {value!r} is not above 0."
-    if key in _SHARES and value > 2:
+    if word == "efficiency" and value > 2:
         return f"{key} = {value!r} is a share of the peak, not a percentage."
-    word = key.rpartition("_")[2]
     least, most = (0, 1e15) if key == "resident_bytes" else _BOUNDS[word]
     if value and not least <= value <= most:
         unit = f": the unit is {_UNITS[word]}" if word in _UNITS else ""
         return f"{key} = {value!r} is not between {least:g} and {most:g}{unit}."
     return ""
+
+
+def user_file() -> Path:
+    """Where ``crius plan --calibrate`` writes: ``crius/hardware.toml`` below ``XDG_CACHE_HOME``, else ~/.cache."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if base else Path("~/.cache").expanduser()) / "crius" / "hardware.toml"
+
+
+def of_machine(device: str) -> Hardware | None:
+    """The hardware of a machine whose GPU or CPU is called ``device``: as calibrated, else as known.
+
+    Raises:
+        ConfigError: the calibrated file is damaged.
+    """
+    file = user_file()
+    if file.exists():
+        found = hardware(str(file))
+        if found.device == device:
+            return found
+    return known_gpu(device)
+
+
+def shared(found: Hardware, processes: int) -> Hardware:
+    """What one of ``processes`` ranks of a host has of a CPU that was calibrated as a whole; a GPU is a rank's own."""
+    if found.generation != "cpu" or processes == 1:
+        return found
+    return replace(
+        found,
+        bfloat16_flops=found.bfloat16_flops / processes,
+        float32_flops=found.float32_flops / processes,
+        memory_bandwidth=found.memory_bandwidth / processes,
+        memory_bytes=found.memory_bytes / processes,
+        op_seconds=None if found.op_seconds is None else found.op_seconds * max(1.0, processes / max(1, found.threads)),
+    )
+
+
+def write_hardware(found: Hardware, file: Path) -> None:
+    """Write ``found`` as TOML that ``--gpu FILE`` reads back.
+
+    Raises:
+        EnvironmentError: the file cannot be written.
+    """
+    values = {name: value for name, value in asdict(found).items() if value is not None}
+    try:
+        write_whole(file, tomli_w.dumps(values))
+    except OSError as error:
+        raise EnvironmentError(
+            f"the hardware file {file} cannot be written: {error.strerror}.",
+            where="--out",
+            fix="name a file in a folder that you may write: --out FILE.toml",
+        ) from None

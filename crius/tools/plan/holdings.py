@@ -135,27 +135,22 @@ BLOCK = 256
 """Numbers that share a scale in 8-bit moments."""
 
 
+_STEP_BYTES = 4  # of a weight: how often it was updated
+
+
 @dataclass(frozen=True)
 class Part:
-    """Weights of one unit of FSDP, in numbers.
+    """Weights of one unit of FSDP.
 
     Attributes:
-        whole: what a rank computes with, after tensor and expert parallelism.
-        own: what the fullest rank stores of it.
-        own_matrices: of ``own``, those of matrices; ``matrix_small`` and ``matrix_blocks`` so of the next two.
-        own_small: of ``own``, those of weights that keep float32 moments beside 8-bit ones.
-        own_blocks: the others, each weight rounded up to whole blocks.
-        tensors: how many weights these are.
+        whole: numbers that a rank computes with, after tensor and expert parallelism.
+        own: numbers that the fullest rank stores.
+        state: bytes of the optimizer's running means of these, and of its counts of steps.
     """
 
     whole: float = 0
     own: float = 0
-    own_matrices: float = 0
-    own_small: float = 0
-    own_blocks: float = 0
-    matrix_small: float = 0
-    matrix_blocks: float = 0
-    tensors: int = 0
+    state: float = 0
 
 
 @dataclass(frozen=True)
@@ -181,7 +176,9 @@ def model_parameters(model: ModelDescription) -> int:
 
 
 @lru_cache(maxsize=4096)
-def weights(model: ModelDescription, tp: int, ep: int, shards: int, *, is_tied: bool) -> Weights:
+def weights(
+    model: ModelDescription, tp: int, ep: int, shards: int, *, is_tied: bool, moment_bytes: float, muon: bool
+) -> Weights:
     """The units of ``model``, each weight split over ``tp`` ranks and then by rows over ``shards``.
 
     Args:
@@ -190,22 +187,43 @@ def weights(model: ModelDescription, tp: int, ep: int, shards: int, *, is_tied: 
         ep: ranks that share the experts of a layer, which lie within ``tp * shards``.
         shards: ranks that store a part of each weight.
         is_tied: the output layer has no weight of its own, nor a copy of the embedding's.
+        moment_bytes: of one number of the optimizer's running means; below 2: 8 bits in blocks.
+        muon: matrices of the layers have one running mean, all else has two.
     """
-    dim = model.dim
-    norm = _Tensor(dim, 1, dim, is_matrix=False)
-    embedding = _Tensor(-(-model.vocab_size // tp), dim, model.vocab_size * dim)
-    dense, experts = (
-        _part(_tensors(model, layer, tp), shards) if layer else Part() for _, layer in (model.dense, model.experts)
-    )
-    routed = model.experts[1]
-    if routed:
-        width = max(ep, tp)  # ranks that share one copy of the experts
-        experts = _with_experts(experts, routed, width, tp * shards)
+
+    def part(tensors: Iterable[_Tensor], matrix_moments: int = 2) -> Part:
+        pairs = [(tensor, -(-tensor.rows // shards) * tensor.columns) for tensor in tensors]
+        return Part(
+            whole=sum(tensor.rows * tensor.columns for tensor, _ in pairs),
+            own=sum(own for _, own in pairs),
+            state=sum(
+                (matrix_moments if tensor.is_matrix else 2) * _moment(tensor, own, moment_bytes) + _STEP_BYTES
+                for tensor, own in pairs
+            ),
+        )
+
+    def unit(layer: Layer | None) -> Part:
+        if layer is None:
+            return Part()
+        routed = [weight.numel for weight in layer.weights if weight.is_routed]
+        moments = 1 if muon else 2
+        common = part(_tensors(model, layer, tp), moments)
+        if not routed:
+            return common
+        own, width = sum(routed) / (tp * shards), max(ep, tp)  # ranks that share one copy of the experts
+        return Part(
+            whole=common.whole + sum(routed) / width,
+            own=common.own + own,
+            state=common.state + moments * own * moment_bytes + _STEP_BYTES * len(routed),
+        )
+
+    norm = _Tensor(model.dim, 1, model.dim, is_matrix=False)
+    embedding = _Tensor(-(-model.vocab_size // tp), model.dim, model.vocab_size * model.dim)
     return Weights(
-        dense=dense,
-        experts=experts,
-        embedding=_part([embedding], shards),
-        head=_part([norm] if is_tied else [norm, embedding], shards),
+        dense=unit(model.dense[1]),
+        experts=unit(model.experts[1]),
+        embedding=part([embedding]),
+        head=part([norm] if is_tied else [norm, embedding]),
     )
 
 
@@ -216,6 +234,13 @@ class _Tensor(NamedTuple):
     columns: int
     total: int
     is_matrix: bool = True
+
+
+def _moment(tensor: _Tensor, own: int, moment_bytes: float) -> float:
+    """Bytes of one running mean of the ``own`` numbers of a weight."""
+    if moment_bytes >= 2:
+        return own * moment_bytes
+    return own * 4 if tensor.total < MIN_QUANTIZED else -(-own // BLOCK) * BLOCK * moment_bytes
 
 
 def _tensors(model: ModelDescription, layer: Layer, tp: int) -> list[_Tensor]:
@@ -232,50 +257,6 @@ def _tensor(model: ModelDescription, weight: Weight, tp: int) -> _Tensor:
     if style == "colwise_heads" and model.num_kv_heads < tp:
         over_rows = 1  # each rank holds all of them, and computes one
     return _Tensor(-(-rows // over_rows), -(-columns // over_columns), weight.numel)
-
-
-def _part(tensors: Iterable[_Tensor], shards: int) -> Part:
-    tensors = [tensor for tensor in tensors if tensor.rows]
-    own = [-(-tensor.rows // shards) * tensor.columns for tensor in tensors]
-    pairs = list(zip(tensors, own, strict=True))
-    matrices = [(tensor, size) for tensor, size in pairs if tensor.is_matrix]
-    return Part(
-        whole=sum(tensor.rows * tensor.columns for tensor in tensors),
-        own=sum(own),
-        own_matrices=sum(size for _, size in matrices),
-        own_small=_small(pairs),
-        own_blocks=_blocks(pairs),
-        matrix_small=_small(matrices),
-        matrix_blocks=_blocks(matrices),
-        tensors=len(tensors),
-    )
-
-
-def _small(pairs: Iterable[tuple[_Tensor, int]]) -> int:
-    return sum(size for tensor, size in pairs if tensor.total < MIN_QUANTIZED)
-
-
-def _blocks(pairs: Iterable[tuple[_Tensor, int]]) -> int:
-    return sum(-(-size // BLOCK) * BLOCK for tensor, size in pairs if tensor.total >= MIN_QUANTIZED)
-
-
-def _with_experts(common: Part, layer: Layer, most: int, ranks: int) -> Part:
-    routed = [weight for weight in layer.weights if weight.is_routed]
-    numbers = sum(weight.numel for weight in routed)
-    own = numbers / ranks
-    return Part(
-        whole=common.whole + numbers / most,
-        own=common.own + own,
-        own_matrices=common.own_matrices + own,
-        own_small=common.own_small,
-        own_blocks=common.own_blocks + own,
-        matrix_small=common.matrix_small,
-        matrix_blocks=common.matrix_blocks + own,
-        tensors=common.tensors + len(routed),
-    )
-
-
-_STEP_BYTES = 4  # of a weight: how often it was updated
 
 
 @dataclass(frozen=True)
@@ -317,7 +298,15 @@ def held_by(workload: Workload, rank: int) -> Held:
         shards *= layout.dp_replicate
     elif workload.zero_stage == 0:
         shards = 1
-    units = weights(workload.model, layout.tp, layout.ep, shards, is_tied=workload.is_tied)
+    units = weights(
+        workload.model,
+        layout.tp,
+        layout.ep,
+        shards,
+        is_tied=workload.is_tied,
+        moment_bytes=workload.moment_bytes,
+        muon=workload.muon,
+    )
     layer = units.dense if layers.dense else units.experts
     held = (
         (units.dense, layers.dense),
@@ -331,18 +320,5 @@ def held_by(workload: Workload, rank: int) -> Held:
         whole=sum(part.whole * count for part, count in held),
         own=sum(part.own * count for part, count in held),
         end=(units.embedding if layers.has_embedding or layers.has_head else layer).whole,
-        state=sum(
-            count * _state(workload, part, is_layer=index < 2) for index, (part, count) in enumerate(held) if count
-        ),
+        state=sum(part.state * count for part, count in held),
     )
-
-
-def _state(workload: Workload, part: Part, *, is_layer: bool) -> float:
-    """Bytes of the running means of a unit and of the counts of steps."""
-    moment, less = workload.moment_bytes, workload.muon and is_layer
-    if moment < 2:  # 8 bits in blocks
-        blocks, small = 2 * part.own_blocks - less * part.matrix_blocks, 2 * part.own_small - less * part.matrix_small
-        nbytes = blocks * moment + small * 4
-    else:
-        nbytes = (2 * part.own - less * part.own_matrices) * moment
-    return nbytes + _STEP_BYTES * part.tensors

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -13,7 +13,7 @@ from crius.config.parallelism import ParallelismConfig
 from crius.config.pipeline import microbatches_allowed
 from crius.config.resolve import AUTO_GLOBAL_BATCH_SIZE
 from crius.config.rules import RULES
-from crius.config.run import RunConfig
+from crius.config.run import RunConfig, replace_fields
 from crius.config.toml_file import flatten
 from crius.errors import CriusError
 from crius.models.description import ModelDescription
@@ -77,6 +77,11 @@ class Case:
     def with_any_degrees(self) -> "Case":
         """The same without the degrees that were given."""
         return replace(self, pinned=self.pinned - set(DEGREES.values()))
+
+    def with_fields(self, fields: Mapping[str, Any]) -> "Case":
+        """The same with some dotted fields given."""
+        config = replace_fields(self.config, dict(fields))
+        return replace(self, config=config, pinned=self.pinned | set(fields))
 
     @property
     def on_gpu(self) -> bool:

@@ -2,20 +2,160 @@
 
 ``peaks`` has the moments of a step that may be the one with most in memory. docs/planner_accuracy.md compares the sums
 with measurements, docs/planner.md with the dry run, which counts every tensor of the real code.
+
+Widths in numbers: d residual stream, q queries, k keys or values, f hidden. A rank has its part of each under tensor
+parallelism; of d it has a part between the matmuls, and all of it in a matmul whose input was gathered.
+``benchmarks/fit_planner_memory.py`` writes the constants.
 """
 
+from dataclasses import dataclass
 from typing import Literal
 
 from crius.host import ATTENTION_BLOCK
-from crius.tools.plan.activations import MEMORY, LayerBytes, LossBytes, MemoryConstants, layer_bytes, loss_bytes
+from crius.models.description import FeedForward, Layer
 from crius.tools.plan.hardware import Hardware
-from crius.tools.plan.holdings import Held, held_by, model_parameters
-from crius.tools.plan.peaks import Activations, LayerKind, Moment, parts_between, peak, waits_for_loss
+from crius.tools.plan.holdings import Held, held_by
+from crius.tools.plan.peaks import Activations, LayerKind, LossBytes, Moment, parts_between, peak, waits_for_loss
 from crius.tools.plan.workload import Estimate, Pointwise, Workload
-
-__all__ = ["memory", "model_parameters"]
+from crius.units import GIB
 
 Counting = Literal["reserved", "allocated", "tensors"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryConstants:
+    """Fitted.
+
+    Attributes:
+        compiled_logit_bytes: of one logit, all that exists of it in a compiled loss.
+        chunked_logit_bytes: the same, of all logits, in a loss that other implementations cut by themselves.
+        fused_logit_bytes: the same in a fused kernel over a split vocabulary.
+        reserved_share: what an allocator reserves beyond what is allocated, as a share of it.
+        reserved_eager_share: the same where blocks are not compiled, and more tensors come and go.
+        reserved_bytes: what it reserves beside that.
+        allocated_bytes: what libraries allocate that is no tensor of the model: workspaces.
+        cdna3_bytes: what AMD's libraries reserve more.
+        nvfp4_kept: share of the activations that a layer with 4-bit matmuls keeps.
+    """
+
+    compiled_logit_bytes: float = 3.74
+    chunked_logit_bytes: float = 2.19
+    fused_logit_bytes: float = 4.2
+    reserved_share: float = 0.0677
+    reserved_eager_share: float = 0.0847
+    reserved_bytes: float = 1.11 * GIB
+    allocated_bytes: float = 0.569 * GIB
+    cdna3_bytes: float = 3.21 * GIB
+    nvfp4_kept: float = 0.506
+
+
+MEMORY = MemoryConstants()
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """Of one token in one layer.
+
+    Attributes:
+        full: its input alone.
+        selective: that and the results of some ops.
+        none: everything.
+        backward: the gradients inside it.
+    """
+
+    full: float
+    selective: float
+    none: float
+    backward: float
+
+
+def layer_bytes(workload: Workload, layer: Layer) -> LayerBytes:
+    """``layer`` on a rank of ``workload``."""
+    attention, ffn, trainer, pointwise = layer.attention, layer.feed_forward, workload.trainer, _pointwise(workload)
+    tp, cp, itemsize = workload.layout.tp, workload.layout.cp, workload.param_bytes
+    num_kv_heads, d = max(1, attention.num_kv_heads / tp), float(workload.model.dim)
+    source = d / tp if workload.sequence_parallel else d
+    gathered = d if trainer.keeps_gathered else source
+    queries, values = (attention.num_heads * width / tp for width in (attention.head_dim, attention.value_dim))
+    keys = num_kv_heads * (attention.head_dim + attention.value_dim)  # and values together
+    # probabilities of what a query sees, or the logarithms of their sums
+    seen = (workload.seq_len - ATTENTION_BLOCK) / 2 if workload.keeps_probabilities else 0.0
+    scores = 4 * attention.num_heads / tp * (seen or 1)
+    dense_width = ffn.width / tp
+    per_hidden = 3 + (pointwise in ("operators", "silu")) if ffn.gated else 2
+    routed = ffn.top_k * ffn.expert_width / tp
+    headwise = (queries + num_kv_heads * attention.head_dim) * attention.has_head_norms  # what the norms of heads read
+    none = 2 * source + 2 * gathered + queries + keys + values + headwise + per_hidden * dense_width
+    if (
+        cp > 1 and trainer.gathers_keys
+    ):  # and attention's results for the early and the late tokens of a rank are joined
+        mask = workload.seq_len / 2 / workload.microbatch if workload.keeps_mask else 0.0
+        none += keys * (cp - 1) + values + mask
+    # of seven matmuls wq, wv, w1 and w2; attention; two reduce-scatters
+    w2 = source * (tp > 1) + (d + source * (tp > 1)) * (not trainer.is_traced)
+    selective = source + queries + num_kv_heads * attention.value_dim + dense_width + w2 + values
+    if ffn.num_experts:
+        dispatched = ffn.top_k * d / tp
+        none += 2 * dispatched + per_hidden * routed
+        selective = min(none, selective + 3 * dispatched + routed)  # sent, computed and sent back
+    normed = (itemsize + 4 * (itemsize < 4)) * (2 * source + headwise) * (pointwise in ("operators", "norms"))
+    # the gradients of a gate's factors; in bfloat16 what its operators cast too
+    widest = (2 if itemsize == 4 else 3) * max(dense_width, routed)
+    every = none * itemsize + normed + scores
+    return LayerBytes(
+        full=source * itemsize,
+        selective=selective * itemsize + scores if trainer.selects_ops else every,
+        none=every,
+        backward=widest * itemsize,
+    )
+
+
+_PRODUCT_PARTS = 8  # of what a chunk adds to the output layer's gradient (crius/kernels/linear_cross_entropy.py)
+
+
+def loss_bytes(workload: Workload, constants: MemoryConstants) -> LossBytes:
+    """On a rank that has the output layer."""
+    model, itemsize, tokens = workload.model, workload.param_bytes, workload.tokens
+    vocabulary = model.vocab_size / workload.layout.tp
+    embedding = vocabulary * model.dim
+    hidden = model.dim * tokens * itemsize
+    part = hidden / workload.layout.tp if workload.sequence_parallel else hidden
+    wide = (1 + 4 / itemsize * (itemsize < 4)) * (workload.pointwise in ("operators", "norms"))  # of the norm's input
+    normed = hidden + part * (1 + wide)
+    if workload.loss_tokens is not None:
+        # stays: the gradients of the hidden state and of the weight, which several chunks sum in float32
+        has_chunks = tokens > workload.loss_tokens
+        kept = normed + embedding * (4 if has_chunks else itemsize)
+        chunk = min(tokens, workload.loss_tokens)  # they are cut alike, so that one may be smaller, but no larger
+        wide = 8 * (itemsize < 4)  # logits and probabilities in float32, which else lie over the logits
+        work = vocabulary * chunk * itemsize
+        work += max(vocabulary * min(workload.score_tokens, chunk) * wide, model.dim * chunk * itemsize)
+        work += embedding * itemsize / _PRODUCT_PARTS * (has_chunks and itemsize < 4)
+        rounded = embedding * 4 / _PRODUCT_PARTS * (not has_chunks and itemsize < 4)
+        return LossBytes(kept, work, kept + embedding * itemsize + rounded)
+    logits = vocabulary * tokens
+    if workload.loss == "eager":  # stays: log-probabilities in float32, which the backward takes
+        nbytes = _eager_logit_bytes(workload) * logits
+        kept = min(nbytes / 2, 4 * logits)
+        return LossBytes(normed + kept, nbytes - kept, embedding * itemsize)
+    nbytes = (
+        logits
+        * {
+            "compiled": constants.compiled_logit_bytes,
+            "chunked": constants.chunked_logit_bytes,
+            "fused": constants.fused_logit_bytes,
+        }[workload.loss]
+    )
+    stays = (normed + nbytes) * (workload.loss == "fused")
+    return LossBytes(normed + nbytes / 2, nbytes / 2, stays + embedding * itemsize)
+
+
+def _eager_logit_bytes(workload: Workload) -> float:
+    """Of one logit of this rank's part of the vocabulary."""
+    trainer, tp = workload.trainer, workload.layout.tp
+    if tp == 1:
+        return trainer.eager_logit_bytes
+    return (trainer.eager_logit_bytes + trainer.split_logit_bytes) * (tp if trainer.gathers_logits else 1)
 
 
 _ROTARY_BYTES = 8  # of a token and a number of a head: cosine and sine in float32
@@ -43,14 +183,7 @@ def memory(
     moments = [(_rank(workload, rank, constants, is_cached=is_cached), rank) for rank in ranks]
     most, rank = max(moments, key=lambda found: found[0].total)
     where = f", pipeline rank {rank}" if layout.pp > 1 else ""
-    return Estimate(_parts(workload, most, hardware, constants, counting), f"{most.name}{where}")
-
-
-def _parts(
-    workload: Workload, most: Moment, hardware: Hardware | None, constants: MemoryConstants, counting: Counting
-) -> dict[str, float]:
-    overhead = _overhead(most.total, hardware, constants, counting, is_compiled=workload.compile)
-    found = {
+    parts = {
         "parameters": most.weights,
         "gradients": most.gradients,
         "optimizer": most.state,
@@ -59,23 +192,24 @@ def _parts(
         "fsdp_buffers": most.copies,
         "pipeline_in_flight": most.in_flight,
         "working": most.working,
-        "overhead": overhead,
+        "overhead": _overhead(workload, most.total, hardware, constants, counting),
     }
     if workload.snapshot:
-        found["snapshot"] = most.weights + most.state
-    return found
+        parts["snapshot"] = most.weights + most.state
+    return Estimate(parts, f"{most.name}{where}")
 
 
 def _overhead(
-    held: float, hardware: Hardware | None, constants: MemoryConstants, counting: Counting, *, is_compiled: bool
+    workload: Workload, held: float, hardware: Hardware | None, constants: MemoryConstants, counting: Counting
 ) -> float:
+    """Bytes beside the ``held`` ones of tensors."""
     if counting == "tensors":
         return 0.0
     if hardware is not None and hardware.generation == "cpu":
         return hardware.resident_bytes + held * hardware.resident_share
     if counting == "allocated":
         return constants.allocated_bytes
-    share = constants.reserved_share if is_compiled else constants.reserved_eager_share
+    share = constants.reserved_share if workload.compile else constants.reserved_eager_share
     more = constants.cdna3_bytes if hardware is not None and hardware.generation == "cdna3" else 0.0
     return held * share + constants.reserved_bytes + more
 
@@ -83,36 +217,35 @@ def _overhead(
 def _rank(workload: Workload, rank: int, constants: MemoryConstants, *, is_cached: bool) -> Moment:
     """The moment at which pipeline rank ``rank`` holds most."""
     held = held_by(workload, rank)
-    tokens = workload.microbatch * workload.seq_len / workload.layout.cp
-    loss = loss_bytes(workload, tokens, constants) if held.layers.has_head else LossBytes()
-    return peak(workload, held, loss, _activations(workload, held, tokens, constants), is_cached=is_cached)
+    loss = loss_bytes(workload, constants) if held.layers.has_head else LossBytes()
+    return peak(workload, held, loss, _activations(workload, held, constants), is_cached=is_cached)
 
 
 def rank_bytes(workload: Workload, rank: int, constants: MemoryConstants = MEMORY) -> dict[str, float]:
     """What pipeline rank ``rank`` holds: parameters, gradients as the optimizer takes them, and its state; and
     activations, which one microbatch leaves between its forward and its backward, with the gathered layer that waits.
     """
-    held, layout = held_by(workload, rank), workload.layout
-    tokens = workload.microbatch * workload.seq_len / layout.cp
-    loss = loss_bytes(workload, tokens, constants) if held.layers.has_head else LossBytes()
+    held = held_by(workload, rank)
+    loss = loss_bytes(workload, constants) if held.layers.has_head else LossBytes()
     last = held.layer(held.layers.layers - 1).whole * workload.param_bytes
     return {
         "parameters": held.own * workload.weight_bytes,
         "gradients": held.own * workload.weight_bytes,
         "optimizer": held.state,
-        "activations": _activations(workload, held, tokens, constants).all
+        "activations": _activations(workload, held, constants).all
         + loss.kept
         + last * waits_for_loss(workload)
         + parts_between(workload, held, held.layers.layers),
     }
 
 
-def _activations(workload: Workload, held: Held, tokens: float, constants: MemoryConstants) -> Activations:
+def _activations(workload: Workload, held: Held, constants: MemoryConstants) -> Activations:
+    tokens = workload.tokens
     hidden = workload.model.dim / (workload.layout.tp if workload.sequence_parallel else 1) * workload.param_bytes
     shared = _ROTARY_BYTES * workload.model.attention.rotary_dim + hidden * _sent(workload, held)
     layers = held.layers
     kinds = tuple(
-        _kind(workload, spans, tokens, constants, has_experts=has_experts) if spans else LayerKind()
+        _kind(workload, spans, constants, has_experts=has_experts) if spans else LayerKind()
         for has_experts, spans in ((False, layers.dense_spans), (True, layers.expert_spans))
     )
     return Activations((kinds[0], kinds[1]), workload.selective_layers or 1, shared * tokens, hidden * tokens)
@@ -121,16 +254,17 @@ def _activations(workload: Workload, held: Held, tokens: float, constants: Memor
 def _kind(
     workload: Workload,
     spans: tuple[tuple[int, int], ...],
-    tokens: float,
     constants: MemoryConstants,
     *,
     has_experts: bool,
 ) -> LayerKind:
-    mode = workload.activation_checkpoint
+    mode, tokens = workload.activation_checkpoint, workload.tokens
     factor = constants.nvfp4_kept if workload.precision == "nvfp4" else 1.0
     if mode != "full":
         factor *= workload.trainer.kept
-    one = _layer(workload, has_experts=has_experts)
+    _, layer = workload.model.experts if has_experts else workload.model.dense
+    assert layer is not None
+    one = layer_bytes(workload, layer)
     own = least = {"none": one.none, "full": one.full, "selective": one.selective}[mode]
     if mode == "selective" and workload.selective_layers is not None:  # some of the layers, each whole
         own, least = one.none, one.full
@@ -139,22 +273,19 @@ def _kind(
         kept=own * factor * tokens,
         saved=(own - least) * factor * tokens,
         recomputed=(one.none - least) * tokens,
-        backward=one.backward * tokens + _last_gradient(workload, has_experts=has_experts),
+        backward=one.backward * tokens + _last_gradient(workload, layer.feed_forward),
     )
 
 
-def _last_gradient(workload: Workload, *, has_experts: bool) -> float:
+def _last_gradient(workload: Workload, ffn: FeedForward) -> float:
     """Bytes of the gradient of a feed-forward's last weight by which it is larger than the input that it lets go."""
-    model, layout = workload.model, workload.layout
-    _, layer = model.experts if has_experts else model.dense
-    if workload.zero_stage < 3 or layer is None:
+    dim, layout, tokens = workload.model.dim, workload.layout, workload.tokens
+    if workload.zero_stage < 3:
         return 0.0
-    tokens, found = workload.microbatch * workload.seq_len / layout.cp, layer.feed_forward
-    if not has_experts:
-        return max(0.0, model.dim - tokens) * found.width / layout.tp * workload.param_bytes
-    width = max(layout.ep, layout.tp)
-    rows = tokens * found.top_k / layout.tp
-    return max(0.0, model.dim * found.num_experts / width - rows) * found.expert_width * workload.param_bytes
+    if not ffn.num_experts:
+        return max(0.0, dim - tokens) * ffn.width / layout.tp * workload.param_bytes
+    rows = tokens * ffn.top_k / layout.tp
+    return max(0.0, dim * ffn.num_experts / max(layout.ep, layout.tp) - rows) * ffn.expert_width * workload.param_bytes
 
 
 def _sent(workload: Workload, held: Held) -> int:
@@ -173,20 +304,3 @@ def _pointwise(workload: Workload) -> Pointwise:
     if workload.pointwise is not None:
         return workload.pointwise
     return "fused" if workload.compile else workload.trainer.pointwise
-
-
-def _layer(workload: Workload, *, has_experts: bool) -> LayerBytes:
-    _, layer = workload.model.experts if has_experts else workload.model.dense
-    assert layer is not None
-    return layer_bytes(
-        workload.model.dim,
-        layer,
-        workload.layout.tp,
-        workload.param_bytes,
-        workload.trainer,
-        _pointwise(workload),
-        sequence_parallel=workload.sequence_parallel,
-        cp=workload.layout.cp,
-        seen_tokens=(workload.seq_len - ATTENTION_BLOCK) / 2 if workload.keeps_probabilities else 0.0,
-        mask_tokens=workload.seq_len / 2 / workload.microbatch if workload.keeps_mask else 0.0,
-    )

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from crius.tools.plan.activations import LossBytes
 from crius.tools.plan.holdings import Held
 from crius.tools.plan.workload import Workload
 
@@ -33,6 +32,21 @@ class Moment(NamedTuple):
     def total(self) -> float:
         """All of them."""
         return sum(self[1:])
+
+
+@dataclass(frozen=True)
+class LossBytes:
+    """Bytes of the last norm, the logits and the loss of a microbatch.
+
+    Attributes:
+        kept: between the loss and its backward.
+        work: beside them while it is computed or back-propagated.
+        output: all there is while the gradient of the output layer is made.
+    """
+
+    kept: float = 0.0
+    work: float = 0.0
+    output: float = 0.0
 
 
 class LayerKind(NamedTuple):
@@ -144,7 +158,7 @@ def peak(
             found.append(rank.embedding(one, is_cached=is_cached))
         moments.append(max(found, key=lambda moment: moment.total)._replace(in_flight=other * one.others))
     most = max(moments, key=lambda moment: moment.total)
-    buffers = _ID_BYTES * workload.microbatch * workload.seq_len / workload.layout.cp * count
+    buffers = _ID_BYTES * workload.tokens * count
     if workload.layout.pp > 1:
         received = count if workload.trainer.receives_all else 1
         buffers += layers.neighbours * activations.hidden * received

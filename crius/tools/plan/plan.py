@@ -1,26 +1,39 @@
-"""``make_plan``: a search with all that is told of it; ``recommend``: its winner as settings. Torch-free."""
+"""``make_plan``: a search with all that is told of it; ``recommend``: its winner alone; ``alternatives``: cases that fit.
+
+Torch-free.
+"""
 
 import math
 import time
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from crius.config.layout import DEGREES
 from crius.config.rules import RULES, built_already, extras_installed, known_model, ranges
 from crius.config.rules_layout import activation_checkpoint_options, sequence_divides, tensor_parallel_divides
 from crius.config.rules_training import OPTIMIZER_RULES
-from crius.config.run import RunConfig, replace_fields
+from crius.config.run import replace_fields
 from crius.errors import ConfigError, CriusError, LayoutError
-from crius.models.description import ModelDescription
 from crius.tools.plan.compare import validated_range
-from crius.tools.plan.explain import explain
-from crius.tools.plan.hardware import Hardware
+from crius.tools.plan.explain import Neighbour, explain, neighbours
+from crius.tools.plan.hardware import KNOWN
 from crius.tools.plan.legal import Case, violations
-from crius.tools.plan.rank import Reject, best, best_rows, rejects
 from crius.tools.plan.remedies import MOST_HOST_BYTES, OFFLOAD, Remedy, remedies, remedies_of_shape
-from crius.tools.plan.search import Candidate, Found, fewest_with, search, state_bytes, usable_bytes
-from crius.tools.plan.sensitivity import Neighbour, neighbours
+from crius.tools.plan.search import (
+    Candidate,
+    Found,
+    Reject,
+    best,
+    best_rows,
+    fewest_gpus,
+    fewest_with,
+    power_below,
+    rejects,
+    search,
+    state_bytes,
+    usable_bytes,
+)
 from crius.tools.plan.variants import overrides
 
 MOST_REMEDIES = 6
@@ -67,26 +80,6 @@ class Plan:
     outside: list[str]
     seconds: float
 
-    @property
-    def smallest(self) -> Candidate | None:
-        """Of those that do not fit the one that needs least; None where all fit, or nothing is legal."""
-        return smallest_of(self.found)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recommendation:
-    """The winner of a search for a run.
-
-    Attributes:
-        overrides: dotted fields that make the run what was planned, and their values.
-        candidate: with its memory and time.
-        reasons: why, as sentences.
-    """
-
-    overrides: dict[str, Any]
-    candidate: Candidate
-    reasons: list[str]
-
 
 def make_plan(case: Case, *, is_brief: bool = False) -> Plan:
     """Search ``case`` and tell about it.
@@ -102,7 +95,7 @@ def make_plan(case: Case, *, is_brief: bool = False) -> Plan:
     found = search(case)
     winner = legal_best(found)
     rows = best_rows(found, winner) if winner else []
-    shown = winner or smallest_of(found)
+    shown = winner or found.smallest
     least, keeps_degrees = (0, True) if is_brief else fewest_with(case, fits=winner is not None)
     return Plan(
         case=case,
@@ -117,11 +110,6 @@ def make_plan(case: Case, *, is_brief: bool = False) -> Plan:
         outside=validated_range(shown.workload, case.hardware) if shown else [],
         seconds=time.monotonic() - started,
     )
-
-
-def smallest_of(found: Found) -> Candidate | None:
-    """Of the candidates that do not fit the one that needs least; None where all fit, or nothing is legal."""
-    return min(found.too_large.values(), key=lambda one: one.memory.total, default=None)
 
 
 def check_case(case: Case, origin: Callable[[str], str]) -> None:
@@ -186,6 +174,10 @@ def legal_best(found: Found) -> Candidate | None:
         ConfigError: some fit, and the rules let none pass: what is wrong with the best one.
     """
     case, pool = found.case, found.fitting
+
+    def origin(name: str) -> str:
+        return "given" if name in case.pinned else "planned"
+
     refused: list[CriusError] = []
     for _ in range(MOST_TRIES):
         winner = best(pool, case.hardware)
@@ -193,7 +185,7 @@ def legal_best(found: Found) -> Candidate | None:
             break
         one = winner.workload
         config = replace_fields(case.config, overrides(case, one))
-        problems = violations(config, case.facts, case.num_gpus, PLAN_RULES, lambda name: _source(case, name))
+        problems = violations(config, case.facts, case.num_gpus, PLAN_RULES, origin)
         if not problems:
             return winner
         refused = refused or problems
@@ -203,50 +195,28 @@ def legal_best(found: Found) -> Candidate | None:
             for other in pool
             if (other.workload.layout, other.workload.schedule, other.workload.microbatch) != shape
         ]
-    if refused and (winner is None or case.facts is not None):
+    if refused:
         raise ConfigError.together(refused)
     return winner
 
 
-def _source(case: Case, name: str) -> str:
-    return "given" if name in case.pinned else "planned"
-
-
-def recommend(
-    config: RunConfig, facts: ModelDescription, hardware: Hardware, num_gpus: int, pinned: Collection[str] = ()
-) -> Recommendation:
-    """The layout, recomputation and microbatch that a run should take.
-
-    Args:
-        config: the run, its dtypes decided.
-        facts: of its model.
-        hardware: of each rank.
-        num_gpus: ranks.
-        pinned: dotted fields that stay as they are in ``config``. ``training.global_batch_size`` always does, unless
-            it is -1.
+def recommend(case: Case) -> tuple[Candidate, list[str]]:
+    """The layout, recomputation and microbatch that a run should take, and why, as sentences.
 
     Raises:
         LayoutError: nothing fits, or nothing is legal.
         ConfigError: what fits is refused for something that was given.
     """
-    case = Case(
-        config=config,
-        shape=facts,
-        hardware=hardware,
-        num_gpus=num_gpus,
-        pinned=frozenset(pinned),
-    )
     found = search(case)
     winner = legal_best(found)
     if winner is None:
         raise nothing_fits(found)
-    fields = {name: value for name, value in overrides(case, winner.workload).items() if name not in case.pinned}
-    return Recommendation(overrides=fields, candidate=winner, reasons=explain(found, winner))
+    return winner, explain(found, winner)
 
 
 def remedies_of(plan: Plan) -> list[Remedy]:
     """What to change where nothing fits: settings of the smallest layout, the cheapest that suffice first."""
-    case, smallest = plan.case, plan.smallest
+    case, smallest = plan.case, plan.found.smallest
     if smallest is None:
         return []
     target, fixed = usable_bytes(case.hardware), case.pinned & {OFFLOAD}
@@ -269,7 +239,7 @@ def remedies_of(plan: Plan) -> list[Remedy]:
 def nothing_fits(found: Found) -> LayoutError:
     """The error of a search that found nothing, with the smallest number of GPUs."""
     case = found.case
-    smallest = smallest_of(found)
+    smallest = found.smallest
     flags = ", ".join(f"--{name}" for name in sorted(case.pinned))
     if smallest is None:
         return LayoutError(
@@ -291,3 +261,98 @@ def nothing_fits(found: Found) -> LayoutError:
         fix=f"{more}less per number: --optimizer.state_dtype 8bit, "
         f"--training.dtype bfloat16{offload}; crius plan says what each saves",
     )
+
+
+SHORTEST = 256
+"""Tokens of a sequence below which no shorter one is tried."""
+
+OTHER_GPU = "h100-80g"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alternative:
+    """What to ask for instead.
+
+    Attributes:
+        what: it is, in words.
+        case: that fits.
+        changes: dotted fields that have another value than was asked.
+        left_out: dotted fields that were given and are open now.
+        gpu: name of other hardware; empty: that of the case.
+    """
+
+    what: str
+    case: Case
+    changes: Mapping[str, Any]
+    left_out: frozenset[str] = frozenset()
+    gpu: str = ""
+
+
+def alternatives(plan: Plan, remedies: Iterable[Remedy]) -> list[Alternative]:
+    """Cases with a winner near one that has none, the one that changes no numbers last; empty where none is found.
+
+    On the same GPUs without the degrees that were given, or with the cheapest remedy; on the fewest GPUs that are
+    enough. Where there is neither: shorter sequences, and at last other GPUs.
+
+    Args:
+        plan: of which nothing fits.
+        remedies: changes of its smallest layout, the cheapest first.
+    """
+    same = next((one for one in _on_the_same(plan.case, remedies) if _fits(one)), None)
+    fewest = next((one for one in _on_the_fewest(plan) if _fits(one)), None)
+    found = [one for one in (same, fewest) if one is not None]
+    if len(found) == 2 and found[0].case == found[1].case:
+        found.pop()
+    return found or [one for one in _on_others(plan.case) if _fits(one)][:1]
+
+
+def _fits(one: Alternative) -> bool:
+    try:
+        return make_plan(one.case, is_brief=True).winner is not None
+    except ConfigError:  # its layouts fit, and the rules of a run refuse them
+        return False
+
+
+def _given_degrees(case: Case) -> frozenset[str]:
+    return case.pinned & set(DEGREES.values())
+
+
+def _on_the_same(case: Case, remedies: Iterable[Remedy]) -> Iterator[Alternative]:
+    degrees, here = _given_degrees(case), f"{case.num_gpus:,} x {case.hardware.name}"
+    if degrees:
+        what = f"fits on {here} with other degrees than those given"
+        yield Alternative(what=what, case=case.with_any_degrees, changes={}, left_out=degrees)
+    for one in remedies:
+        if one.suffices and one.num_ranks == case.num_gpus:
+            yield Alternative(
+                what=f"fits on {here} with {one.flags}", case=case.with_fields(one.changes), changes=one.changes
+            )
+
+
+def _on_the_fewest(plan: Plan) -> Iterator[Alternative]:
+    case, degrees = plan.case, _given_degrees(plan.case)
+    if not plan.least_gpus:
+        return
+    what = f"fits on {plan.least_gpus:,} x {case.hardware.name}, the fewest"
+    if plan.least_keeps_degrees:
+        yield Alternative(what=what, case=case.on(plan.least_gpus), changes={})
+    else:
+        yield Alternative(what=what, case=case.with_any_degrees.on(plan.least_gpus), changes={}, left_out=degrees)
+
+
+def _on_others(case: Case) -> Iterator[Alternative]:
+    """With ever shorter sequences here, then with these and with the whole sequence on other GPUs."""
+    degrees, wide = _given_degrees(case), case.with_any_degrees
+    length = power_below(wide.config.training.seq_len)
+    while length >= SHORTEST:
+        shorter = {"training.seq_len": length}
+        what = f"fits on {case.num_gpus:,} x {case.hardware.name} with sequences of {length:,} tokens"
+        yield Alternative(what=what, case=wide.with_fields(shorter), changes=shorter, left_out=degrees)
+        length //= 2
+    on_gpu = wide.with_fields({"training.device": "auto"})
+    other = replace(on_gpu, hardware=KNOWN[OTHER_GPU], pinned=on_gpu.pinned - {"training.device"})
+    least = fewest_gpus(other)
+    if least:
+        left_out = degrees | {"training.device"}
+        what = f"fits on {least:,} x {OTHER_GPU}"
+        yield Alternative(what=what, case=other.on(least), changes={}, left_out=left_out, gpu=OTHER_GPU)

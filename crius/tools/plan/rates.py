@@ -170,40 +170,21 @@ class Rates:
 
 def rates(workload: Workload, hardware: Hardware, constants: TimeConstants) -> Rates:
     """What ``hardware`` reaches in this workload."""
-    recipe, compiled = workload.float8_recipe, workload.compile
-    trainer = workload.trainer
-    casts_fused = (compiled or trainer.fuses_casts) and not ("rowwise" in recipe and workload.layout.tp > 1)
-    # FSDP gathers weights anew for every microbatch
-    recast = 1 / workload.num_microbatches if trainer.casts_once and workload.zero_stage < 3 else 1.0
-    return _rates(hardware, constants, trainer, workload.precision, recipe, compiled, casts_fused, recast)
-
-
-@lru_cache(maxsize=1024)
-def _rates(
-    hardware: Hardware,
-    constants: TimeConstants,
-    trainer: Trainer,
-    precision: str,
-    recipe: str,
-    compiled: bool,
-    casts_fused: bool,
-    recast: float,
-) -> Rates:
-    on_cpu = hardware.generation == "cpu"
-    attention_peak = hardware.float32_flops if on_cpu or precision == "float32" else hardware.bfloat16_flops
+    trainer, recipe, compiled = workload.trainer, workload.float8_recipe, workload.compile
+    on_cpu, is_wide = hardware.generation == "cpu", workload.precision == "float32"
+    attention_peak = hardware.float32_flops if on_cpu or is_wide else hardware.bfloat16_flops
     efficiency, attention = _efficiencies(hardware, constants, trainer, attention_peak)
     memory = (hardware.memory_efficiency or constants.memory) * hardware.memory_bandwidth
-    wide_peak = hardware.float32_flops if precision == "float32" else hardware.bfloat16_flops
-    wide_bytes = 4 if precision == "float32" else 2
-    peak, relative, operand_bytes = _narrow(hardware, constants, trainer, precision, recipe)
+    wide_peak, wide_bytes = (hardware.float32_flops, 4) if is_wide else (hardware.bfloat16_flops, 2)
+    peak, relative, operand_bytes = _narrow(workload, hardware, constants)
     flops = peak * efficiency * relative if peak else wide_peak * efficiency
+    casts_fused = (compiled or trainer.fuses_casts) and not ("rowwise" in recipe and workload.layout.tp > 1)
     cast = constants.cast_traffic * (1 if casts_fused else UNFUSED_CAST) * 2 if peak else 0.0
     if "current_scaling" in recipe:
         cast *= READ_TWICE
     # what is measured has it in it
     bias = 1.0 if hardware.measured else math.e ** (constants.bias if trainer.bias is None else trainer.bias)
     passes = constants.elementwise_compiled if compiled else constants.elementwise_eager
-    width = wide_bytes / 2
     return Rates(
         flops=flops / bias,
         wide_flops=wide_peak * efficiency / bias,
@@ -211,9 +192,10 @@ def _rates(
         bytes=memory / bias,
         traffic=constants.matmul_traffic * (operand_bytes if peak else wide_bytes) / memory,
         cast=cast / memory,
-        recast=recast,
+        # FSDP gathers weights anew for every microbatch
+        recast=1 / workload.num_microbatches if trainer.casts_once and workload.zero_stage < 3 else 1.0,
         wide_traffic=constants.matmul_traffic * wide_bytes / memory,
-        elementwise=width * (passes if trainer.elementwise is None else trainer.elementwise),
+        elementwise=wide_bytes / 2 * (passes if trainer.elementwise is None else trainer.elementwise),
         op_seconds=constants.op_seconds if hardware.op_seconds is None else hardware.op_seconds,
         experts=constants.expert_torch if trainer.experts is None else trainer.experts,
         tile=1 if on_cpu else TILE,
@@ -240,15 +222,14 @@ def _efficiencies(
     return hardware.matmul_efficiency or matmul * limit, hardware.attention_efficiency or attention * limit
 
 
-def _narrow(
-    hardware: Hardware, constants: TimeConstants, trainer: Trainer, precision: str, recipe: str
-) -> tuple[float, float, float]:
+def _narrow(workload: Workload, hardware: Hardware, constants: TimeConstants) -> tuple[float, float, float]:
     """Peak, efficiency relative to bfloat16's, and bytes of an operand, of matmuls below 16 bits; else a peak of 0."""
+    precision, trainer = workload.precision, workload.trainer
     if precision in ("float32", "bfloat16"):
         return 0.0, 1.0, 2.0
     if precision == "nvfp4" and hardware.float4_flops:
         return hardware.float4_flops, constants.nvfp4, 0.5
-    if "rowwise" in recipe:
+    if "rowwise" in workload.float8_recipe:
         return hardware.float8_flops, constants.float8_rowwise, 1.0
     relative = constants.float8_tensorwise
     if trainer.float8:
@@ -329,7 +310,7 @@ def recomputed(workload: Workload) -> tuple[float, float]:
 def forward(workload: Workload, rates: Rates, constants: TimeConstants) -> Compute:
     """One forward through a rank's mean share of the layers."""
     model, layout, attention = workload.model, workload.layout, workload.model.attention
-    tp, tokens = layout.tp, workload.microbatch * workload.seq_len / layout.cp
+    tp, tokens = layout.tp, workload.tokens
     matmul = 0.0
     for count, layer in (model.dense, model.experts):
         if layer:
@@ -371,8 +352,8 @@ def _elementwise(workload: Workload, rates: Rates, constants: TimeConstants, tok
 
 def head(workload: Workload, rates: Rates) -> Compute:
     """Forward and backward of the output layer and the loss."""
-    model, layout = workload.model, workload.layout
-    tokens, rows = workload.microbatch * workload.seq_len / layout.cp, model.vocab_size / layout.tp
+    model, tokens = workload.model, workload.tokens
+    rows = model.vocab_size / workload.layout.tp
     numbers = tokens * (model.dim + rows) + model.dim * rows
     matmul = 2 * tokens * model.dim * rows / rates.wide_flops + numbers * rates.wide_traffic
     return Compute(3 * matmul, 0.0, HEAD_BYTES[workload.loss] * tokens * rows / rates.bytes)

@@ -4,10 +4,11 @@ import dataclasses
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from crius.config.facts import Rule
-from crius.config.layout import Layout
+from crius.config.layout import DEGREES, Layout
 from crius.config.pipeline import microbatch_unit
 from crius.config.resolve import BatchSizes, batch_sizes
 from crius.config.rules import RULES
@@ -17,10 +18,11 @@ from crius.models.description import ModelDescription
 from crius.tools.plan.hardware import Hardware
 from crius.tools.plan.legal import violations
 from crius.tools.plan.memory import memory
-from crius.tools.plan.time import step_time
+from crius.tools.plan.search import Candidate, judge
 from crius.tools.plan.workload import MOMENT_BYTES, Device, Workload, from_config
 from crius.units import GIB
 
+ROUNDING = "rounds other numbers"
 ROUNDING_PRICE = 0.05
 """What another rounding of numbers counts as, in shares of a step: a loss curve that stays is worth that."""
 
@@ -130,14 +132,14 @@ def remedies(
     Returns:
         At most ``most`` remedies, the cheapest that suffices first; none that saves less than ``LEAST_SAVED``.
     """
-    judge = _Judge(config, facts, num_ranks, hardware, target, "cuda" if on_gpu else "cpu", rules)
+    runs = _Runs(config, facts, num_ranks, hardware, target, "cuda" if on_gpu else "cpu", rules)
     changes = [one for one in _changes(config, num_ranks, on_gpu) if not one.fields.keys() & set(fixed)]
-    single = judge.best((change,) for change in changes)
+    single = runs.best((change,) for change in changes)
     found = [one for one in single if one.suffices][:most]
     for count in (2, 3):
         if len(found) < most and (count == 2 or not found):
             several = (some for some in itertools.combinations(changes, count) if not _clash(some))
-            pairs = [one for one in judge.best(several) if one.suffices and not _covers(one, found)]
+            pairs = [one for one in runs.best(several) if one.suffices and not _covers(one, found)]
             found += pairs[: most - len(found)]
     return found + [one for one in single if not one.suffices][: most - len(found)]
 
@@ -157,39 +159,26 @@ def remedies_of_shape(
     Returns:
         Those that suffice first, then the others, each from the smallest plan on.
     """
-    rounding = "rounds other numbers"
-    options: list[tuple[str, Any, dict[str, Any], str]] = []
+    options: list[tuple[_Change, dict[str, Any]]] = []
     if on_gpu and not workload.cpu_offload:
-        options.append((OFFLOAD, True, {"cpu_offload": True}, ""))
+        options.append((_Change({OFFLOAD: True}), {"cpu_offload": True}))
     for dtype in ("bfloat16", "8bit"):
         if MOMENT_BYTES[dtype] < workload.moment_bytes:
-            options.append(("optimizer.state_dtype", dtype, {"moment_bytes": MOMENT_BYTES[dtype]}, rounding))
+            options.append((_Change({"optimizer.state_dtype": dtype}, ROUNDING), {"moment_bytes": MOMENT_BYTES[dtype]}))
     if workload.weight_bytes == 4:
-        options.append(("training.dtype", "bfloat16", {"weight_bytes": 2}, rounding))
-    options = [option for option in options if option[0] not in fixed]
-    before, seconds = memory(workload, hardware).total, step_time(workload, hardware).total
+        options.append((_Change({"training.dtype": "bfloat16"}, ROUNDING), {"weight_bytes": 2}))
+    options = [(change, values) for change, values in options if not change.fields.keys() & set(fixed)]
+    before = judge(workload, hardware)
     found: list[Remedy] = []
     for count in (1, 2):
         for some in itertools.combinations(options, count):
-            changes = {name: value for name, value, _, _ in some}
-            if len(changes) < count or any(one.suffices and changes.items() >= one.changes.items() for one in found):
+            changes = [change for change, _ in some]
+            if _clash(changes):
                 continue
-            fields = {field: value for _, _, values, _ in some for field, value in values.items()}
-            changed = replace(workload, **fields)
-            nbytes = memory(changed, hardware).total
-            if before - nbytes >= LEAST_SAVED and (count == 1 or nbytes <= target):
-                on_host, host_note = _on_host(changed, hardware)
-                one = Remedy(
-                    changes=changes,
-                    num_ranks=workload.layout.num_ranks,
-                    nbytes=nbytes,
-                    saved=before - nbytes,
-                    slower=step_time(changed, hardware).total / seconds - 1,
-                    note=_joined([*(note for _, _, _, note in some), host_note]),
-                    fits=nbytes <= target,
-                    host_bytes=on_host,
-                )
-                found.append(one)
+            smaller = replace(workload, **{field: value for _, values in some for field, value in values.items()})
+            remedy = _remedy(changes, _fields(changes), smaller, before, hardware, target)
+            if remedy.saved >= LEAST_SAVED and (count == 1 or remedy.fits) and not _covers(remedy, found):
+                found.append(remedy)
     return sorted(found, key=lambda one: (not one.suffices, not one.fits, one.nbytes))
 
 
@@ -205,33 +194,55 @@ def _on_host(workload: Workload, hardware: Hardware) -> tuple[float, str]:
     return nbytes, f"needs {gpus * nbytes / GIB:,.0f} GiB of memory on {host}{unusual}"
 
 
-def _joined(notes: Iterable[str]) -> str:
-    return "; ".join(dict.fromkeys(filter(None, notes)))
+def _fields(changes: Sequence[_Change]) -> dict[str, Any]:
+    return {name: value for change in changes for name, value in change.fields.items()}
 
 
-class _Judge:
+def _remedy(
+    changes: Sequence[_Change],
+    fields: Mapping[str, Any],
+    workload: Workload,
+    before: Candidate,
+    hardware: Hardware,
+    target: float,
+) -> Remedy:
+    """What ``changes``, which set ``fields``, make of the run ``before``: ``workload``."""
+    after, (host_bytes, host_note) = judge(workload, hardware), _on_host(workload, hardware)
+    return Remedy(
+        changes=fields,
+        num_ranks=workload.layout.num_ranks,
+        nbytes=after.memory.total,
+        saved=before.memory.total - after.memory.total,
+        slower=after.time.total / before.time.total - 1,
+        note="; ".join(dict.fromkeys(filter(None, [*(change.note for change in changes), host_note]))),
+        fits=after.memory.total <= target,
+        host_bytes=host_bytes,
+    )
+
+
+@dataclass(frozen=True)
+class _Runs:
     """Plans changed runs, see ``remedies``."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        facts: ModelDescription,
-        num_ranks: int,
-        hardware: Hardware,
-        target: float,
-        device: Device,
-        rules: Sequence[Rule],
-    ) -> None:
-        self._config, self._facts, self._ranks, self._rules = config, facts, num_ranks, rules
-        self._hardware, self._target, self._device, self._now = hardware, target, device, flatten(config)
-        before = from_config(config, facts, num_ranks, device=device)
-        planned = memory(before, hardware)
-        self._bytes, self._seconds = planned.total, step_time(before, hardware).total
-        self._least = max(LEAST_SAVED, LEAST_GAIN * (planned.total - planned.parts["overhead"]))
+    config: RunConfig
+    facts: ModelDescription
+    num_ranks: int
+    hardware: Hardware
+    target: float
+    device: Device
+    rules: Sequence[Rule]
+
+    @cached_property
+    def _before(self) -> Candidate:
+        return judge(from_config(self.config, self.facts, self.num_ranks, device=self.device), self.hardware)
+
+    @cached_property
+    def _now(self) -> dict[str, Any]:
+        return flatten(self.config)
 
     def best(self, pool: Iterable[Sequence[_Change]]) -> list[Remedy]:
         """Those of ``pool`` that help, what suffices first and of that the cheapest."""
-        priced = [one for one in map(self._judged, pool) if one is not None]
+        priced = [one for one in map(self._priced, pool) if one is not None]
         # below half a percent of a step the one that saves more
         priced.sort(
             key=lambda one: (
@@ -241,33 +252,21 @@ class _Judge:
                 one[1].nbytes,
             )
         )
-        return [found for _, found in priced]
+        return [remedy for _, remedy in priced]
 
-    def _judged(self, changes: Sequence[_Change]) -> tuple[float, Remedy] | None:
+    def _priced(self, changes: Sequence[_Change]) -> tuple[float, Remedy] | None:
         """The price and the effect of ``changes``; None where they are not legal or save nothing."""
-        wanted = {name: value for change in changes for name, value in change.fields.items()}
-        fields = {name: value for name, value in wanted.items() if self._now[name] != value}
-        ranks = self._ranks * max(change.ranks for change in changes)
-        changed = replace_fields(self._config, fields)
-        if violations(changed, self._facts, ranks, self._rules):
+        fields = {name: value for name, value in _fields(changes).items() if self._now[name] != value}
+        ranks = self.num_ranks * max(change.ranks for change in changes)
+        changed = replace_fields(self.config, fields)
+        if violations(changed, self.facts, ranks, self.rules):
             return None
-        workload = from_config(changed, self._facts, ranks, device=self._device)
-        nbytes = memory(workload, self._hardware).total
-        if self._bytes - nbytes < self._least:
+        workload = from_config(changed, self.facts, ranks, device=self.device)
+        remedy = _remedy(changes, fields, workload, self._before, self.hardware, self.target)
+        planned = self._before.memory
+        if remedy.saved < max(LEAST_SAVED, LEAST_GAIN * (planned.total - planned.parts["overhead"])):
             return None
-        slower = step_time(workload, self._hardware).total / self._seconds - 1
-        on_host, host_note = _on_host(workload, self._hardware)
-        found = Remedy(
-            changes=fields,
-            num_ranks=ranks,
-            nbytes=nbytes,
-            saved=self._bytes - nbytes,
-            slower=slower,
-            note=_joined([*(change.note for change in changes), host_note]),
-            fits=nbytes <= self._target,
-            host_bytes=on_host,
-        )
-        return (1 + slower) * ranks / self._ranks - 1 + sum(change.price for change in changes), found
+        return (1 + remedy.slower) * ranks / self.num_ranks - 1 + sum(change.price for change in changes), remedy
 
 
 def _clash(changes: Sequence[_Change]) -> bool:
@@ -289,10 +288,7 @@ def _changes(config: RunConfig, num_ranks: int, on_gpu: bool) -> Iterator[_Chang
     yield from _of_states(config, on_gpu)
     yield from _of_layout(config, layout, sizes)
     if on_gpu:  # more ranks on a CPU share the same memory
-        changes = {
-            "parallelism.data_parallel_shard_degree": 2 * layout.dp_shard,
-            "training.global_batch_size": sizes.total,
-        }
+        changes = {DEGREES["dp_shard"]: 2 * layout.dp_shard, "training.global_batch_size": sizes.total}
         yield _Change(changes, f"needs {2 * layout.num_ranks} ranks", RANKS_PRICE, 2)
 
 
@@ -316,23 +312,19 @@ def _of_states(config: RunConfig, on_gpu: bool) -> Iterator[_Change]:
         yield _Change({"parallelism.reshard_after_forward_mode": "always"})
     if training.gradient_sync == "deferred":
         yield _Change({"training.gradient_sync": "immediate"})
-    rounding = "rounds other numbers"
     for dtype in {"float32": ("bfloat16", "8bit"), "bfloat16": ("8bit",)}.get(optimizer.state_dtype, ()):
-        yield _Change({"optimizer.state_dtype": dtype}, rounding, ROUNDING_PRICE)
+        yield _Change({"optimizer.state_dtype": dtype}, ROUNDING, ROUNDING_PRICE)
     if training.dtype == "float32" and training.mixed_precision_param == "bfloat16":
-        yield _Change({"training.dtype": "bfloat16"}, rounding, 2 * ROUNDING_PRICE)
+        yield _Change({"training.dtype": "bfloat16"}, ROUNDING, 2 * ROUNDING_PRICE)
     if on_gpu and not training.enable_cpu_offload:
         yield _Change({OFFLOAD: True})
 
 
 def _of_layout(config: RunConfig, layout: Layout, sizes: BatchSizes) -> Iterator[_Change]:
-    prefix = "parallelism"
-    shard, replicate = f"{prefix}.data_parallel_shard_degree", f"{prefix}.data_parallel_replicate_degree"
-    batch = {"training.global_batch_size": sizes.total}
+    shard = DEGREES["dp_shard"]
     if layout.dp_replicate > 1:
-        yield _Change({replicate: 1, shard: layout.batch})
-    if layout.dp_shard > 1 and layout.dp_shard % 2 == 0:
-        local = {**batch, "training.local_batch_size": sizes.local}
-        tensor, context = f"{prefix}.tensor_parallel_degree", f"{prefix}.context_parallel_degree"
-        yield _Change({tensor: 2 * layout.tp, shard: layout.dp_shard // 2, **local})
-        yield _Change({context: 2 * layout.cp, shard: layout.dp_shard // 2, **local})
+        yield _Change({DEGREES["dp_replicate"]: 1, shard: layout.batch})
+    if layout.dp_shard % 2 == 0:
+        batch = {"training.global_batch_size": sizes.total, "training.local_batch_size": sizes.local}
+        for axis, degree in (("tp", layout.tp), ("cp", layout.cp)):
+            yield _Change({DEGREES[axis]: 2 * degree, shard: layout.dp_shard // 2, **batch})

@@ -123,55 +123,8 @@ def planned(name: str, config: PlannedConfig, published_parameters: int | None =
     return dataclasses.replace(described(name, config, plan), published_parameters=published_parameters)
 
 
-def _with_experts(
-    name: str,
-    layers: int,
-    dim: int,
-    heads: tuple[int, int, int],
-    vocab: int,
-    experts: tuple[int, int, int],
-    **more: Any,
-) -> ModelDescription:
-    """``heads``: query heads, key/value heads, width; ``experts``: how many, visited, hidden width."""
-    config = PlannedConfig(
-        num_layers=layers,
-        dim=dim,
-        num_heads=heads[0],
-        num_kv_heads=heads[1],
-        head_dim=heads[2],
-        vocab_size=vocab,
-        num_experts=experts[0],
-        top_k=experts[1],
-        expert_ffn_dim=experts[2],
-        **{"ffn_dim": experts[2], **more},
-    )
-    return planned(name, config)
-
-
-NOT_TRAINABLE_YET: dict[str, ModelDescription] = {  # from the config.json of each model on the Hugging Face hub
-    model.name: model
-    for model in (
-        _with_experts(
-            *("deepseek-v3-671b", 61, 7168, (128, 128, 192), 129_280, (256, 8, 2048)),
-            ffn_dim=18_432,
-            shared_ffn_dim=2048,
-            num_dense_layers=3,
-            attention="mla",
-        ),
-        _with_experts(
-            *("deepseek-v2-lite-16b", 27, 2048, (16, 16, 192), 102_400, (64, 6, 1408)),
-            ffn_dim=10_944,
-            shared_ffn_dim=2816,
-            num_dense_layers=1,
-            attention="mla",
-        ),
-        _with_experts("qwen3-30b-a3b", 48, 2048, (32, 4, 128), 151_936, (128, 8, 768), head_norms=True),
-        _with_experts("qwen3-235b-a22b", 94, 4096, (64, 4, 128), 151_936, (128, 8, 1536), head_norms=True),
-        _with_experts("mixtral-8x7b", 32, 4096, (32, 8, 128), 32_000, (8, 2, 14_336)),
-        _with_experts("mixtral-8x22b", 56, 6144, (48, 8, 128), 32_768, (8, 2, 16_384)),
-        _with_experts("gpt-oss-120b", 36, 2880, (64, 8, 64), 201_088, (128, 4, 2880), biases=True),
-    )
-}
+_TABLES = tomllib.loads(Path(__file__).with_name("models.toml").read_text(encoding="utf-8"))
+NOT_TRAINABLE_YET = {name: planned(name, PlannedConfig(**sizes)) for name, sizes in _TABLES.items()}
 """Models with experts, by name."""
 
 _NO_SIZES = ("rope_theta", "rope_scaling", "norm_eps", "attention_mask")

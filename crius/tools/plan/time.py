@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from crius.config.pipeline import stages_of_ranks
 from crius.tools.plan.hardware import Hardware
 from crius.tools.plan.holdings import stage_layers
-from crius.tools.plan.rates import TIME, Compute, Rates, TimeConstants, forward, head, numbers, rates, recomputed
+from crius.tools.plan.rates import TIME, Compute, TimeConstants, forward, head, numbers, rates, recomputed
 from crius.tools.plan.workload import Estimate, Workload
 
 
@@ -96,7 +96,7 @@ class Communication:
     def __init__(self, workload: Workload, hardware: Hardware, constants: TimeConstants) -> None:
         self._workload, self._hardware, self._constants = workload, hardware, constants
         self._model, self._layout = workload.model, workload.layout
-        self._tokens = workload.microbatch * workload.seq_len / workload.layout.cp
+        self._tokens = workload.tokens
         self._layers = self._model.num_layers / self._layout.pp
         self._expert_layers = self._model.experts[0] / self._layout.pp
         attention = self._model.attention
@@ -253,58 +253,8 @@ BUBBLE = {"interleave_zero_bubble": 1 / 3, "zbv_zero_bubble": 1 / 6, "dualpipev"
 
 def step_time(workload: Workload, hardware: Hardware, constants: TimeConstants = TIME) -> Estimate:
     """Seconds of one step on the busiest rank; the note is the largest part."""
-    reached = rates(workload, hardware, constants)
-    found = [
-        _of_stage(workload, hardware, constants, reached, compute, scale)
-        for compute, scale in _microbatch(workload, reached, constants)
-    ]
-    return max(found, key=lambda estimate: estimate.total)
-
-
-def _of_stage(
-    workload: Workload,
-    hardware: Hardware,
-    constants: TimeConstants,
-    reached: Rates,
-    compute: Compute,
-    scale: float,
-) -> Estimate:
-    """``step_time`` where all wait for a pipeline rank that computes ``compute`` for a microbatch."""
-    count, p = workload.num_microbatches, workload.layout.pp
-    forth = forward(workload, reached, constants).times(scale)
-    sent = Communication(workload, hardware, constants)
-    accumulated = sent.weights * 8 / reached.bytes if workload.zero_stage < 3 else 0.0
-    elementwise = compute.elementwise + accumulated
-    busy = compute.total + accumulated
-    tensor, context, expert = (scale * part for part in (sent.tensor(), sent.context(), sent.expert()))
-    back = busy - forth.total
-    # a forward has a third of what is sent beside it; what FSDP sends hides behind launches too
-    idle_forth, idle_back = (
-        _idle(workload, hardware, reached, constants, part + share * (tensor + expert), scale, passes)
-        for part, share, passes in (
-            (forth.total, 1 / 3, 1.0),
-            (back, 2 / 3, 2.0 + (workload.activation_checkpoint != "none")),
-        )
-    )
-    idle, hiding = idle_forth + idle_back, back + idle_back
-    once, each = sent.sharded(forth.total + idle_forth, hiding)
-    send = sent.pipeline()
-    stage = busy + tensor + context + expert + idle + each + send
-    parts = {
-        "matmul": count * compute.matmul,
-        "attention": count * compute.attention,
-        "elementwise": count * elementwise,
-        "communication_fsdp": count * each + once,
-        "communication_tp": count * tensor,
-        "communication_cp": count * context,
-        "communication_ep": count * expert,
-        "communication_pp": count * send,
-        "communication_dp": sent.replicas(hiding),
-        "bubble": (p - 1) / workload.stages_per_rank * BUBBLE.get(workload.schedule, 1.0) * stage,
-        "optimizer": _optimizer(workload, sent, reached),
-        "other": count * idle + (0.0 if hardware.generation == "cpu" else constants.step_seconds),
-    }
-    return Estimate(parts, max(parts, key=lambda name: parts[name]))
+    step = _Step(workload, hardware, constants)
+    return max((step.at_pace_of(*stage) for stage in step.microbatches()), key=lambda estimate: estimate.total)
 
 
 def tokens_per_second(workload: Workload, hardware: Hardware, constants: TimeConstants = TIME) -> float:
@@ -312,23 +262,88 @@ def tokens_per_second(workload: Workload, hardware: Hardware, constants: TimeCon
     return workload.tokens_per_rank / step_time(workload, hardware, constants).total
 
 
-def _microbatch(workload: Workload, reached: Rates, constants: TimeConstants) -> list[tuple[Compute, float]]:
-    """Forward and backward of a microbatch on the ranks that may be the slowest, and their layers relative to the mean.
+class _Step:
+    """Of one workload on one kind of hardware."""
 
-    These are the one with the output layer, and under pipeline parallelism one with the most layers.
-    """
-    once, output = forward(workload, reached, constants), head(workload, reached)
-    matmuls, attention = recomputed(workload)
-    by_op = workload.activation_checkpoint != "none" and workload.selective_layers is None
-    layers = Compute(
-        matmul=once.matmul * (3 + matmuls),
-        attention=once.attention * (1 + ATTENTION_BACKWARD + attention),
-        elementwise=once.elementwise * (3 + (1.0 if by_op else matmuls)),
-    )
-    mean = workload.model.num_layers / workload.layout.pp
-    middle, last = _stages(workload)
-    found = [(layers.times(last / mean).plus(output), last / mean)]
-    return found if not middle else [*found, (layers.times(middle / mean), middle / mean)]
+    def __init__(self, workload: Workload, hardware: Hardware, constants: TimeConstants) -> None:
+        self._workload, self._hardware, self._constants = workload, hardware, constants
+        self._rates = rates(workload, hardware, constants)
+        self._forward = forward(workload, self._rates, constants)
+        self._sent = Communication(workload, hardware, constants)
+
+    def microbatches(self) -> list[tuple[Compute, float]]:
+        """Forward and backward of a microbatch on the ranks that may be the slowest, and their layers over the mean.
+
+        These are the one with the output layer, and under pipeline parallelism one with the most layers.
+        """
+        workload, once = self._workload, self._forward
+        output = head(workload, self._rates)
+        matmuls, attention = recomputed(workload)
+        by_op = workload.activation_checkpoint != "none" and workload.selective_layers is None
+        layers = Compute(
+            matmul=once.matmul * (3 + matmuls),
+            attention=once.attention * (1 + ATTENTION_BACKWARD + attention),
+            elementwise=once.elementwise * (3 + (1.0 if by_op else matmuls)),
+        )
+        mean = workload.model.num_layers / workload.layout.pp
+        middle, last = _stages(workload)
+        found = [(layers.times(last / mean).plus(output), last / mean)]
+        return found if not middle else [*found, (layers.times(middle / mean), middle / mean)]
+
+    def at_pace_of(self, compute: Compute, scale: float) -> Estimate:
+        """The step where all wait for a pipeline rank that computes ``compute`` for a microbatch."""
+        workload, sent = self._workload, self._sent
+        count, p = workload.num_microbatches, workload.layout.pp
+        forth = self._forward.times(scale).total
+        accumulated = sent.weights * 8 / self._rates.bytes if workload.zero_stage < 3 else 0.0
+        elementwise = compute.elementwise + accumulated
+        busy = compute.total + accumulated
+        tensor, context, expert = (scale * part for part in (sent.tensor(), sent.context(), sent.expert()))
+        back = busy - forth
+        # a forward has a third of what is sent beside it; what FSDP sends hides behind launches too
+        passes_back = 2.0 + (workload.activation_checkpoint != "none")
+        idle_forth = self._idle(forth + 1 / 3 * (tensor + expert), scale, 1.0)
+        idle_back = self._idle(back + 2 / 3 * (tensor + expert), scale, passes_back)
+        idle, hiding = idle_forth + idle_back, back + idle_back
+        once, each = sent.sharded(forth + idle_forth, hiding)
+        send = sent.pipeline()
+        stage = busy + tensor + context + expert + idle + each + send
+        parts = {
+            "matmul": count * compute.matmul,
+            "attention": count * compute.attention,
+            "elementwise": count * elementwise,
+            "communication_fsdp": count * each + once,
+            "communication_tp": count * tensor,
+            "communication_cp": count * context,
+            "communication_ep": count * expert,
+            "communication_pp": count * send,
+            "communication_dp": sent.replicas(hiding),
+            "bubble": (p - 1) / workload.stages_per_rank * BUBBLE.get(workload.schedule, 1.0) * stage,
+            "optimizer": sent.own_weights
+            * OPTIMIZER_BYTES[workload.optimizer]
+            / (HOST_BANDWIDTH if workload.cpu_offload else self._rates.bytes),
+            "other": count * idle + (0.0 if self._hardware.generation == "cpu" else self._constants.step_seconds),
+        }
+        return Estimate(parts, max(parts, key=lambda name: parts[name]))
+
+    def _idle(self, busy: float, scale: float, passes: float) -> float:
+        """Seconds that the processor waits for the host in passes of ``busy`` seconds at least: to launch, to route.
+
+        A GPU computes while the host launches ahead, but waits at every layer of experts for what goes where; a CPU
+        launches nothing ahead.
+        """
+        workload = self._workload
+        layers = scale * workload.model.num_layers / workload.layout.pp
+        share = self._constants.graph_launch if workload.compile else 1.0
+        launch = share * OPS * passes * layers * self._rates.op_seconds
+        routing = 0.0
+        if workload.model.is_routed:
+            routing = share * layers * self._constants.expert_seconds * self._rates.experts / 2
+            if workload.trainer.loops_over_experts:
+                routing *= math.sqrt(max(1.0, workload.model.num_experts / workload.layout.ep) / EXPERTS)
+        if self._hardware.generation == "cpu":
+            return launch + routing
+        return float(((busy**4 + launch**4) ** (ROUTING / 4) + routing**ROUTING) ** (1 / ROUTING) - busy)
 
 
 def _stages(workload: Workload) -> tuple[int, int]:
@@ -347,36 +362,3 @@ def _stages(workload: Workload) -> tuple[int, int]:
     last = next(rank for rank, stages in enumerate(held) if len(sizes) - 1 in stages)
     layers = [sum(sizes[stage] for stage in stages) for stages in held]
     return max(count for rank, count in enumerate(layers) if rank != last), layers[last]
-
-
-def _idle(
-    workload: Workload,
-    hardware: Hardware,
-    reached: Rates,
-    constants: TimeConstants,
-    busy: float,
-    scale: float,
-    passes: float,
-) -> float:
-    """Seconds that the processor waits for the host in passes that take ``busy`` seconds at least: to launch, to route.
-
-    A GPU computes while the host launches ahead, but waits at every layer of experts for what goes where; a CPU
-    launches nothing ahead.
-    """
-    layers = scale * workload.model.num_layers / workload.layout.pp
-    share = constants.graph_launch if workload.compile else 1.0
-    launch = share * OPS * passes * layers * reached.op_seconds
-    routing = 0.0
-    if workload.model.is_routed:
-        routing = share * layers * constants.expert_seconds * reached.experts / 2
-        if workload.trainer.loops_over_experts:
-            routing *= math.sqrt(max(1.0, workload.model.num_experts / workload.layout.ep) / EXPERTS)
-    if hardware.generation == "cpu":
-        return launch + routing
-    return float(((busy**4 + launch**4) ** (ROUTING / 4) + routing**ROUTING) ** (1 / ROUTING) - busy)
-
-
-def _optimizer(workload: Workload, sent: Communication, reached: Rates) -> float:
-    if workload.cpu_offload:
-        return sent.own_weights * OPTIMIZER_BYTES[workload.optimizer] / HOST_BANDWIDTH
-    return sent.own_weights * OPTIMIZER_BYTES[workload.optimizer] / reached.bytes

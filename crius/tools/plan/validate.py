@@ -1,11 +1,15 @@
-"""How far plans are from runs that were measured: ``crius plan --validate FILE``. Torch-free.
+"""How far plans are off: ``crius plan --validate FILE`` and ``--check``. Torch-free.
+
+``--validate`` compares them with runs that were measured, ``--check`` with the dry run of the real code.
 
 A row of the file is a run of Crius. Columns with a dot are settings; the others are ``gpu``, ``num_gpus``,
 ``tokens_per_second_per_rank`` and ``memory_gib``, as ``metrics.jsonl`` has them, of which one may be blank, and ``id``.
 """
 
 import csv
-from collections.abc import Callable, Mapping, Sequence
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +18,9 @@ from crius.config.run import RunConfig
 from crius.errors import ConfigError, CriusError
 from crius.models.description import ModelDescription
 from crius.table import aligned
-from crius.tools.plan.errors import Errors
 from crius.tools.plan.hardware import hardware
-from crius.tools.plan.memory import memory
-from crius.tools.plan.time import step_time
+from crius.tools.plan.memory import memory, rank_bytes
+from crius.tools.plan.time import tokens_per_second
 from crius.tools.plan.workload import from_config
 from crius.units import GIB
 
@@ -28,6 +31,43 @@ OTHERS = ("tps_per_gpu", "peak_mem_gib")
 
 Read = Callable[[Mapping[str, str]], tuple[RunConfig, ModelDescription]]
 """Settings, by dotted name, to a run and its model. Raises CriusError where they are wrong."""
+
+
+Pair = tuple[float, float]  # predicted, measured
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Of predictions, as shares of what was measured: ``abs(predicted / measured - 1)``.
+
+    Attributes:
+        n: rows.
+        median: of the errors; NaN where there are no rows.
+        mape: their mean.
+        p90: nine of ten are at most this.
+        bias: median of ``predicted / measured - 1``, with its sign.
+    """
+
+    n: int
+    median: float
+    mape: float
+    p90: float
+    bias: float
+
+    @classmethod
+    def of(cls, pairs: Iterable[Pair]) -> "Errors":
+        """Errors of (predicted, measured)."""
+        signed = [predicted / measured - 1 for predicted, measured in pairs]
+        if not signed:
+            return cls(0, math.nan, math.nan, math.nan, math.nan)
+        sizes = sorted(map(abs, signed))
+        ninth = sizes[math.ceil(0.9 * len(sizes)) - 1]
+        return cls(len(sizes), statistics.median(sizes), statistics.fmean(sizes), ninth, statistics.median(signed))
+
+    def as_json(self) -> dict[str, Any]:
+        """The same; what cannot be said is null."""
+        values = {"median": self.median, "mape": self.mape, "p90": self.p90, "bias": self.bias}
+        return {"n": self.n, **{name: round(value, 4) if self.n else None for name, value in values.items()}}
 
 
 @dataclass(frozen=True)
@@ -161,7 +201,98 @@ def _judged(name: str, row: Mapping[str, str], read: Read) -> Judged:
     return Judged(
         name=name,
         speed=float(row[SPEED]) if row[SPEED] else None,
-        planned_speed=work.tokens_per_rank / step_time(work, machine).total,
+        planned_speed=tokens_per_second(work, machine),
         memory=float(row[MEMORY]) if row[MEMORY] else None,
         planned_memory=memory(work, machine, counting="allocated").total / GIB,
     )
+
+
+ACTIVATIONS_WITHIN = 0.05
+"""Share by which activations may differ. Parameters, gradients and the optimizer's state have to be the same."""
+
+COUNTED = {
+    "parameters": "parameter_bytes",
+    "gradients": "gradient_bytes",
+    "optimizer": "optimizer_bytes",
+    "activations": "activation_bytes",
+}
+"""What a dry run calls each kind."""
+
+
+@dataclass(frozen=True)
+class CheckRow:
+    """Bytes of one kind on one pipeline rank, planned and counted."""
+
+    rank: int
+    kind: str
+    planned: float
+    counted: float
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the two are as near as they have to be; the peaks are shown only."""
+        if self.kind == "peak":
+            return True
+        within = ACTIVATIONS_WITHIN * self.counted if self.kind == "activations" else 0.5
+        return abs(self.planned - self.counted) <= within
+
+    @property
+    def difference(self) -> float:
+        """Of the plan from what was counted, as a share."""
+        return self.planned / self.counted - 1 if self.counted else float(self.planned != 0)
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """All rows, and how long the dry run took in seconds."""
+
+    rows: list[CheckRow]
+    seconds: float
+
+    @property
+    def agrees(self) -> bool:
+        """All rows do."""
+        return all(row.agrees for row in self.rows)
+
+    def lines(self) -> list[str]:
+        """A table."""
+        cells = [["rank", "GiB", "closed form", "dry run", "difference", ""]]
+        for row in self.rows:
+            exact = "same" if row.kind not in ("peak", "activations") and row.agrees else f"{row.difference:+.2%}"
+            sizes = [f"{nbytes / GIB:,.4f}" for nbytes in (row.planned, row.counted)]
+            cells.append([f"{row.rank}", row.kind, *sizes, exact, "" if row.agrees else "DIFFERS"])
+        return [
+            "closed form beside the dry run of the real code, eager, of each pipeline rank",
+            *(f"  {line}" for line in aligned(cells, left=(1,))),
+            f"{'they agree' if self.agrees else 'THEY DIFFER'}: parameters, gradients and optimizer state to the byte, "
+            f"activations of a microbatch within {ACTIVATIONS_WITHIN:.0%}; dry run {self.seconds:.1f} s",
+        ]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same as data, in bytes."""
+        rows = [{**vars(row), "agrees": row.agrees, "difference": row.difference} for row in self.rows]
+        return {"agrees": self.agrees, "rows": rows, "seconds": self.seconds}
+
+
+def compare_dry_run(
+    config: RunConfig, facts: ModelDescription, num_ranks: int, report: Mapping[str, Any]
+) -> CheckReport:
+    """The closed form of ``config`` beside what a dry run of it counted.
+
+    Args:
+        config: the run.
+        facts: of its model.
+        num_ranks: ranks.
+        report: of the dry run, as data (``DryRunReport.as_dict``).
+    """
+    workload = from_config(config, facts, num_ranks, device="dry_run")
+    rows = []
+    for found in report["ranks"]:
+        rank = found["pp_rank"]
+        stages = [stage for stage in report["stages"] if stage["pp_rank"] == rank]
+        for kind, planned in rank_bytes(workload, rank).items():
+            rows.append(CheckRow(rank, kind, planned, sum(stage[COUNTED[kind]] for stage in stages)))
+    largest = max(report["ranks"], key=lambda found: found["peak_bytes"])
+    peak = memory(workload, counting="tensors").total
+    rows.append(CheckRow(largest["pp_rank"], "peak", peak, largest["peak_bytes"]))
+    return CheckReport(rows, report["seconds"])

@@ -11,10 +11,7 @@ from crius.config.run import RunConfig, replace_fields
 from crius.models.description import ModelDescription
 from crius.models.registry import SPECS
 from crius.tools.plan.legal import PREFIX, Case, microbatches, schedules
-from crius.tools.plan.workload import Checkpointing, Device, Workload, from_config
-
-MODES: tuple[Checkpointing, ...] = ("none", "selective", "full")
-"""Of activation checkpointing, from the fastest to the smallest."""
+from crius.tools.plan.workload import MODES, Checkpointing, Device, Workload, from_config
 
 _MODE = "activation_checkpoint.mode"
 _SYNC = "training.gradient_sync"

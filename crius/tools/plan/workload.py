@@ -5,7 +5,7 @@ differs in what it keeps, fuses and overlaps; those of others than Crius are in 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from crius.config.layout import Layout
@@ -96,6 +96,9 @@ CRIUS = Trainer()
 
 Precision = Literal["float32", "bfloat16", "float8", "mxfp8", "nvfp4"]
 Checkpointing = Literal["none", "selective", "full"]
+MODES: tuple[Checkpointing, ...] = ("none", "selective", "full")
+"""Of activation checkpointing, from the least recomputation to the most: on 8b it adds 0, 10 and 24 % to the FLOPs."""
+
 Loss = Literal["eager", "compiled", "chunked", "fused"]
 
 
@@ -184,6 +187,11 @@ class Workload:
         return self.model.tied_embeddings and self.layout.pp == 1
 
     @property
+    def tokens(self) -> float:
+        """Tokens of a microbatch on one rank: context parallelism splits them."""
+        return self.microbatch * self.seq_len / self.layout.cp
+
+    @property
     def tokens_per_rank(self) -> float:
         """Tokens of one step for each GPU: what tokens/s/GPU counts."""
         layout = self.layout
@@ -198,12 +206,10 @@ class Estimate:
     Attributes:
         parts: by what they are for; they sum to the total.
         note: of memory: the moment of the peak and the rank; of time: what bounds it.
-        detail: finer parts of some of ``parts``, by name: for explanations, never added again.
     """
 
     parts: Mapping[str, float]
     note: str = ""
-    detail: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def total(self) -> float:
@@ -236,6 +242,7 @@ def from_config(config: RunConfig, facts: ModelDescription, num_ranks: int, *, d
     sizes = batch_sizes(training, layout.batch, microbatch_unit(parallelism))
     mode, option = config.activation_checkpoint.mode, config.activation_checkpoint.selective_option
     float8 = config.quantize.dense.float8
+    modules = facts.modules((training.seq_len + 1) / 2) if layout.pp > 1 else []
     return Workload(
         model=facts,
         layout=layout,
@@ -262,7 +269,7 @@ def from_config(config: RunConfig, facts: ModelDescription, num_ranks: int, *, d
         cpu_offload=training.enable_cpu_offload and device == "cuda",
         pointwise=_pointwise(config, device),
         muon=config.optimizer.name == "muon",
-        stage_layers=_stage_layers(config, facts) if layout.pp > 1 else (),
+        stage_layers=layers_of_stages(split_stages(modules, num_stages(parallelism), parallelism)) if modules else (),
         keeps_mask=device != "cuda" and layout.cp > 1,
         keeps_probabilities=_on_cpu(config, device) and keeps_probabilities(config),
         snapshot=config.stability.nonfinite == "rollback" and device != "cuda",
@@ -313,10 +320,3 @@ def _pointwise(config: RunConfig, device: Device) -> Pointwise:
     if not takes_fused:
         return "operators"
     return "norms" if config.parallelism.tensor_parallel_degree > 1 else "fused"
-
-
-def _stage_layers(config: RunConfig, facts: ModelDescription) -> tuple[int, ...]:
-    """Layers of each stage, as the run splits them."""
-    modules = facts.modules((config.training.seq_len + 1) / 2)
-    parallelism = settle_stages(config.parallelism, facts.num_layers)
-    return layers_of_stages(split_stages(modules, num_stages(parallelism), parallelism))
