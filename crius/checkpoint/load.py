@@ -1,18 +1,28 @@
 """Loads of a run: the newest checkpoint of which every byte is right, into any layout."""
 
+import itertools
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
+import numpy as np
+import torch
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint import DefaultLoadPlanner, Metadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem
 
 from crius.checkpoint.folder import CheckpointFolder, damages, extra_files, read_manifest
-from crius.checkpoint.manifest import Manifest
+from crius.checkpoint.manifest import Chunk, Manifest, digest_of
 from crius.checkpoint.names import step_name
-from crius.checkpoint.reader import DTYPES, Gather, ShardReader
 from crius.checkpoint.state import read_state
+from crius.checkpoint.tensors import DTYPES, Gather
 from crius.errors import CheckpointError
 
 SHOWN = 8
@@ -60,7 +70,7 @@ def find(
         folder: of checkpoints.
         load_step: the one to take; -1 for the newest good one.
         rank, size: of this process.
-        gather: see ``crius.checkpoint.reader.Gather``.
+        gather: see ``crius.checkpoint.tensors.Gather``.
         verify: hash every byte.
         beat: called while bytes move.
 
@@ -180,7 +190,9 @@ def check_tensors(
 
 
 def load_tensors(found: Found, tensors: dict[str, Tensor], beat: Callable[[], None] = lambda: None) -> None:
-    """Fill ``tensors``, laid out in any way, from a checkpoint, in place. No collective.
+    """Fill ``tensors``, laid out in any way, from a checkpoint, in place. No collective: each rank plans for itself.
+
+    Each part of a tensor that this rank needs something of is read whole and hashed again.
 
     Args:
         found: the checkpoint.
@@ -189,11 +201,65 @@ def load_tensors(found: Found, tensors: dict[str, Tensor], beat: Callable[[], No
 
     Raises:
         CheckpointError: a part is not what was written.
+        OSError: the disk does not give it.
     """
-    reader = ShardReader(found.folder.disk, found.name, found.manifest, beat)
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(dict(tensors), reader.read_metadata(), is_coordinator=True)
-    reader.read_data(planner.create_local_plan(), planner).value()  # each rank plans and reads for itself
+    planner.set_up_planner(dict(tensors), _metadata(found.manifest), is_coordinator=True)
+    needed: dict[MetadataIndex, list[ReadItem]] = {}
+    for item in planner.create_local_plan().items:
+        if item.lengths.numel():
+            needed.setdefault(item.storage_index, []).append(item)
+    chunks = {
+        MetadataIndex(name, torch.Size(chunk.offset)): chunk
+        for name, entry in found.manifest.tensors.items()
+        for chunk in entry.chunks
+    }
+    order = sorted(needed, key=lambda index: (chunks[index].file, chunks[index].begin))
+    for name, indices in itertools.groupby(order, key=lambda index: chunks[index].file):
+        with found.folder.disk.open(f"{found.name}/{name}") as file:
+            for index in indices:
+                part = _read_part(found, file, index.fqn, chunks[index])
+                beat()
+                for item in needed[index]:
+                    _fill(part, item, planner)
+
+
+def _metadata(manifest: Manifest) -> Metadata:
+    """The tensors of a manifest, in DCP's words."""
+    return Metadata(
+        {
+            name: TensorStorageMetadata(
+                TensorProperties(dtype=DTYPES[entry.dtype]),
+                torch.Size(entry.shape),
+                [ChunkStorageMetadata(torch.Size(chunk.offset), torch.Size(chunk.shape)) for chunk in entry.chunks],
+            )
+            for name, entry in manifest.tensors.items()
+        }
+    )
+
+
+def _read_part(found: Found, file: BinaryIO, name: str, chunk: Chunk) -> Tensor:
+    """A part of the tensor ``name``."""
+    data = np.empty(chunk.end - chunk.begin, dtype=np.uint8)
+    file.seek(chunk.begin)
+    count = file.readinto(data.data)  # type: ignore[attr-defined]  # every binary file has it
+    if count != data.nbytes or digest_of(data.data) != chunk.digest:
+        raise CheckpointError(
+            f"tensor {name} in {found.folder.disk.where}/{found.name}/{chunk.file} is not what was written.",
+            where=f"bytes {chunk.begin:,} to {chunk.end:,}",
+            why="its hash is another one",
+            fix="resume from another step: --checkpoint.load_step N",
+        )
+    return torch.from_numpy(data).view(dtype_of(found.manifest, name)).reshape(chunk.shape)
+
+
+def _fill(part: Tensor, item: ReadItem, planner: DefaultLoadPlanner) -> None:
+    """Copy what ``item`` asks for out of a part into the tensor that it is for."""
+    for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+        part = part.narrow(dim, start, length)
+    target = planner.resolve_tensor(item).detach()
+    target.copy_(part)
+    planner.commit_tensor(item, target)
 
 
 def dtype_of(manifest: Manifest, name: str) -> Any:

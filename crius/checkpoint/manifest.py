@@ -64,6 +64,13 @@ ITEM_BYTES = {
 }
 """Dtypes by their names in safetensors files, with the bytes of an element."""
 
+TORCH_NAMES = {
+    **{"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"},
+    **{"int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL"},
+    **{"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"},
+}
+"""Dtypes of tensors that a run saves: torch's names, and those in safetensors files."""
+
 MAX_MANIFEST_BYTES = 1 << 30
 MAX_BYTES = 1 << 60
 MAX_DIMS = 16
