@@ -156,7 +156,7 @@ def check_written(
     Raises:
         CheckpointError: it is not what was written.
     """
-    if damage := damages_of_file(disk, folder, name, entry, beat):
+    for damage in damages_of_file(disk, f"{folder}/{name}", entry, [], beat):
         raise CheckpointError(
             f"{disk.where}/{folder}/{name} was not read back as it was written: {damage.what}.",
             why="memory, disk or the way to it changes bits",

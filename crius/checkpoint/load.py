@@ -189,7 +189,7 @@ def check_tensors(
     ]
 
 
-def load_tensors(found: Found, tensors: dict[str, Tensor], beat: Callable[[], None] = lambda: None) -> None:
+def load_tensors(found: Found, tensors: dict[str, Tensor]) -> None:
     """Fill ``tensors``, laid out in any way, from a checkpoint, in place. No collective: each rank plans for itself.
 
     Each part of a tensor that this rank needs something of is read whole and hashed again.
@@ -197,7 +197,6 @@ def load_tensors(found: Found, tensors: dict[str, Tensor], beat: Callable[[], No
     Args:
         found: the checkpoint.
         tensors: by name; all of them are in it, with the same shape.
-        beat: called while bytes move.
 
     Raises:
         CheckpointError: a part is not what was written.
@@ -219,7 +218,6 @@ def load_tensors(found: Found, tensors: dict[str, Tensor], beat: Callable[[], No
         with found.folder.disk.open(f"{found.name}/{name}") as file:
             for index in indices:
                 part = _read_part(found, file, index.fqn, chunks[index])
-                beat()
                 for item in needed[index]:
                     _fill(part, item, planner)
 

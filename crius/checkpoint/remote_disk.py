@@ -136,7 +136,11 @@ class FsspecDisk:
 
     def size(self, path: str) -> int:
         """Bytes of a file."""
-        return int(self._info(path)["size"])
+        place = self._place(path)
+        info = self._tried("cannot be read", path, lambda: self._fs.info(place))
+        if info["type"] != "file":
+            raise CheckpointError(f"{path} is no plain file.", where=self.where)
+        return int(info["size"])
 
     def age_seconds(self, path: str) -> float | None:
         """Seconds since a file was written, where the file system knows."""
@@ -190,7 +194,9 @@ class FsspecDisk:
                 named.update(Manifest.decode(self.read(path), f"{self.where}/{path}").files)
             except CheckpointError:
                 return []  # nobody knows what belongs to it
-        gone = [file for file in files if _is_saved(file) and file not in named and not _is_of(file, attempt)]
+        own = f"-{attempt}" if attempt else "/"  # at the end of a stem; no name has a slash
+        saved = [file for file in files if is_plain(file) and file.endswith((".safetensors", ".json"))]
+        gone = [file for file in saved if file not in named and not file.rpartition(".")[0].endswith(own)]
         for file in gone:
             self._unlink(f"{folder}/{file}")
         if not manifests and len(gone) == len(files):
@@ -224,13 +230,6 @@ class FsspecDisk:
             if self._has_links and os.path.islink(place) and not (may_be_link and number == len(parts)):
                 raise CheckpointError(f"{self.where}/{path} is a symbolic link, which is not followed.")
         return place
-
-    def _info(self, path: str) -> dict[str, Any]:
-        place = self._place(path)
-        info: dict[str, Any] = self._tried("cannot be read", path, lambda: self._fs.info(place))
-        if info["type"] != "file":
-            raise CheckpointError(f"{path} is no plain file.", where=self.where)
-        return info
 
     def _list(self, folder: str) -> list[tuple[str, dict[str, Any]]]:
         place = self._place(folder) if folder else self._root
@@ -318,15 +317,6 @@ def _abort(file: Any) -> None:
         file.close()
     else:
         file.discard()
-
-
-def _is_saved(file: str) -> bool:
-    """Whether a save may have written a file; who knows what others put there."""
-    return is_plain(file) and file.endswith((".safetensors", ".json"))
-
-
-def _is_of(file: str, attempt: str) -> bool:
-    return bool(attempt) and file.rpartition(".")[0].endswith(f"-{attempt}")
 
 
 def _redacted(text: str) -> str:

@@ -1,7 +1,6 @@
 """What a checkpoint holds beside tensors: ``state.json``, which is checked as input from a stranger. No torch."""
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 from crius.checkpoint.disk import Disk
@@ -67,24 +66,40 @@ def _check(state: dict[str, Any], step: int, most: int) -> None:
     """Raise ValueError where a run could not go on from ``state`` of ``step``; counts go up to ``most``."""
     if type(state.get("imported", False)) is not bool:
         raise ValueError(f"imported is {_shown(state['imported'])}")
-    if "train" not in state:
-        raise ValueError("it has no train")
-    train = _table(state["train"], "train")
-    for name, value in train.items():
-        _count(value, f"train.{name}", most)
-    for section, checks in _SECTIONS.items():
-        if section not in state:
-            continue
-        table = _table(state[section], section)
-        for name, check in checks.items():
-            if name in table or section != "run":  # all of run may be absent
-                check(table.get(name), f"{section}.{name}", most)
-    for name in ("train", "data") if "data" in state else ("train",):  # a batch a step, also where it was skipped
-        if state[name].get("step") != step:
-            raise ValueError(f"{name}.step is {_shown(state[name].get('step'))}, the manifest is of step {step}")
+    train = _table(state, "train")
+    counts = {name: _count(value, f"train.{name}", most) for name, value in train.items()}
+    if counts.get("step") != step:
+        raise ValueError(f"train.step is {_shown(train.get('step'))}, the manifest is of step {step}")
     for name in ("updates", "skipped_steps"):
-        if train.get(name, 0) > step:
-            raise ValueError(f"train.{name} is {train[name]}, which is more than the {step} steps")
+        if counts.get(name, 0) > step:
+            raise ValueError(f"train.{name} is {counts[name]}, which is more than the {step} steps")
+    if "data" in state:
+        _check_data(_table(state, "data"), step, most)
+    if "stability" in state:
+        _check_stability(_table(state, "stability"), most)
+    if "run" in state:
+        run = _table(state, "run")
+        _text(run.get("id", ""), "run.id")
+        _count(run.get("threads", 1), "run.threads", most)
+    if "ledger" in state:
+        ledger = _table(state, "ledger")
+        _text(ledger.get("command"), "ledger.command")
+        for name, seconds in _table(ledger, "seconds").items():
+            _number(seconds, f"ledger.seconds.{_text(name, 'a name of ledger.seconds')}")
+
+
+def _check_data(data: dict[str, Any], step: int, most: int) -> None:
+    _count(data.get("next_sample"), "data.next_sample", most)
+    if _count(data.get("step"), "data.step", most) != step:  # a batch a step, also where the update was skipped
+        raise ValueError(f"data.step is {_shown(data['step'])}, the manifest is of step {step}")
+    _text(data.get("source"), "data.source")
+    for shard, cursor in _table(data, "cursors").items():
+        if not (shard.isascii() and shard.isdecimal() and len(shard) <= 9):
+            raise ValueError(f"data.cursors has a shard {_shown(shard)}")
+        if type(cursor) is not list or len(cursor) != 3:
+            raise ValueError(f"data.cursors has {_shown(cursor)} for shard {shard}")
+        for place in cursor:
+            _count(place, f"data.cursors of shard {shard}", most)
 
 
 def _check_shards(state: dict[str, Any], config: dict[str, Any]) -> None:
@@ -98,15 +113,30 @@ def _check_shards(state: dict[str, Any], config: dict[str, Any]) -> None:
         raise ValueError(f"data.cursors is of {len(shards)} shards, the data of the checkpoint has {wanted}")
 
 
-def _table(value: Any, what: str) -> dict[str, Any]:
-    if type(value) is not dict:
-        raise ValueError(f"{what} is {_shown(value)}")
-    return value
+def _check_stability(stability: dict[str, Any], most: int) -> None:
+    for name in ("skips_in_a_row", "rollbacks_in_a_row", "spikes_in_a_row"):
+        _count(stability.get(name), f"stability.{name}", most)
+    window = _table(stability, "window")
+    for name, values in window.items():
+        if type(values) is not list:
+            raise ValueError(f"stability.window has {_shown(values)} for {_shown(name)}")
+        for value in values:
+            _number(value, "a value of stability.window")
+    if len({len(values) for values in window.values()}) > 1:
+        raise ValueError("the lists of stability.window are not equally long")
 
 
-def _count(value: Any, what: str, most: int) -> None:
+def _table(state: dict[str, Any], name: str) -> dict[str, Any]:
+    found = state.get(name)
+    if type(found) is not dict:
+        raise ValueError(f"{name} is {_shown(found)}" if name in state else f"it has no {name}")
+    return found
+
+
+def _count(value: Any, what: str, most: int) -> int:
     if type(value) is not int or not 0 <= value <= most:  # True is an int too, and is none here
         raise ValueError(f"{ascii(what)[1:-1][:60]} is {_shown(value)}")
+    return value
 
 
 def _number(value: Any, what: str) -> None:
@@ -114,51 +144,13 @@ def _number(value: Any, what: str) -> None:
         raise ValueError(f"{what} is {_shown(value)}")
 
 
-def _text(value: Any, what: str, _: int = 0) -> None:
+def _text(value: Any, what: str) -> str:
     """Text that can be printed: no control characters, which would act on a terminal."""
     if not isinstance(value, str) or len(value) > MAX_TEXT or not value.isprintable():
         raise ValueError(f"{what} is {_shown(value)}")
-
-
-def _seconds(value: Any, what: str, _: int) -> None:
-    for name, seconds in _table(value, what).items():
-        _text(name, f"a name of {what}")
-        _number(seconds, f"{what}.{name}")
-
-
-def _cursors(value: Any, what: str, most: int) -> None:
-    for shard, cursor in _table(value, what).items():
-        if not (shard.isascii() and shard.isdecimal() and len(shard) <= 9):
-            raise ValueError(f"{what} has a shard {_shown(shard)}")
-        if type(cursor) is not list or len(cursor) != 3:
-            raise ValueError(f"{what} has {_shown(cursor)} for shard {shard}")
-        for place in cursor:
-            _count(place, f"{what} of shard {shard}", most)
-
-
-def _window(value: Any, what: str, _: int) -> None:
-    lists = _table(value, what)
-    for name, numbers in lists.items():
-        if type(numbers) is not list:
-            raise ValueError(f"{what} has {_shown(numbers)} for {_shown(name)}")
-        for number in numbers:
-            _number(number, f"a value of {what}")
-    if len({len(numbers) for numbers in lists.values()}) > 1:
-        raise ValueError(f"the lists of {what} are not equally long")
+    return value
 
 
 def _shown(value: object) -> str:
     text = ascii(value)
     return text if len(text) <= 60 else f"{text[:60]}..."
-
-
-_SECTIONS: dict[str, dict[str, Callable[[Any, str, int], None]]] = {
-    "data": {"next_sample": _count, "step": _count, "source": _text, "cursors": _cursors},
-    "stability": {
-        **dict.fromkeys(("skips_in_a_row", "rollbacks_in_a_row", "spikes_in_a_row"), _count),
-        "window": _window,
-    },
-    "run": {"id": _text, "threads": _count},
-    "ledger": {"command": _text, "seconds": _seconds},
-}
-"""What a state may have beside ``train``, and what checks each value of it."""

@@ -10,15 +10,12 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from crius.checkpoint.manifest import ITEM_BYTES
+from crius.checkpoint.manifest import ITEM_BYTES, TORCH_NAMES
 from crius.checkpoint.tiles import MAX_SPLIT_DIMS, cover, fits, split_dims
 from crius.errors import CheckpointError
 from crius.interop.unpickle import refusal
 
-ITEMSIZE = {
-    name: ITEM_BYTES[name]
-    for name in ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2")
-}
+ITEMSIZE = {name: ITEM_BYTES[name] for name in TORCH_NAMES.values()}
 """Bytes a number, by the names of dtypes in safetensors files; those that a Crius checkpoint can hold."""
 
 MAX_DIMS = 16

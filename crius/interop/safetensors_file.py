@@ -27,7 +27,6 @@ MAX_HEADER = 1 << 25
 INDEX = "model.safetensors.index.json"
 SUFFIX = ".safetensors"
 _SHARDING = "DCP_SHARDING_INFO"  # torch/distributed/checkpoint/_hf_utils.py
-_BLOCK = 1 << 24
 
 
 def json_object(data: bytes, where: str) -> dict[str, Any]:
@@ -99,13 +98,10 @@ class SafetensorsFile:
 
         def read() -> memoryview:
             data = memoryview(bytearray(end - begin))
-            at = 0
             with open_inside(self._folder, self._name) as file:
                 file.seek(begin)
-                while at < len(data) and (count := file.readinto(data[at : at + _BLOCK])):  # type: ignore[attr-defined]
-                    at += count
-            if at != len(data):
-                raise refusal(self.where, f"it became shorter while {key} was read")
+                if file.readinto(data) != len(data):  # type: ignore[attr-defined]  # every binary file has it
+                    raise refusal(self.where, f"it became shorter while {key} was read")
             return data
 
         return read
