@@ -8,7 +8,7 @@ import stat
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, TypeAlias
 
@@ -228,16 +228,16 @@ class LocalDisk:
         with self.open(path) as file:
             return os.fstat(file.fileno())
 
-    @contextmanager
-    def _open_root(self) -> Iterator[int]:
-        with _descriptor(os.open(self._root, _FOLDER_FLAGS)) as opened:
-            yield opened
+    def _open_root(self) -> AbstractContextManager[int]:
+        return _descriptor(os.open(self._root, _FOLDER_FLAGS))
 
     @contextmanager
     def _open_folder(self, name: str) -> Iterator[int]:
-        with ExitStack() as stack:
-            root = stack.enter_context(self._open_root())
-            yield stack.enter_context(_descriptor(os.open(name, _FOLDER_FLAGS | os.O_NOFOLLOW, dir_fd=root)))
+        with (
+            self._open_root() as root,
+            _descriptor(os.open(name, _FOLDER_FLAGS | os.O_NOFOLLOW, dir_fd=root)) as opened,
+        ):
+            yield opened
 
     def _move(self, source: str, target: str) -> None:
         check_name(source, self.where)

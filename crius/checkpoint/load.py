@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
+from crius.checkpoint.disk import Disk
 from crius.checkpoint.folder import CheckpointFolder, damages, extra_files, read_manifest
 from crius.checkpoint.manifest import Chunk, Manifest, digest_of
 from crius.checkpoint.names import step_name
@@ -87,7 +88,8 @@ def find(
         )
     damaged: list[int] = []
     for step in [load_step] if load_step >= 0 else reversed(steps):
-        problems, manifest, state = _look(folder, step, rank, size, gather, verify, beat)
+        own_problems, manifest, state = _look(folder.disk, step_name(step), rank, size, verify, beat)
+        problems = list(dict.fromkeys(line for of_rank in gather(own_problems) for line in of_rank))
         if manifest and not problems:
             if damaged and rank == 0:
                 log.warning("checkpoint: FALLING BACK to step %d; step %s damaged", step, _listed(damaged))
@@ -107,32 +109,24 @@ def find(
 
 
 def _look(
-    folder: CheckpointFolder,
-    step: int,
-    rank: int,
-    size: int,
-    gather: Gather,
-    verify: bool,
-    beat: Callable[[], None],
+    disk: Disk, name: str, rank: int, size: int, verify: bool, beat: Callable[[], None]
 ) -> tuple[list[str], Manifest | None, dict[str, Any]]:
-    """What is wrong with a checkpoint, found by all ranks together; its manifest and its state."""
+    """What is wrong with this rank's share of a checkpoint; its manifest and its state."""
     manifest, state, problems = None, {}, []
     try:
-        manifest = read_manifest(folder.disk, step_name(step))
+        manifest = read_manifest(disk, name)
         if verify:
-            mine = sorted(manifest.files)[rank::size]
-            found = damages(folder.disk, step_name(step), manifest, mine, beat)
+            found = damages(disk, name, manifest, sorted(manifest.files)[rank::size], beat)
             if rank == 0:
-                found += extra_files(folder.disk, step_name(step), manifest)
+                found += extra_files(disk, name, manifest)
             problems = [str(damage) for damage in found]
         if not problems:
-            state = read_state(folder.disk, step_name(step), manifest)
+            state = read_state(disk, name, manifest)
     except CheckpointError as error:
         problems = [error.what.rstrip(".") + (f": {error.why}" if error.why else "")]
     except OSError as error:
         problems = [f"{type(error).__name__}: {error}"]
-    everyones = [line for of_rank in gather(problems) for line in of_rank]
-    return list(dict.fromkeys(everyones)), manifest, state
+    return problems, manifest, state
 
 
 def _listed(steps: Iterable[int]) -> str:

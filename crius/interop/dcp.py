@@ -15,7 +15,6 @@ from crius.interop.foreign import (
     check_key,
     check_shape,
     check_tiles,
-    one_per_key,
     open_inside,
     overlapping,
     size_of,
@@ -115,12 +114,12 @@ class _Metadata:
 
     def foreign(self) -> Foreign:
         """The checkpoint."""
-        tensors: list[ForeignTensor] = []
+        tensors: dict[str, ForeignTensor] = {}
         values: dict[str, Callable[[], Any]] = {}
         unreadable: dict[str, str] = {}
         for key, record in self._entries:
             name = check_key(key, self._where)
-            if name in values or name in unreadable:
+            if name in tensors or name in values or name in unreadable:
                 raise ValueError(f"it has the key {name} twice")
             if isinstance(record, Record) and record.name == f"{_PACKAGE}BytesStorageMetadata":
                 values[name] = self._value(name)
@@ -128,14 +127,11 @@ class _Metadata:
             fields = self._fields(record, f"{_PACKAGE}TensorStorageMetadata")
             dtype = self._dtype(fields.get("properties"))
             if dtype in TORCH_NAMES:
-                tensors.append(self._tensor(name, TORCH_NAMES[dtype], fields))
+                tensors[name] = self._tensor(name, TORCH_NAMES[dtype], fields)
             else:
                 unreadable[name] = f"a Crius checkpoint holds no {dtype}"
-        found = one_per_key(tensors, self._where)
-        if both := found.keys() & (values.keys() | unreadable.keys()):
-            raise ValueError(f"it has the key {min(both)} twice")
         version = f" {self.version}" if isinstance(self.version, str) and len(self.version) < 20 else ""
-        return Foreign(f"torch DCP{version}", found, values, unreadable)
+        return Foreign(f"torch DCP{version}", tensors, values, unreadable)
 
     def _dtype(self, properties: Any) -> str:
         """torch's name of a dtype."""

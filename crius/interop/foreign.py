@@ -12,7 +12,6 @@ import numpy as np
 
 from crius.checkpoint.manifest import ITEM_BYTES, TORCH_NAMES
 from crius.checkpoint.tiles import MAX_SPLIT_DIMS, cover, fits, split_dims
-from crius.errors import CheckpointError
 from crius.interop.unpickle import refusal
 
 ITEMSIZE = {name: ITEM_BYTES[name] for name in TORCH_NAMES.values()}
@@ -172,17 +171,3 @@ def overlapping(spans: Iterable[tuple[int, int]]) -> bool:
     """Whether two spans, a begin and an end each, share a byte."""
     ordered = sorted(span for span in spans if span[0] < span[1])
     return any(before[1] > after[0] for before, after in zip(ordered, ordered[1:], strict=False))
-
-
-def one_per_key(tensors: Iterable[ForeignTensor], where: str) -> dict[str, ForeignTensor]:
-    """Tensors by key.
-
-    Raises:
-        CheckpointError: two have the same key.
-    """
-    found: dict[str, ForeignTensor] = {}
-    for tensor in tensors:
-        if tensor.key in found:
-            raise CheckpointError(f"{where} has the key {tensor.key} twice.", fix="convert one of the files alone")
-        found[tensor.key] = tensor
-    return found

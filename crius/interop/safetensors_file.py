@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,19 +92,15 @@ class SafetensorsFile:
             )
         return dtype, shape, start + offsets[0], start + offsets[1]
 
-    def reader(self, key: str) -> Callable[[], memoryview]:
-        """What reads the bytes of a tensor."""
+    def read(self, key: str) -> memoryview:
+        """The bytes of a tensor."""
         _, _, begin, end = self.tensors[key]
-
-        def read() -> memoryview:
-            data = memoryview(bytearray(end - begin))
-            with open_inside(self._folder, self._name) as file:
-                file.seek(begin)
-                if file.readinto(data) != len(data):  # type: ignore[attr-defined]  # every binary file has it
-                    raise refusal(self.where, f"it became shorter while {key} was read")
-            return data
-
-        return read
+        data = memoryview(bytearray(end - begin))
+        with open_inside(self._folder, self._name) as file:
+            file.seek(begin)
+            if file.readinto(data) != len(data):  # type: ignore[attr-defined]  # every binary file has it
+                raise refusal(self.where, f"it became shorter while {key} was read")
+        return data
 
     def offsets(self) -> dict[str, Shape]:
         """Where each tensor starts in the whole, as DCP's sharded files say it; else 0 in each dim."""
@@ -138,7 +134,7 @@ def read_safetensors(place: Path) -> Foreign:
         offsets = file.offsets()
         for key, (dtype, shape, _, _) in file.tensors.items():
             if dtype in ITEMSIZE:
-                piece = Piece(offsets[key], shape, file.reader(key))
+                piece = Piece(offsets[key], shape, partial(file.read, key))
                 pieces.setdefault(key, []).append((dtype, piece))
             else:
                 unreadable[key] = f"a Crius checkpoint holds no {dtype}"
