@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from crius.cli.settings import run_of
 from crius.config.data import DataConfig, TokenizerConfig
 from crius.config.run import RunConfig
-from crius.data.boundary import boundary_of
 from crius.data.cache import open_cached
+from crius.data.corpus import boundary_of
 from crius.data.loader import BatchLoader
 from crius.data.tokenizer import build_tokenizer
 from crius.data.tokens import IndexedSource

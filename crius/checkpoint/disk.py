@@ -8,22 +8,25 @@ import stat
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import TYPE_CHECKING, BinaryIO, TypeAlias
 
 from crius.checkpoint.names import check_name, parse_folder, parse_step, step_name
-from crius.checkpoint.remote_disk import FsspecDisk
 from crius.errors import CheckpointError
 
+if TYPE_CHECKING:
+    from crius.checkpoint.remote_disk import FsspecDisk
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 # a FIFO that is put in a file's place must not hold up whoever opens it
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-class LocalSink:
-    """See ``Sink``."""
+class Sink:
+    """A local file that is being written."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -31,14 +34,22 @@ class LocalSink:
     def write(self, data: bytes | bytearray | memoryview, /) -> None:
         """Append all of ``data``."""
         view = memoryview(data)
-        if view.nbytes:
-            view = view.cast("B")
         while view.nbytes:
             view = view[os.write(self._descriptor, view) :]
 
 
 class LocalDisk:
-    """See ``Disk``. Every name is resolved from the open folder, never as a path, so that no link leads away."""
+    """One folder of checkpoints.
+
+    ``folder`` is the name of a folder in it, ``path`` is ``folder/file``; both are made of plain names
+    (``crius.checkpoint.names.check_name``), and no symbolic link below the folder of checkpoints is followed: every
+    name is resolved from the open folder, never as a path. Everything raises CheckpointError where the disk or the
+    name does not allow it.
+
+    Attributes:
+        where: the folder of checkpoints, for messages: without user, password and query of a URL.
+        is_local: whether a checkpoint is committed by one rename; else by its manifest, which is written last.
+    """
 
     is_local = True
 
@@ -47,34 +58,35 @@ class LocalDisk:
         self._root = Path(folder)
 
     def stage(self, step: int, attempt: str) -> str:
-        """A folder beside that of the step."""
+        """The folder that a save of ``step`` writes into."""
         return check_name(f"{step_name(step)}.tmp-{attempt}", self.where)
 
     def file_name(self, stem: str, attempt: str) -> str:
-        """``stem``: each attempt has a folder of its own."""
+        """``stem``, with the attempt in it where the files of several attempts lie in one folder. No extension."""
         return stem
 
     def prepare(self, folder: str) -> None:
-        """Make the folder, and the folder of checkpoints, if they are not there."""
+        """Make the folder, if it is not there."""
         name = check_name(folder, self.where)
         with self._said("cannot be made", folder):
             if not self._root.is_dir():
                 self._root.mkdir(parents=True, exist_ok=True)
-                _sync_folder(self._root.absolute().parent)
+                with _descriptor(os.open(self._root.absolute().parent, _FOLDER_FLAGS)) as parent:
+                    _sync(parent)
             with self._open_root() as root, suppress(FileExistsError):
                 os.mkdir(name, dir_fd=root)
             with self._open_folder(name):  # what was there might be a file or a link
                 pass
 
     @contextmanager
-    def create(self, path: str) -> Iterator[LocalSink]:
-        """Write a new file; it is synced when the context is left."""
+    def create(self, path: str) -> Iterator[Sink]:
+        """Write a new file. Leaving the context makes it durable; an exception removes it again."""
         folder, name = self._parts(path)
         with self._said("cannot be written", path), self._open_folder(folder) as parent:
             descriptor = os.open(name, _CREATE_FLAGS, 0o666, dir_fd=parent)
             try:
                 try:
-                    yield LocalSink(descriptor)
+                    yield Sink(descriptor)
                     os.fsync(descriptor)
                     if hasattr(os, "posix_fadvise"):  # whoever verifies the file is to read the disk, not memory
                         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -86,7 +98,7 @@ class LocalDisk:
                 raise
 
     def read(self, path: str, begin: int = 0, end: int | None = None) -> bytes:
-        """The bytes from ``begin`` up to ``end``."""
+        """The bytes from ``begin`` up to ``end`` (None: the end of the file); fewer are an error."""
         with self._said("cannot be read", path), self.open(path) as file:
             size = os.fstat(file.fileno()).st_size
             stop = size if end is None else end
@@ -99,7 +111,7 @@ class LocalDisk:
         return data
 
     def open(self, path: str) -> BinaryIO:
-        """The file, to read from its start."""
+        """The file, to read from its start or to seek in."""
         folder, name = self._parts(path)
         with self._said("cannot be opened", path), self._open_folder(folder) as parent:
             descriptor = os.open(name, _READ_FLAGS, dir_fd=parent)
@@ -113,11 +125,11 @@ class LocalDisk:
         return self._status(path).st_size
 
     def age_seconds(self, path: str) -> float | None:
-        """Seconds since a file was written."""
+        """Seconds since a file was written; None where that is not known."""
         return time.time() - self._status(path).st_mtime
 
     def files(self, folder: str) -> list[str]:
-        """Names of all that is in a folder, links and folders too."""
+        """Names of all that is in a folder, links and folders too, sorted; none where there is no such folder."""
         name = check_name(folder, self.where)
         with self._said("cannot be listed", folder):
             try:
@@ -127,15 +139,19 @@ class LocalDisk:
                 return []
 
     def folders(self) -> list[str]:
-        """Names of the folders; links are none."""
+        """Names of the folders in the folder of checkpoints, sorted; links are none."""
         return sorted(name for name, is_folder in self._entries() if is_folder)
 
     def committed(self) -> list[int]:
-        """Steps of all that has the name of a checkpoint."""
+        """Steps of the checkpoints that are committed, ascending, whether they are whole or not.
+
+        On a local disk the name is the commit: whatever has the name of a checkpoint counts, also a link, a file or a
+        folder that lost its manifest. Elsewhere a folder without a manifest is a save that never ended.
+        """
         return sorted(step for name, _ in self._entries() if (step := parse_step(name)) is not None)
 
     def commit(self, folder: str, step: int) -> None:
-        """Rename the folder to that of the step; one that is there gets another name first."""
+        """Make what a save wrote the checkpoint of ``step``, in place of one that there is."""
         name = step_name(step)
         with self._said("cannot be committed", folder):
             with self._open_folder(check_name(folder, self.where)) as opened:
@@ -148,7 +164,7 @@ class LocalDisk:
                 _sync(root)
 
     def set_aside(self, folder: str) -> str:
-        """Rename the folder."""
+        """Keep a checkpoint, or what a save replaced, under a name that is none of a checkpoint; returns that name."""
         found = parse_folder(folder)
         if not found:
             raise CheckpointError(f"{folder} is not a checkpoint and cannot be set aside.", where=self.where)
@@ -157,14 +173,17 @@ class LocalDisk:
         return kept
 
     def put_back(self, name: str) -> None:
-        """Rename a folder to that of its step."""
+        """Make what ``set_aside`` named, or what a save was to replace when it was killed, the checkpoint again."""
         found = parse_folder(name)
         if not found or found.step in self.committed():
             raise CheckpointError(f"{name} cannot be put back: its place is taken.", where=self.where)
         self._move(name, step_name(found.step))
 
     def sweep(self, folder: str, attempt: str = "") -> list[str]:
-        """Remove a folder that another attempt was writing."""
+        """Remove what is left of saves that failed; returns what was removed.
+
+        Nothing that a manifest of a committed or set aside checkpoint names goes, and nothing of ``attempt``.
+        """
         found = parse_folder(folder)
         if not found or found.kind != "tmp" or found.tag == attempt:
             return []
@@ -172,7 +191,10 @@ class LocalDisk:
         return [folder]
 
     def remove(self, folder: str) -> None:
-        """Rename a checkpoint to what a save leaves behind, then remove that."""
+        """Remove a folder, but nothing that was set aside. Killed at any moment, it leaves a whole checkpoint or none.
+
+        It is not for what a failed save left: see ``sweep``.
+        """
         found, name = parse_folder(folder), check_name(folder, self.where)
         if found and found.kind != "tmp":
             name = f"{step_name(found.step)}.tmp-removed-{_tag()}"
@@ -181,7 +203,7 @@ class LocalDisk:
             shutil.rmtree(name, dir_fd=root)
 
     def free_bytes(self) -> int | None:
-        """What a user without privileges can still write."""
+        """Bytes that can still be written; None where that is not known."""
         place = self._root.absolute()
         while not place.exists():
             place = place.parent
@@ -206,16 +228,16 @@ class LocalDisk:
         with self.open(path) as file:
             return os.fstat(file.fileno())
 
-    @contextmanager
-    def _open_root(self) -> Iterator[int]:
-        with _descriptor(os.open(self._root, _FOLDER_FLAGS)) as opened:
-            yield opened
+    def _open_root(self) -> AbstractContextManager[int]:
+        return _descriptor(os.open(self._root, _FOLDER_FLAGS))
 
     @contextmanager
     def _open_folder(self, name: str) -> Iterator[int]:
-        with ExitStack() as stack:
-            root = stack.enter_context(self._open_root())
-            yield stack.enter_context(_descriptor(os.open(name, _FOLDER_FLAGS | os.O_NOFOLLOW, dir_fd=root)))
+        with (
+            self._open_root() as root,
+            _descriptor(os.open(name, _FOLDER_FLAGS | os.O_NOFOLLOW, dir_fd=root)) as opened,
+        ):
+            yield opened
 
     def _move(self, source: str, target: str) -> None:
         check_name(source, self.where)
@@ -232,16 +254,12 @@ class LocalDisk:
         try:
             yield
         except OSError as error:
-            raise self._error(what, path, error) from error
-
-    def _error(self, what: str, path: str, error: OSError) -> CheckpointError:
-        place = f"{self.where}/{path}" if path else self.where
-        is_link = error.errno in (errno.ELOOP, errno.ENOTDIR)
-        return CheckpointError(
-            f"{place} {what}: {error.strerror or error}.",
-            why="symbolic links in a folder of checkpoints are not followed" if is_link else "",
-            fix="free some space, or give another folder" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "",
-        )
+            is_link = error.errno in (errno.ELOOP, errno.ENOTDIR)
+            raise CheckpointError(
+                f"{f'{self.where}/{path}' if path else self.where} {what}: {error.strerror or error}.",
+                why="symbolic links in a folder of checkpoints are not followed" if is_link else "",
+                fix="free some space, or give another folder" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "",
+            ) from error
 
 
 @contextmanager
@@ -250,11 +268,6 @@ def _descriptor(descriptor: int) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
-
-
-def _sync_folder(folder: Path) -> None:
-    with _descriptor(os.open(folder, _FOLDER_FLAGS)) as opened:
-        _sync(opened)
 
 
 def _sync(folder: int) -> None:
@@ -269,91 +282,8 @@ def _tag() -> str:
     return uuid.uuid4().hex[:12]
 
 
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-
-
-class Sink(Protocol):
-    """A file that is being written."""
-
-    def write(self, data: bytes | bytearray | memoryview, /) -> None:
-        """Append all of ``data``."""
-
-
-class Disk(Protocol):
-    """One folder of checkpoints.
-
-    ``folder`` is the name of a folder in it, ``path`` is ``folder/file``; both are made of plain names
-    (``crius.checkpoint.names.check_name``), and no symbolic link below the folder of checkpoints is followed.
-    Everything raises CheckpointError where the disk or the name does not allow it.
-
-    Attributes:
-        where: the folder of checkpoints, for messages: without user, password and query of a URL.
-        is_local: whether a checkpoint is committed by one rename; else by its manifest, which is written last.
-    """
-
-    where: str
-    is_local: bool
-
-    def stage(self, step: int, attempt: str) -> str:
-        """The folder that a save of ``step`` writes into."""
-
-    def file_name(self, stem: str, attempt: str) -> str:
-        """``stem``, with the attempt in it where the files of several attempts lie in one folder. No extension."""
-
-    def prepare(self, folder: str) -> None:
-        """Make the folder, if it is not there."""
-
-    def create(self, path: str) -> AbstractContextManager[Sink]:
-        """Write a new file. Leaving the context makes it durable; an exception removes it again."""
-
-    def read(self, path: str, begin: int = 0, end: int | None = None) -> bytes:
-        """The bytes from ``begin`` up to ``end`` (None: the end of the file); fewer are an error."""
-
-    def open(self, path: str) -> BinaryIO:
-        """The file, to read from its start or to seek in."""
-
-    def size(self, path: str) -> int:
-        """Bytes of a file."""
-
-    def age_seconds(self, path: str) -> float | None:
-        """Seconds since a file was written; None where that is not known."""
-
-    def files(self, folder: str) -> list[str]:
-        """Names of all that is in a folder, sorted; none where there is no such folder."""
-
-    def folders(self) -> list[str]:
-        """Names of the folders in the folder of checkpoints, sorted; none where there is no such folder."""
-
-    def committed(self) -> list[int]:
-        """Steps of the checkpoints that are committed, ascending, whether they are whole or not.
-
-        On a local disk the name is the commit: whatever has the name of a checkpoint counts, also a link, a file or a
-        folder that lost its manifest. Elsewhere a folder without a manifest is a save that never ended.
-        """
-
-    def commit(self, folder: str, step: int) -> None:
-        """Make what a save wrote the checkpoint of ``step``, in place of one that there is."""
-
-    def set_aside(self, folder: str) -> str:
-        """Keep a checkpoint, or what a save replaced, under a name that is none of a checkpoint; returns that name."""
-
-    def put_back(self, name: str) -> None:
-        """Make what ``set_aside`` named, or what a save was to replace when it was killed, the checkpoint again."""
-
-    def sweep(self, folder: str, attempt: str = "") -> list[str]:
-        """Remove what is left of saves that failed; returns what was removed.
-
-        Nothing that a manifest of a committed or set aside checkpoint names goes, and nothing of ``attempt``.
-        """
-
-    def remove(self, folder: str) -> None:
-        """Remove a folder, but nothing that was set aside. Killed at any moment, it leaves a whole checkpoint or none.
-
-        It is not for what a failed save left: see ``sweep``.
-        """
-
-    def free_bytes(self) -> int | None:
-        """Bytes that can still be written; None where that is not known."""
+Disk: TypeAlias = "LocalDisk | FsspecDisk"
+"""A folder of checkpoints, wherever it is; see ``LocalDisk``."""
 
 
 def open_disk(folder: str) -> Disk:
@@ -363,4 +293,8 @@ def open_disk(folder: str) -> Disk:
         EnvironmentError: the package for such URLs is not installed.
         ConfigError: there is no such kind of URL.
     """
-    return FsspecDisk(folder) if _URL.match(folder) else LocalDisk(folder)
+    if not _URL.match(folder):
+        return LocalDisk(folder)
+    from crius.checkpoint.remote_disk import FsspecDisk  # noqa: PLC0415
+
+    return FsspecDisk(folder)

@@ -1,21 +1,23 @@
 """How a checkpoint lies on disk: shards of tensors, and small files beside them. Torch-free."""
 
+import dataclasses
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 from crius.checkpoint.disk import Disk
 from crius.checkpoint.folder import damages_of_file
-from crius.checkpoint.manifest import BLOCK_BYTES, ITEM_BYTES, FileEntry, Hasher, digest_of
+from crius.checkpoint.manifest import BLOCK_BYTES, ITEM_BYTES, FileEntry, Hasher, Manifest, digest_of
 from crius.checkpoint.names import MANIFEST
+from crius.checkpoint.state import encode_state
 from crius.errors import CheckpointError
 
 METADATA = "__metadata__"
 _ALIGN = 8
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Part:
     """A tensor of a safetensors file.
 
@@ -97,31 +99,48 @@ def _header(parts: Sequence[Part]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def write_small(disk: Disk, folder: str, name: str, data: bytes, *, verify: bool) -> FileEntry:
-    """Write a new file of a checkpoint that is being saved.
+def commit(
+    disk: Disk, folder: str, attempt: str, manifest: Manifest, state: dict[str, Any], *, verify: bool = True
+) -> None:
+    """Write state and manifest of a checkpoint whose shards are written, and make it the checkpoint of its step.
 
     Args:
         disk: folder of checkpoints.
         folder: that the save writes into.
-        name: of the file.
-        data: all of it.
-        verify: read the file again. A manifest that is not what was written does not stay: where it is the commit, the
-            checkpoint would count.
+        attempt: see ``LocalDisk.file_name``.
+        manifest: without the file of the state.
+        state: what is no tensor.
+        verify: read each file again. A manifest that is not what was written does not stay: where it is the commit,
+            the checkpoint would count.
 
     Raises:
-        CheckpointError: the disk does not take it, or does not give it back as it was written.
+        OSError: the disk does not take it.
+        CheckpointError: a shard is not in the folder, or a file was not read back as it was written.
     """
-    with disk.create(f"{folder}/{name}") as sink:
-        sink.write(data)
-    entry = FileEntry(len(data), digest_of(data))
+    name = f"{disk.file_name('state', attempt)}.json"
+    entry = _write_small(disk, folder, name, encode_state(state, manifest.step))
+    if verify:
+        check_written(disk, folder, name, entry)
+    files = {name: entry, **manifest.files}
+    if missing := sorted(files.keys() - set(disk.files(folder))):
+        raise CheckpointError(
+            f"{disk.where}/{folder} has no {', '.join(missing[:3])}, which another rank has written: "
+            "the folder of checkpoints has to be one that all ranks share."
+        )
+    entry = _write_small(disk, folder, MANIFEST, dataclasses.replace(manifest, files=files).encode())
     if verify:
         try:
-            check_written(disk, folder, name, entry)
+            check_written(disk, folder, MANIFEST, entry)
         except CheckpointError:
-            if name == MANIFEST:
-                disk.remove(folder)
+            disk.remove(folder)
             raise
-    return entry
+    disk.commit(folder, manifest.step)
+
+
+def _write_small(disk: Disk, folder: str, name: str, data: bytes) -> FileEntry:
+    with disk.create(f"{folder}/{name}") as sink:
+        sink.write(data)
+    return FileEntry(len(data), digest_of(data))
 
 
 def check_written(
@@ -137,7 +156,7 @@ def check_written(
     Raises:
         CheckpointError: it is not what was written.
     """
-    if damage := damages_of_file(disk, folder, name, entry, beat):
+    for damage in damages_of_file(disk, f"{folder}/{name}", entry, [], beat):
         raise CheckpointError(
             f"{disk.where}/{folder}/{name} was not read back as it was written: {damage.what}.",
             why="memory, disk or the way to it changes bits",

@@ -100,17 +100,10 @@ def damages(
     for name in sorted(manifest.files) if files is None else files:
         entry = manifest.files[name]
         if name in there:
-            found += _damages_of(disk, f"{folder}/{name}", entry, sorted(spans[name]), beat)
+            found += damages_of_file(disk, f"{folder}/{name}", entry, sorted(spans[name]), beat)
         else:
             found.append(Damage(name, "", f"is missing; it has {_of(spans[name])}"))
     return found + (extra_files(disk, folder, manifest) if files is None else [])
-
-
-def damages_of_file(
-    disk: Disk, folder: str, name: str, entry: FileEntry, beat: Callable[[], None] = lambda: None
-) -> Damage | None:
-    """What is wrong with a file that ``entry`` describes; None where every byte is right."""
-    return next(iter(_damages_of(disk, f"{folder}/{name}", entry, [], beat)), None)
 
 
 def extra_files(disk: Disk, folder: str, manifest: Manifest) -> list[Damage]:
@@ -137,8 +130,10 @@ def lacks(disk: Disk, folder: str, manifest: Manifest) -> str:
     return ""
 
 
-def _damages_of(disk: Disk, path: str, entry: FileEntry, spans: list[_Span], beat: Callable[[], None]) -> list[Damage]:
-    """One pass over a file: its hash and those of the tensors in it."""
+def damages_of_file(
+    disk: Disk, path: str, entry: FileEntry, spans: list[_Span], beat: Callable[[], None] = lambda: None
+) -> list[Damage]:
+    """What is wrong with a file that ``entry`` describes, in one pass: its hash and those of the tensors in it."""
     name = check_name(path.rpartition("/")[2], disk.where)
     try:
         size, digest, digests = _hashes(disk, path, spans, beat)
@@ -195,20 +190,19 @@ FEWEST = 2
 """Good checkpoints that always stay: one could turn out to be damaged."""
 
 
-def expendable(good: Sequence[int], keep_last: int, keep_every: int, protect: Iterable[int] = ()) -> list[int]:
+def expendable(good: Sequence[int], keep_last: int, keep_every: int) -> list[int]:
     """Which checkpoints may be removed.
 
     Args:
         good: steps of checkpoints that can be loaded.
         keep_last: newest ones to keep; fewer than 2 count as 2.
         keep_every: keep the steps that are multiples of this. 0: none.
-        protect: steps to keep besides.
 
     Returns:
         Steps, ascending.
     """
     ordered = sorted(set(good))
-    kept = {*ordered[-max(keep_last, FEWEST) :], *protect}
+    kept = {*ordered[-max(keep_last, FEWEST) :]}
     if keep_every > 0:
         kept.update(step for step in ordered if step % keep_every == 0)
     return [step for step in ordered if step not in kept]
@@ -234,12 +228,10 @@ class CheckpointFolder:
 
     def leftovers(self) -> list[str]:
         """Folders of saves that were not finished or were replaced."""
-        committed, found = self.steps(), []
-        for name in self.disk.folders():
-            parsed = parse_folder(name)
-            if parsed and parsed.kind != "aside" and not (parsed.step in committed and not parsed.kind):
-                found += [] if self._asides(name) else [name]
-        return found
+        committed = self.steps()
+        parsed = {name: found for name in self.disk.folders() if (found := parse_folder(name))}
+        unfinished = [name for name, found in parsed.items() if found.kind or found.step not in committed]
+        return [name for name in unfinished if parsed[name].kind != "aside" and not self._asides(name)]
 
     def asides(self) -> list[str]:
         """Checkpoints that were set aside, as ``Disk.set_aside`` named them."""
@@ -294,15 +286,15 @@ class CheckpointFolder:
         self.disk.put_back(replaced)
         return [*done, f"put {replaced} back, which a save that never ended was to replace"]
 
-    def prune(self, keep_last: int, keep_every: int, protect: Iterable[int] = ()) -> list[int]:
+    def prune(self, keep_last: int, keep_every: int) -> list[int]:
         """Remove checkpoints that are not to be kept; returns their steps.
 
         Damaged ones do not count, and stay: nothing is removed that nobody knows the use of.
 
         Args:
-            keep_last, keep_every, protect: see ``expendable``.
+            keep_last, keep_every: see ``expendable``.
         """
-        gone = expendable(self.good(), keep_last, keep_every, protect)
+        gone = expendable(self.good(), keep_last, keep_every)
         for step in gone:
             self.disk.remove(step_name(step))
         return gone

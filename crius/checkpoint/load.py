@@ -1,18 +1,29 @@
 """Loads of a run: the newest checkpoint of which every byte is right, into any layout."""
 
+import itertools
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
+import numpy as np
+import torch
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint import DefaultLoadPlanner, Metadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem
 
+from crius.checkpoint.disk import Disk
 from crius.checkpoint.folder import CheckpointFolder, damages, extra_files, read_manifest
-from crius.checkpoint.manifest import Manifest
+from crius.checkpoint.manifest import Chunk, Manifest, digest_of
 from crius.checkpoint.names import step_name
-from crius.checkpoint.reader import DTYPES, Gather, ShardReader
 from crius.checkpoint.state import read_state
+from crius.checkpoint.tensors import DTYPES, Gather
 from crius.errors import CheckpointError
 
 SHOWN = 8
@@ -60,7 +71,7 @@ def find(
         folder: of checkpoints.
         load_step: the one to take; -1 for the newest good one.
         rank, size: of this process.
-        gather: see ``crius.checkpoint.reader.Gather``.
+        gather: see ``crius.checkpoint.tensors.Gather``.
         verify: hash every byte.
         beat: called while bytes move.
 
@@ -77,7 +88,8 @@ def find(
         )
     damaged: list[int] = []
     for step in [load_step] if load_step >= 0 else reversed(steps):
-        problems, manifest, state = _look(folder, step, rank, size, gather, verify, beat)
+        own_problems, manifest, state = _look(folder.disk, step_name(step), rank, size, verify, beat)
+        problems = list(dict.fromkeys(line for of_rank in gather(own_problems) for line in of_rank))
         if manifest and not problems:
             if damaged and rank == 0:
                 log.warning("checkpoint: FALLING BACK to step %d; step %s damaged", step, _listed(damaged))
@@ -97,32 +109,24 @@ def find(
 
 
 def _look(
-    folder: CheckpointFolder,
-    step: int,
-    rank: int,
-    size: int,
-    gather: Gather,
-    verify: bool,
-    beat: Callable[[], None],
+    disk: Disk, name: str, rank: int, size: int, verify: bool, beat: Callable[[], None]
 ) -> tuple[list[str], Manifest | None, dict[str, Any]]:
-    """What is wrong with a checkpoint, found by all ranks together; its manifest and its state."""
+    """What is wrong with this rank's share of a checkpoint; its manifest and its state."""
     manifest, state, problems = None, {}, []
     try:
-        manifest = read_manifest(folder.disk, step_name(step))
+        manifest = read_manifest(disk, name)
         if verify:
-            mine = sorted(manifest.files)[rank::size]
-            found = damages(folder.disk, step_name(step), manifest, mine, beat)
+            found = damages(disk, name, manifest, sorted(manifest.files)[rank::size], beat)
             if rank == 0:
-                found += extra_files(folder.disk, step_name(step), manifest)
+                found += extra_files(disk, name, manifest)
             problems = [str(damage) for damage in found]
         if not problems:
-            state = read_state(folder.disk, step_name(step), manifest)
+            state = read_state(disk, name, manifest)
     except CheckpointError as error:
         problems = [error.what.rstrip(".") + (f": {error.why}" if error.why else "")]
     except OSError as error:
         problems = [f"{type(error).__name__}: {error}"]
-    everyones = [line for of_rank in gather(problems) for line in of_rank]
-    return list(dict.fromkeys(everyones)), manifest, state
+    return problems, manifest, state
 
 
 def _listed(steps: Iterable[int]) -> str:
@@ -179,21 +183,75 @@ def check_tensors(
     ]
 
 
-def load_tensors(found: Found, tensors: dict[str, Tensor], beat: Callable[[], None] = lambda: None) -> None:
-    """Fill ``tensors``, laid out in any way, from a checkpoint, in place. No collective.
+def load_tensors(found: Found, tensors: dict[str, Tensor]) -> None:
+    """Fill ``tensors``, laid out in any way, from a checkpoint, in place. No collective: each rank plans for itself.
+
+    Each part of a tensor that this rank needs something of is read whole and hashed again.
 
     Args:
         found: the checkpoint.
         tensors: by name; all of them are in it, with the same shape.
-        beat: called while bytes move.
 
     Raises:
         CheckpointError: a part is not what was written.
+        OSError: the disk does not give it.
     """
-    reader = ShardReader(found.folder.disk, found.name, found.manifest, beat)
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(dict(tensors), reader.read_metadata(), is_coordinator=True)
-    reader.read_data(planner.create_local_plan(), planner).value()  # each rank plans and reads for itself
+    planner.set_up_planner(dict(tensors), _metadata(found.manifest), is_coordinator=True)
+    needed: dict[MetadataIndex, list[ReadItem]] = {}
+    for item in planner.create_local_plan().items:
+        if item.lengths.numel():
+            needed.setdefault(item.storage_index, []).append(item)
+    chunks = {
+        MetadataIndex(name, torch.Size(chunk.offset)): chunk
+        for name, entry in found.manifest.tensors.items()
+        for chunk in entry.chunks
+    }
+    order = sorted(needed, key=lambda index: (chunks[index].file, chunks[index].begin))
+    for name, indices in itertools.groupby(order, key=lambda index: chunks[index].file):
+        with found.folder.disk.open(f"{found.name}/{name}") as file:
+            for index in indices:
+                part = _read_part(found, file, index.fqn, chunks[index])
+                for item in needed[index]:
+                    _fill(part, item, planner)
+
+
+def _metadata(manifest: Manifest) -> Metadata:
+    """The tensors of a manifest, in DCP's words."""
+    return Metadata(
+        {
+            name: TensorStorageMetadata(
+                TensorProperties(dtype=DTYPES[entry.dtype]),
+                torch.Size(entry.shape),
+                [ChunkStorageMetadata(torch.Size(chunk.offset), torch.Size(chunk.shape)) for chunk in entry.chunks],
+            )
+            for name, entry in manifest.tensors.items()
+        }
+    )
+
+
+def _read_part(found: Found, file: BinaryIO, name: str, chunk: Chunk) -> Tensor:
+    """A part of the tensor ``name``."""
+    data = np.empty(chunk.end - chunk.begin, dtype=np.uint8)
+    file.seek(chunk.begin)
+    count = file.readinto(data.data)  # type: ignore[attr-defined]  # every binary file has it
+    if count != data.nbytes or digest_of(data.data) != chunk.digest:
+        raise CheckpointError(
+            f"tensor {name} in {found.folder.disk.where}/{found.name}/{chunk.file} is not what was written.",
+            where=f"bytes {chunk.begin:,} to {chunk.end:,}",
+            why="its hash is another one",
+            fix="resume from another step: --checkpoint.load_step N",
+        )
+    return torch.from_numpy(data).view(dtype_of(found.manifest, name)).reshape(chunk.shape)
+
+
+def _fill(part: Tensor, item: ReadItem, planner: DefaultLoadPlanner) -> None:
+    """Copy what ``item`` asks for out of a part into the tensor that it is for."""
+    for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+        part = part.narrow(dim, start, length)
+    target = planner.resolve_tensor(item).detach()
+    target.copy_(part)
+    planner.commit_tensor(item, target)
 
 
 def dtype_of(manifest: Manifest, name: str) -> Any:

@@ -17,7 +17,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO, NamedTuple, NoReturn
 
@@ -64,20 +64,26 @@ ITEM_BYTES = {
 }
 """Dtypes by their names in safetensors files, with the bytes of an element."""
 
+TORCH_NAMES = {
+    **{"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"},
+    **{"int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL"},
+    **{"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"},
+}
+"""Dtypes of tensors that a run saves: torch's names, and those in safetensors files."""
+
 MAX_MANIFEST_BYTES = 1 << 30
 MAX_BYTES = 1 << 60
 MAX_DIMS = 16
 MAX_TEXT = 1024
 
-_ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
+_dump = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 _HEAD = f'{{"digest": "{ALGORITHM}:'.encode()
 _ZEROS = b"0" * 32
 _DIGITS = slice(len(_HEAD), len(_HEAD) + len(_ZEROS))
 _KEYS = ("digest", "format", "version", "step", "run_id", "versions", "config", "layout", "num_ranks", "dataset")
 
 
-@dataclass(frozen=True)
-class FileEntry:
+class FileEntry(NamedTuple):
     """A file: its bytes and the hash of them."""
 
     size: int
@@ -150,13 +156,12 @@ class Manifest:
         Raises:
             CheckpointError: ``decode`` would refuse them.
         """
-        plain = {key: _plain(getattr(self, key)) for key in _KEYS if key not in ("digest", "format", "version")}
+        record = {"format": FORMAT, "version": VERSION, **{key: _plain(getattr(self, key)) for key in _KEYS[3:]}}
         lines = [
             _HEAD.decode() + _ZEROS.decode() + '"',
-            *(f"{json.dumps(key)}: {_dump(value)}" for key, value in (("format", FORMAT), ("version", VERSION))),
-            *(f"{json.dumps(key)}: {_dump(value)}" for key, value in plain.items()),
-            _section("files", {name: [entry.size, entry.digest] for name, entry in self.files.items()}),
-            _section("tensors", {name: _rows_of(entry) for name, entry in self.tensors.items()}),
+            *(f"{json.dumps(key)}: {_dump(value)}" for key, value in record.items()),
+            _section("files", self.files),
+            _section("tensors", self.tensors),
         ]
         data = bytearray((",\n".join(lines) + "}\n").encode("ascii"))
         data[_DIGITS] = digest_of(data).encode()
@@ -221,19 +226,10 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _dump(value: Any) -> str:
-    return _ENCODER.encode(value)
-
-
-def _section(name: str, entries: dict[str, Any]) -> str:
+def _section(name: str, entries: Mapping[str, Any]) -> str:
     """One entry a line, so that two manifests can be compared by eye."""
     rows = ",\n".join(f" {json.dumps(key)}: {_dump(value)}" for key, value in entries.items())
     return f'"{name}": {{\n{rows}}}'
-
-
-def _rows_of(entry: TensorEntry) -> list[Any]:
-    chunks = [[c.file, c.begin, c.end, c.offset, c.shape, c.digest] for c in entry.chunks]
-    return [entry.dtype, entry.shape, chunks]
 
 
 def _shown(value: object) -> str:

@@ -13,6 +13,8 @@ from contextlib import contextmanager, suppress
 from datetime import UTC
 from typing import Any, BinaryIO, TypeVar
 
+import fsspec
+
 from crius.checkpoint.manifest import Manifest
 from crius.checkpoint.names import MANIFEST, check_name, is_plain, is_set_aside, parse_step, step_name
 from crius.errors import CheckpointError, ConfigError, EnvironmentError
@@ -41,28 +43,6 @@ _RANGE_BYTES = 64 << 20  # of one request
 Result = TypeVar("Result")
 
 
-class _Buffer:
-    """A small file that is put in one piece."""
-
-    def __init__(self) -> None:
-        self.data = bytearray()
-
-    def write(self, data: bytes | bytearray | memoryview, /) -> None:
-        self.data += data
-
-
-class _Stream:
-    """A file that is sent while it is written."""
-
-    def __init__(self, file: Any) -> None:
-        self._file = file
-
-    def write(self, data: bytes | bytearray | memoryview, /) -> None:
-        view = memoryview(data)
-        if view.nbytes:
-            self._file.write(view.cast("B"))
-
-
 class _Reader(io.RawIOBase):
     """A file that is read in ranges, each tried again where it fails."""
 
@@ -89,7 +69,7 @@ class _Reader(io.RawIOBase):
 
 
 class FsspecDisk:
-    """See ``Disk``.
+    """See ``LocalDisk``.
 
     Listing, reading, removing and writing a manifest are tried four times. A file that is sent in parts is not sent
     again here: fsspec's file systems repeat parts themselves, and the next save writes all of it anew.
@@ -117,20 +97,20 @@ class FsspecDisk:
         self._tried("cannot be made", folder, lambda: self._fs.makedirs(place, exist_ok=True))
 
     @contextmanager
-    def create(self, path: str) -> Iterator[_Buffer | _Stream]:
+    def create(self, path: str) -> Iterator[Any]:
         """Write a new file; a manifest takes the place of one that there is, in one piece."""
         place = self._place(path)
         if not path.endswith(f"/{MANIFEST}") and self._tried("cannot be read", path, lambda: self._fs.exists(place)):
             raise CheckpointError(f"{self.where}/{path} is there already.", why="no file is written a second time")
         if path.endswith(".json"):
-            whole = _Buffer()
+            whole = io.BytesIO()
             yield whole
-            self._tried("cannot be written", path, lambda: self._fs.pipe_file(place, bytes(whole.data)))
+            self._tried("cannot be written", path, lambda: self._fs.pipe_file(place, whole.getvalue()))
             return
         with self._said("cannot be written", path):
             file = self._fs.open(place, "wb")
             try:
-                yield _Stream(file)
+                yield file
                 file.close()
             except BaseException:
                 with suppress(Exception):
@@ -156,7 +136,11 @@ class FsspecDisk:
 
     def size(self, path: str) -> int:
         """Bytes of a file."""
-        return int(self._info(path)["size"])
+        place = self._place(path)
+        info = self._tried("cannot be read", path, lambda: self._fs.info(place))
+        if info["type"] != "file":
+            raise CheckpointError(f"{path} is no plain file.", where=self.where)
+        return int(info["size"])
 
     def age_seconds(self, path: str) -> float | None:
         """Seconds since a file was written, where the file system knows."""
@@ -210,7 +194,9 @@ class FsspecDisk:
                 named.update(Manifest.decode(self.read(path), f"{self.where}/{path}").files)
             except CheckpointError:
                 return []  # nobody knows what belongs to it
-        gone = [file for file in files if _is_saved(file) and file not in named and not _is_of(file, attempt)]
+        own = f"-{attempt}" if attempt else "/"  # at the end of a stem; no name has a slash
+        saved = [file for file in files if is_plain(file) and file.endswith((".safetensors", ".json"))]
+        gone = [file for file in saved if file not in named and not file.rpartition(".")[0].endswith(own)]
         for file in gone:
             self._unlink(f"{folder}/{file}")
         if not manifests and len(gone) == len(files):
@@ -244,13 +230,6 @@ class FsspecDisk:
             if self._has_links and os.path.islink(place) and not (may_be_link and number == len(parts)):
                 raise CheckpointError(f"{self.where}/{path} is a symbolic link, which is not followed.")
         return place
-
-    def _info(self, path: str) -> dict[str, Any]:
-        place = self._place(path)
-        info: dict[str, Any] = self._tried("cannot be read", path, lambda: self._fs.info(place))
-        if info["type"] != "file":
-            raise CheckpointError(f"{path} is no plain file.", where=self.where)
-        return info
 
     def _list(self, folder: str) -> list[tuple[str, dict[str, Any]]]:
         place = self._place(folder) if folder else self._root
@@ -311,8 +290,6 @@ class FsspecDisk:
 
 def _file_system(url: str) -> tuple[Any, str]:
     """fsspec's file system for ``url``, and the path in it."""
-    import fsspec  # noqa: PLC0415
-
     kind = url.partition("://")[0]
     try:
         fs, root = fsspec.core.url_to_fs(url)
@@ -340,15 +317,6 @@ def _abort(file: Any) -> None:
         file.close()
     else:
         file.discard()
-
-
-def _is_saved(file: str) -> bool:
-    """Whether a save may have written a file; who knows what others put there."""
-    return is_plain(file) and file.endswith((".safetensors", ".json"))
-
-
-def _is_of(file: str, attempt: str) -> bool:
-    return bool(attempt) and file.rpartition(".")[0].endswith(f"-{attempt}")
 
 
 def _redacted(text: str) -> str:

@@ -15,12 +15,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import Metadata, SavePlan
-from torch.distributed.checkpoint.storage import WriteResult
 
+from crius.checkpoint.files import commit
 from crius.checkpoint.folder import CheckpointFolder
 from crius.checkpoint.manifest import Manifest
-from crius.checkpoint.reader import Gather, StagedPlanner
-from crius.checkpoint.writer import ShardWriter, Written
+from crius.checkpoint.tensors import Gather, StagedPlanner, Written, listed, write_tensors
 from crius.config.operation import CheckpointConfig
 from crius.errors import CriusError
 from crius.host import free_host_bytes
@@ -99,7 +98,7 @@ class Place:
         rank, size: of the run.
         ranks_here: processes on this host, which share its memory.
         store: key-value store of all ranks.
-        gather: see ``crius.checkpoint.reader.Gather``.
+        gather: see ``crius.checkpoint.tensors.Gather``.
         attempt: a word for this start of the run, the same on all ranks, of no other start.
     """
 
@@ -187,15 +186,14 @@ class Saver:
             pending.mode = "sync"
         elif self._config.mode == "async" and self._has_memory(num_bytes):
             self._planner.stage()
-            writer = self._writer(step, head, state)
             pending.thread = threading.Thread(
-                target=self._write, args=(pending, writer, plan, metadata), name="crius-checkpoint", daemon=True
+                target=self._write, args=(pending, plan, metadata, head, state), name="crius-checkpoint", daemon=True
             )
             pending.thread.start()
         else:
             pending.mode = "sync"
             self._planner.drop_copies()
-            self._write(pending, self._writer(step, head, state), plan, metadata)
+            self._write(pending, plan, metadata, head, state)
         pending.is_awaited = wait or pending.mode == "sync"
         if pending.is_awaited:
             self.wait()
@@ -234,54 +232,42 @@ class Saver:
             if removed:
                 log.info("checkpoint: removed step %s", ", ".join(map(str, removed)))
 
-    def _writer(self, step: int, head: Manifest, state: dict[str, Any]) -> ShardWriter:
-        return ShardWriter(
-            self._folder.disk,
-            step,
-            self._place.attempt,
-            self._place.rank,
-            head=head,
-            state=state,
-            verify=self._config.verify_on_save,
-            beat=self._progress.wrote,
-        )
-
-    def _write(self, pending: _Pending, writer: ShardWriter, plan: SavePlan, metadata: Metadata) -> None:
+    def _write(
+        self, pending: _Pending, plan: SavePlan, metadata: Metadata, head: Manifest, state: dict[str, Any]
+    ) -> None:
         """This rank's part of a save, in a thread or not; rank 0 also waits for the others and commits."""
-        place = self._place
+        place, disk = self._place, self._folder.disk
+        folder = disk.stage(pending.step, place.attempt)
         try:
             self._progress.wrote()
-            writer.set_up_storage_writer(place.rank == 0)
-            results = writer.write_data(plan, self._planner).value()
-            report: dict[str, Any] = {"written": [dataclasses.astuple(result.storage_data) for result in results]}
+            disk.prepare(folder)
+            path = f"{folder}/{disk.file_name(f'rank-{place.rank:05d}', place.attempt)}.safetensors"
+            verify, beat = self._config.verify_on_save, self._progress.wrote
+            report: dict[str, Any] = {
+                "written": write_tensors(disk, path, plan, self._planner, verify=verify, beat=beat)
+            }
         except BaseException as error:  # also MemoryError and what a library below raises: no rank may wait for ever
             report = {"error": _words(error)}
         place.store.set(f"{pending.key}/{place.rank}", json.dumps(report))
         pending.is_reported = True
         if place.rank == 0:
-            self._tell_outcome(pending, self._commit(pending, writer, metadata))
+            self._tell_outcome(pending, self._commit(pending, folder, metadata, head, state))
 
-    def _commit(self, pending: _Pending, writer: ShardWriter, metadata: Metadata) -> str:
+    def _commit(self, pending: _Pending, folder: str, metadata: Metadata, head: Manifest, state: dict[str, Any]) -> str:
         """Finish a save when all ranks have written; returns why not, or nothing."""
+        place, disk = self._place, self._folder.disk
         try:
-            reports = [self._report(pending, rank) for rank in range(self._place.size)]
+            reports = [self._report(pending, rank) for rank in range(place.size)]
             errors = [f"rank {rank}: {report['error']}" for rank, report in enumerate(reports) if "error" in report]
             if errors:
-                self._remove_quietly(writer.folder)
+                self._remove_quietly(folder)
                 return "; ".join(errors[:3])
-            plans = self._planner.global_plan
-            writer.finish(
-                metadata,
-                [
-                    [
-                        WriteResult(item.index, 0, Written(*record))
-                        for item, record in zip(plan.items, report["written"], strict=True)
-                    ]
-                    for plan, report in zip(plans, reports, strict=True)
-                ],
-            )
+            written = [report["written"] and Written(*report["written"]) for report in reports]
+            files, tensors = listed(metadata, self._planner.global_plan, written)
+            manifest = dataclasses.replace(head, files=files, tensors=tensors)
+            commit(disk, folder, place.attempt, manifest, state, verify=self._config.verify_on_save)
         except BaseException as error:
-            self._remove_quietly(writer.folder)
+            self._remove_quietly(folder)
             return _words(error)
         self.prune()
         return ""

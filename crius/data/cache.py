@@ -15,7 +15,7 @@ from pathlib import Path
 
 from crius.config.data import DataConfig, TokenizerConfig
 from crius.data.checked import SETTLED_NS
-from crius.data.documents import describe, find_files, kind_of, read_pieces
+from crius.data.documents import describe, find_files, kind_of, read_pieces, reading
 from crius.data.prepare import collect, write_folder
 from crius.data.tokenizer import Tokenizer
 from crius.data.tokens import FORMAT_VERSION, TokenFile
@@ -123,10 +123,8 @@ def _locked(root: Path, folder: Path) -> Iterator[None]:
 
 
 def _signature(file: Path) -> list[int]:
-    try:
+    with reading(file):
         status = file.stat()
-    except OSError as error:
-        raise DataError(f"{file} cannot be read: {error.strerror or error}.", where=str(file)) from error
     return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
 
 
@@ -149,11 +147,8 @@ def _digests(files: tuple[Path, ...], signatures: list[list[int]], index_folder:
 
 
 def _hash(file: Path) -> str:
-    try:
-        with file.open("rb") as opened:
-            return hashlib.file_digest(opened, "sha256").hexdigest()
-    except OSError as error:
-        raise DataError(f"{file} cannot be read: {error.strerror or error}.", where=str(file)) from error
+    with reading(file), file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def _read_index(file: Path) -> dict[str, tuple[list[int], str]]:

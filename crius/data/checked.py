@@ -35,29 +35,21 @@ class BlockHasher:
     """
 
     def __init__(self, block_bytes: int) -> None:
-        self._block_bytes, self._room = block_bytes, block_bytes
-        self._part = xxhash.xxh3_64()
+        self._block_bytes, self._rest = block_bytes, b""
         self._hashes: list[int] = []
 
     def update(self, content: bytes) -> None:
         """Take the next bytes of the file."""
-        rest = memoryview(content)
-        while rest:
-            self._part.update(rest[: self._room])
-            taken = min(self._room, len(rest))
-            rest, self._room = rest[taken:], self._room - taken
-            if not self._room:
-                self._close_block()
+        content = self._rest + content
+        whole = len(content) - len(content) % self._block_bytes
+        blocks = (memoryview(content)[at : at + self._block_bytes] for at in range(0, whole, self._block_bytes))
+        self._hashes += map(xxhash.xxh3_64_intdigest, blocks)
+        self._rest = content[whole:]
 
     def hashes(self) -> npt.NDArray[np.uint64]:
         """The hashes ``(blocks,)``, little-endian; the last block may be short. No update may follow."""
-        if self._room < self._block_bytes:
-            self._close_block()
-        return np.array(self._hashes, dtype="<u8")
-
-    def _close_block(self) -> None:
-        self._hashes.append(self._part.intdigest())
-        self._part, self._room = xxhash.xxh3_64(), self._block_bytes
+        last = [xxhash.xxh3_64_intdigest(self._rest)] if self._rest else []
+        return np.array([*self._hashes, *last], dtype="<u8")
 
 
 class CheckedFile:

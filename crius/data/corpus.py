@@ -1,5 +1,6 @@
 """``[data]``, ``[tokenizer]`` and ``[validation]`` to what is trained on and what is held out. No torch."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -8,13 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from crius.config.data import DataConfig, TokenizerConfig, ValidationConfig
-from crius.data.boundary import boundary_of
 from crius.data.cache import open_cached
-from crius.data.huggingface import open_huggingface
-from crius.data.source import HeldOut, TokenSource
+from crius.data.source import NO_LABEL, Boundary, HeldOut, TokenSource
 from crius.data.tokenizer import Tokenizer, build_tokenizer
 from crius.data.tokens import IndexedSource, TokenFile
-from crius.errors import DataError
+from crius.errors import DataError, EnvironmentError
+from crius.install import install_line
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def open_corpus(
     boundary = boundary_of(data, tok)
     _check_fraction(validation)
     if data.source == "huggingface":
-        source, held_out, lines = open_huggingface(data, tok, boundary, validation, seq_len=seq_len)
+        source, held_out, lines = _opener_of_streams()(data, tok, boundary, validation, seq_len=seq_len)
         return Corpus(source, held_out, tok, token_bytes, (f"{lines[0]}; {boundary.describe()}", *lines[1:]))
     file = _token_file(data, tokenizer, tok, vocab_size, "--data.path")
     held_file, scores = file, validation.interval > 0
@@ -96,6 +96,38 @@ def open_corpus(
         _check_held_out(train, held, validation, global_batch_size)
     lines = _describe(train, held, tok, global_batch_size)
     return Corpus(train, held, tok, token_bytes, (f"{lines[0]}; {boundary.describe()}", *lines[1:]))
+
+
+def boundary_of(data: DataConfig, tokenizer: Tokenizer) -> Boundary:
+    """The boundary that ``data.add_bos`` and ``data.add_eos`` ask for.
+
+    Raises:
+        DataError: ``data.add_bos`` is on and the tokenizer has no BOS.
+    """
+    start = tokenizer.eos_id
+    if tokenizer.adds_bos if data.add_bos is None else data.add_bos:
+        if tokenizer.bos_id is None:
+            raise DataError(
+                f"tokenizer {tokenizer.name} has no token that begins a document.",
+                where="--data.add_bos",
+                why="neither its post-processor nor bos_token of tokenizer_config.json names a token that it has",
+                fix="--data.no_add_bos: a document then starts with the end-of-document token",
+            )
+        start = tokenizer.bos_id
+    return Boundary(eos_id=tokenizer.eos_id, start_id=start, end_label=tokenizer.eos_id if data.add_eos else NO_LABEL)
+
+
+def _opener_of_streams() -> Callable[..., tuple[TokenSource, HeldOut | None, tuple[str, ...]]]:
+    """``open_huggingface``, where the package that it needs is installed."""
+    try:
+        from crius.data.huggingface import open_huggingface  # noqa: PLC0415  optional package
+    except ImportError as error:
+        raise EnvironmentError(
+            f"source huggingface needs the datasets package, which is not installed ({error}).",
+            where="--data.source",
+            fix=install_line("datasets>=3.1"),
+        ) from error
+    return open_huggingface
 
 
 def _check_fraction(validation: ValidationConfig) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 from crius import plugins
 from crius.config.data import DataConfig, check_source
@@ -283,10 +283,10 @@ def _files_of_folder(folder: Path, suffix: str, flag: str) -> list[Path]:
 
 
 @contextmanager
-def _opened(file: Path) -> Iterator[IO[bytes]]:
+def reading(file: Path) -> Iterator[None]:
+    """Turn an OSError into an error that names the file."""
     try:
-        with file.open("rb") as opened:
-            yield opened
+        yield
     except OSError as error:
         raise DataError(f"{file} cannot be read: {error.strerror or error}.", where=str(file)) from error
 
@@ -309,8 +309,8 @@ def _decode(content: bytes, file: Path, line: int, offset: int) -> str:
 
 
 def _stdlib_pieces(file: Path, _: str) -> Iterator[Piece]:
-    with _opened(file) as opened:
-        content = opened.read()
+    with reading(file):
+        content = file.read_bytes()
     try:
         text = content.decode()
     except UnicodeDecodeError:  # a few modules declare another encoding
@@ -321,7 +321,7 @@ def _stdlib_pieces(file: Path, _: str) -> Iterator[Piece]:
 
 def _text_pieces(file: Path, _: str) -> Iterator[Piece]:
     line, offset, rest, started = 1, 0, b"", False
-    with _opened(file) as opened:
+    with reading(file), file.open("rb") as opened:
         while block := opened.read(PIECE_BYTES):
             content = rest + block
             cut = 0
@@ -351,7 +351,7 @@ def _cut(content: bytes) -> int:
 
 def _jsonl_pieces(file: Path, field: str) -> Iterator[Piece]:
     offset, number = 0, 0
-    with _opened(file) as opened:
+    with reading(file), file.open("rb") as opened:
         while content := opened.readline(MAX_LINE_BYTES + 1):
             number += 1
             where = f"{file}:{number}"

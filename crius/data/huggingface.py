@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import datasets
+
 from crius.config.data import DataConfig, ValidationConfig
-from crius.data.boundary import Boundary
-from crius.data.source import HeldOut
+from crius.data.source import Boundary, HeldOut
 from crius.data.stream import Row, ShardReader, StreamSample, StreamSource
 from crius.data.tokenizer import Tokenizer
-from crius.errors import DataError, EnvironmentError
-from crius.install import install_line
+from crius.errors import DataError
 
 
 class Split:
@@ -26,74 +26,48 @@ class Split:
         split: the split.
         num_shards: shards.
         hold_out: one document of this many is left out of training, 0 for none.
-        tokenizer: the tokenizer.
-        boundary: what documents start and end with.
-        seq_len: inputs in a sequence.
-        sleep: waits that many seconds between attempts.
+        new_reader: a ``ShardReader`` of rows and label, with ``keep`` and ``repeat``.
 
     Raises:
         DataError: there is no such dataset, configuration or split, or it cannot be reached.
-        EnvironmentError: the datasets package is missing.
     """
 
     def __init__(
-        self,
-        data: DataConfig,
-        split: str,
-        *,
-        num_shards: int,
-        hold_out: int,
-        tokenizer: Tokenizer,
-        boundary: Boundary,
-        seq_len: int,
-        sleep: Callable[[float], None],
+        self, data: DataConfig, split: str, num_shards: int, hold_out: int, new_reader: Callable[..., ShardReader]
     ) -> None:
         self.dataset = load(data, split)
-        self.num_shards, self.hold_out = num_shards, hold_out
+        self.num_shards, self.hold_out, self._new_reader = num_shards, hold_out, new_reader
         self.num_files = int(self.dataset.num_shards)
         self.by_file = self.num_files >= num_shards
         self.label = " ".join(filter(None, (data.path[0], data.name, split)))
-        self._data, self._tokenizer, self._boundary = data, tokenizer, boundary
-        self._seq_len, self._sleep = seq_len, sleep
 
-    def rows(self, shard: int, document: int) -> Iterator[Row]:
+    def _rows(self, shard: int, num_shards: int, document: int) -> Iterator[Row]:
         """Rows of a shard from its n-th document on."""
         if self.by_file:
-            return iter(self.dataset.shard(self.num_shards, shard).skip(document))
-        rest = self.dataset.skip(document * self.num_shards + shard)
-        return itertools.islice(rest, 0, None, self.num_shards)
+            return iter(self.dataset.shard(num_shards, shard).skip(document))
+        return itertools.islice(self.dataset.skip(document * num_shards + shard), 0, None, num_shards)
 
-    def held_out(self, shard: int, document: int) -> bool:
+    def _is_held_out(self, shard: int, num_shards: int, document: int) -> bool:
         """Whether a document is for validation only: the last of each ``hold_out`` in the order of the split's file."""
-        number = document if self.by_file else document * self.num_shards + shard
+        number = document if self.by_file else document * num_shards + shard
         return self.hold_out > 0 and number % self.hold_out == self.hold_out - 1
 
     def train_reader(self, shard: int) -> ShardReader:
         """Sequences of the documents of a shard that are trained on, again and again."""
-        return self._reader(
-            partial(self.rows, shard),
+        return self._new_reader(
+            partial(self._rows, shard, self.num_shards),
             f"{self.label}, shard {shard} of {self.num_shards}",
-            keep=lambda document: not self.held_out(shard, document),
+            keep=lambda document: not self._is_held_out(shard, self.num_shards, document),
             repeat=True,
         )
 
     def validation_readers(self) -> Iterator[ShardReader]:
         """Sequences of the documents that are held out, or of all where none is; once each."""
-        if not self.by_file:  # in one pass: a shard would read the whole split for its own
-            yield self._reader(
-                lambda document: iter(self.dataset.skip(document)),
-                self.label,
-                keep=lambda document: not self.hold_out or document % self.hold_out == self.hold_out - 1,
-                repeat=False,
-            )
-            return
-        for shard in range(self.num_shards):
-            yield self._reader(
-                partial(self.rows, shard),
-                f"{self.label}, shard {shard} of {self.num_shards}",
-                keep=partial(self.held_out, shard) if self.hold_out else lambda document: True,
-                repeat=False,
-            )
+        num_shards = self.num_shards if self.by_file else 1  # in one pass: a shard would read the whole split
+        for shard in range(num_shards):
+            label = f"{self.label}, shard {shard} of {num_shards}" if self.by_file else self.label
+            keep = partial(self._is_held_out, shard, num_shards) if self.hold_out else lambda document: True
+            yield self._new_reader(partial(self._rows, shard, num_shards), label, keep=keep, repeat=False)
 
     def describe(self) -> str:
         """How the split is read, for the log."""
@@ -103,21 +77,6 @@ class Split:
         return (
             f"{self.label}: streamed as {self.num_shards} shards; it has {files}, fewer than shards, so each shard "
             f"reads all of it and keeps one document of {self.num_shards}: {self.num_shards} times the download"
-        )
-
-    def _reader(
-        self, rows: Callable[[int], Iterator[Row]], label: str, *, keep: Callable[[int], bool], repeat: bool
-    ) -> ShardReader:
-        return ShardReader(
-            rows,
-            label,
-            self._tokenizer,
-            boundary=self._boundary,
-            seq_len=self._seq_len,
-            text_field=self._data.text_field,
-            keep=keep,
-            repeat=repeat,
-            sleep=self._sleep,
         )
 
 
@@ -137,7 +96,6 @@ def open_huggingface(
 
     Raises:
         DataError: the dataset, the split or its first documents are bad.
-        EnvironmentError: the datasets package is missing.
     """
     if len(data.path) != 1:
         raise DataError(
@@ -147,13 +105,10 @@ def open_huggingface(
         )
     validates = validation.interval > 0
     hold_out = max(2, round(1 / validation.fraction)) if validation.fraction > 0 and not validation.path else 0
-    shared: dict[str, Any] = {
-        "tokenizer": tokenizer,
-        "boundary": boundary,
-        "seq_len": seq_len,
-        "sleep": sleep,
-    }
-    train = Split(data, data.split, num_shards=data.virtual_shards, hold_out=hold_out, **shared)
+    new_reader = partial(
+        ShardReader, tokenizer=tokenizer, boundary=boundary, seq_len=seq_len, text_field=data.text_field, sleep=sleep
+    )
+    train = Split(data, data.split, data.virtual_shards, hold_out, new_reader)
     source = StreamSource(
         train.train_reader,
         num_shards=data.virtual_shards,
@@ -168,7 +123,7 @@ def open_huggingface(
         return source, None, (*lines, "validation: off")
     held = train
     if validation.path:
-        held = Split(data, validation.path[0], num_shards=1, hold_out=0, **shared)
+        held = Split(data, validation.path[0], 1, 0, new_reader)
         lines.append(f"validation: first {validation.num_samples:,} sequences of {held.label}")
     else:
         lines.append(
@@ -186,16 +141,7 @@ def load(data: DataConfig, split: str) -> Any:
 
     Raises:
         DataError: there is no such dataset, configuration or split, or it cannot be reached.
-        EnvironmentError: the datasets package is missing.
     """
-    try:
-        import datasets  # noqa: PLC0415  optional package
-    except ImportError as error:
-        raise EnvironmentError(
-            f"source huggingface needs the datasets package, which is not installed ({error}).",
-            where="--data.source",
-            fix=install_line("datasets>=3.1"),
-        ) from error
     path = data.path[0]
     try:
         # the library tries again by itself here; while it reads rows it does not always

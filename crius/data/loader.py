@@ -7,10 +7,10 @@ shard read by two ranks.
 
 import logging
 import math
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from threading import Condition, Thread
+from queue import SimpleQueue
+from threading import Semaphore, Thread
 from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
@@ -209,7 +209,7 @@ class BatchLoader:
         def prepare() -> _Prepared:
             nonlocal next_sample
             ids = range(next_sample + (self.rank - next_sample) % self.num_ranks, next_sample + self.global_batch_size)
-            batch = _batch(self.source, ids[:: self.num_ranks])
+            batch = _batch(self.source.read(ids[:: self.num_ranks]), ids[:: self.num_ranks])
             next_sample += self.global_batch_size
             return _Prepared(batch.pin_memory() if self._pin_memory else batch, self.source.cursors(self._shards))
 
@@ -226,10 +226,9 @@ class _Prefetcher:
 
     def __init__(self, prepare: Callable[[], _Prepared], depth: int) -> None:
         self._prepare, self._depth = prepare, depth
-        self._ready: deque[_Prepared] = deque()
-        self._error: BaseException | None = None
+        self._results: SimpleQueue[_Prepared | BaseException] = SimpleQueue()
+        self._room = Semaphore(max(depth, 0))
         self._stopped = False
-        self._changed = Condition()
         self._thread = Thread(target=self._run, name="crius-prefetch", daemon=True)
         if depth > 0:
             self._thread.start()
@@ -237,38 +236,25 @@ class _Prefetcher:
     def get(self) -> _Prepared:
         if self._depth <= 0:
             return self._prepare()
-        with self._changed:
-            self._changed.wait_for(lambda: self._ready or self._error is not None)
-            if not self._ready:
-                assert self._error is not None
-                raise self._error
-            prepared = self._ready.popleft()
-            self._changed.notify_all()
-            return prepared
+        result = self._results.get()
+        if isinstance(result, BaseException):
+            self._results.put(result)  # for whoever asks again
+            raise result
+        self._room.release()
+        return result
 
     def stop(self, timeout: float | None) -> None:
-        with self._changed:
-            self._stopped = True
-            self._changed.notify_all()
+        self._stopped = True
+        self._room.release()
         if self._thread.is_alive():
             self._thread.join(timeout)
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._stopped or len(self._ready) < self._depth)
-                if self._stopped:
-                    return
-            try:
-                prepared = self._prepare()
-            except BaseException as error:  # the consumer raises it
-                with self._changed:
-                    self._error = error
-                    self._changed.notify_all()
-                return
-            with self._changed:
-                self._ready.append(prepared)
-                self._changed.notify_all()
+        try:
+            while self._room.acquire() and not self._stopped:
+                self._results.put(self._prepare())
+        except BaseException as error:  # the consumer raises it
+            self._results.put(error)
 
 
 def validation_batches(
@@ -289,29 +275,22 @@ def validation_batches(
     ids = [number * source.num_samples // count for number in range(count)]
     mine = ids[rank::num_ranks]
     for start in range(0, math.ceil(count / num_ranks), batch_size):
-        rows = mine[start : start + batch_size]
-        yield _padded(source, rows, batch_size)
+        yield _padded(source, mine[start : start + batch_size], batch_size)
 
 
-def _batch(source: TokenSource | HeldOut, sample_ids: range | list[int]) -> Batch:
-    return _to_batch(source.read(sample_ids), tuple(sample_ids))
-
-
-def _to_batch(rows: Rows, sample_ids: tuple[int, ...]) -> Batch:
+def _batch(rows: Rows, sample_ids: Sequence[int]) -> Batch:
     tokens, labels, positions = map(torch.from_numpy, rows)
-    return Batch(tokens, labels, positions, sample_ids)
+    return Batch(tokens, labels, positions, tuple(sample_ids))
 
 
 def _padded(source: HeldOut, sample_ids: list[int], batch_size: int) -> Batch:
-    missing = batch_size - len(sample_ids)
-    if not missing:
-        return _batch(source, sample_ids)
-    shape = (missing, source.seq_len)
-    positions = np.tile(np.arange(source.seq_len), (missing, 1))
-    rows = Rows(np.zeros(shape, dtype=np.int64), np.full(shape, IGNORE_INDEX, dtype=np.int64), positions)
+    shape = (batch_size, source.seq_len)
+    labels = np.full(shape, IGNORE_INDEX, dtype=np.int64)
+    rows = Rows(np.zeros(shape, dtype=np.int64), labels, np.tile(np.arange(source.seq_len), (batch_size, 1)))
     if sample_ids:
-        rows = Rows(*map(np.concatenate, zip(source.read(sample_ids), rows, strict=True)))
-    return _to_batch(rows, (*sample_ids, *[-1] * missing))
+        for array, part in zip(rows, source.read(sample_ids), strict=True):
+            array[: len(sample_ids)] = part
+    return _batch(rows, (*sample_ids, *[-1] * (batch_size - len(sample_ids))))
 
 
 def _check_divides(name: str, value: int, num_ranks: int) -> None:

@@ -1,7 +1,8 @@
-"""What a loader needs from a source of sequences: read by sample id, and a cursor where reading is in order only."""
+"""What a loader needs from a source of sequences, and how the documents in them are told apart."""
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -14,10 +15,7 @@ _MASK64 = (1 << 64) - 1
 
 def mix(value: int) -> int:
     """The finaliser of SplitMix64 (Steele, Lea and Flood 2014): 64 bits in, 64 well-mixed bits out."""
-    value = (value + 0x9E3779B97F4A7C15) & _MASK64
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
-    return value ^ (value >> 31)
+    return int(_mix_array(np.array([(value + 0x9E3779B97F4A7C15) & _MASK64], dtype=np.uint64))[0])
 
 
 def permute(index: npt.NDArray[np.uint64], size: int, key: int) -> npt.NDArray[np.uint64]:
@@ -74,6 +72,50 @@ def storable_identity(text: str) -> str:
         return text
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
     return f"{ascii(text)[1:-1][:900]} (sha256 {digest})"
+
+
+BOUNDARY_VERSION = 2
+"""Version of the rule. Under version 1 no document had a BOS, and positions restarted behind the EOS."""
+
+NO_LABEL = -100
+"""Label of a token after which nothing is predicted: ``IGNORE_INDEX`` of ``batch``, which imports torch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Boundary:
+    """A document is the inputs ``start t1 .. tn`` with the labels ``t1 .. tn end``: no label crosses a boundary.
+
+    A token folder holds ``t1 .. tn eos`` of each document. The place of an EOS holds two things: the last label of its
+    document and the first input of the next. Where ``start`` is the EOS itself, inputs and labels are the stored
+    tokens, and the first document of a stream has no start.
+
+    Attributes:
+        eos_id: id that is stored behind each document.
+        start_id: first input of a document, the id of BOS or of EOS.
+        end_label: label after the last token of a document, the id of EOS or ``NO_LABEL``.
+    """
+
+    eos_id: int
+    start_id: int
+    end_label: int
+
+    @property
+    def has_bos(self) -> bool:
+        """Whether documents start with another token than the EOS."""
+        return self.start_id != self.eos_id
+
+    @property
+    def identity(self) -> str:
+        """Changes when the same stored tokens give other inputs or labels; empty where they are the stored tokens."""
+        if not self.has_bos and self.end_label == self.eos_id:
+            return ""
+        return f", boundaries {BOUNDARY_VERSION}: start {self.start_id}, end {self.end_label}"
+
+    def describe(self) -> str:
+        """The rule in a few words, for the log."""
+        start = f"start with id {self.start_id} ({'BOS' if self.has_bos else 'EOS'})"
+        end = "their end is not predicted" if self.end_label == NO_LABEL else f"end with id {self.eos_id} (EOS)"
+        return f"documents {start}, {end}"
 
 
 class Rows(NamedTuple):

@@ -7,12 +7,12 @@ of ranks, so neither does what a sample id stands for; a rank reads the shards w
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 
 import numpy as np
 
-from crius.data.boundary import Boundary
 from crius.data.documents import document_text
-from crius.data.source import Cursor, Int64Array, Rows, positions_of, storable_identity
+from crius.data.source import Boundary, Cursor, Int64Array, Rows, positions_of, storable_identity
 from crius.data.tokenizer import Tokenizer
 from crius.errors import DataError
 
@@ -217,18 +217,8 @@ class StreamSource:
         return {shard: list(self.reader(shard).cursor) for shard in shards}
 
     def restore(self, cursors: Mapping[int, Cursor]) -> None:
-        """Go on at these cursors.
-
-        Raises:
-            DataError: there is no such shard.
-        """
+        """Go on at these cursors, of shards that there are."""
         for shard, cursor in cursors.items():
-            if not 0 <= shard < self.num_shards:
-                raise DataError(
-                    f"the checkpoint has a cursor of shard {shard}, this run has {self.num_shards} shards.",
-                    where="--data.virtual_shards",
-                    fix="resume with the number of shards that the run began with",
-                )
             self.reader(shard).restore(cursor)
             self._next.pop(shard, None)
 
@@ -254,7 +244,6 @@ class StreamSample:
     ) -> None:
         self.seq_len = seq_len
         self._readers, self._wanted, self._label = readers, num_samples, label
-        self._windows: list[Rows] = []
 
     @property
     def num_samples(self) -> int:
@@ -263,11 +252,11 @@ class StreamSample:
         Raises:
             DataError: there is not one, or it cannot be read.
         """
-        return len(self._load())
+        return len(self._windows)
 
     def read(self, sample_ids: Sequence[int]) -> Rows:
         """The samples of these numbers below ``num_samples``."""
-        windows = [self._load()[sample_id] for sample_id in sample_ids]
+        windows = [self._windows[sample_id] for sample_id in sample_ids]
         return Rows(*map(np.concatenate, zip(*windows, strict=True)))
 
     def check(self) -> None:
@@ -278,10 +267,9 @@ class StreamSample:
         """
         self._first(1)
 
-    def _load(self) -> list[Rows]:
-        if not self._windows:
-            self._windows = self._first(self._wanted)
-        return self._windows
+    @cached_property
+    def _windows(self) -> list[Rows]:
+        return self._first(self._wanted)
 
     def _first(self, count: int) -> list[Rows]:
         """The first ``count`` sequences, or all where there are fewer; at least 1."""

@@ -19,9 +19,18 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from crius.data.boundary import Boundary
 from crius.data.checked import WHOLE_BYTES, CheckedFile, check_sha256, damaged
-from crius.data.source import Cursor, Int64Array, Rows, TokenArray, mix, permute, positions_of, storable_identity
+from crius.data.source import (
+    Boundary,
+    Cursor,
+    Int64Array,
+    Rows,
+    TokenArray,
+    mix,
+    permute,
+    positions_of,
+    storable_identity,
+)
 from crius.errors import DataError
 from crius.strict_json import load_object
 

@@ -11,11 +11,9 @@ import numpy as np
 
 from crius import __version__
 from crius.checkpoint.disk import Disk, open_disk
-from crius.checkpoint.files import Part, write_shard, write_small
-from crius.checkpoint.folder import damages
-from crius.checkpoint.manifest import Chunk, Manifest, TensorEntry
+from crius.checkpoint.files import Part, check_written, commit, write_shard
+from crius.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry
 from crius.checkpoint.names import MANIFEST, parse_step, step_name
-from crius.checkpoint.state import encode_state
 from crius.errors import CheckpointError, ConfigError
 from crius.interop.dcp import METADATA, read_dcp
 from crius.interop.foreign import Foreign, ForeignTensor, as_array
@@ -216,14 +214,13 @@ def _write(
     folder = disk.stage(step, attempt)
     try:
         disk.prepare(folder)
-        state = encode_state({"imported": True, "source": f"{kind}: {source}", "train": {"step": step}}, step)
-        name = f"{disk.file_name('state', attempt)}.json"
-        files = {name: write_small(disk, folder, name, state, verify=False)}  # damages reads it again, below
+        files: dict[str, FileEntry] = {}
         entries: dict[str, TensorEntry] = {}
         for number, names in enumerate(_shares(tensors)):
             name = f"{disk.file_name(f'rank-{number:05d}', attempt)}{SUFFIX}"
             parts = [Part(key, tensors[key].dtype, tensors[key].shape, readers[key]) for key in names]
             files[name], places = write_shard(disk, f"{folder}/{name}", parts, lambda: None)
+            check_written(disk, folder, name, files[name])
             for part, (begin, end, digest) in zip(parts, places, strict=True):
                 chunk = Chunk(name, begin, end, (0,) * len(part.shape), part.shape, digest)
                 entries[part.key] = TensorEntry(part.dtype, part.shape, (chunk,))
@@ -238,10 +235,8 @@ def _write(
             files=files,
             tensors=entries,
         )
-        if found := [one for one in damages(disk, folder, manifest) if one.file != MANIFEST]:
-            raise CheckpointError(f"{disk.where}/{folder} was not read back as it was written: {found[0]}.")
-        write_small(disk, folder, MANIFEST, manifest.encode(), verify=True)
-        disk.commit(folder, step)
+        state = {"imported": True, "source": f"{kind}: {source}", "train": {"step": step}}
+        commit(disk, folder, attempt, manifest, state)
     except BaseException:
         if folder in disk.folders():
             disk.sweep(folder)

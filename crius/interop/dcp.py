@@ -1,10 +1,11 @@
 """The folders of ``torch.distributed.checkpoint``: a pickled ``.metadata``, and ``.distcp`` files of archives."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from crius.checkpoint.manifest import TORCH_NAMES
 from crius.checkpoint.names import check_name
 from crius.interop.foreign import (
     Foreign,
@@ -14,12 +15,11 @@ from crius.interop.foreign import (
     check_key,
     check_shape,
     check_tiles,
-    one_per_key,
     open_inside,
     overlapping,
     size_of,
 )
-from crius.interop.torch_file import DTYPES, OTHER_DTYPES, Archive
+from crius.interop.torch_file import OTHER_DTYPES, Archive
 from crius.interop.unpickle import MAX_BYTES, Name, Record, Table, read_pickle, refusal
 
 METADATA = ".metadata"
@@ -33,24 +33,12 @@ NAMES = frozenset(
         *(f"{_PACKAGE}{name}StorageMetadata" for name in ("Tensor", "Bytes", "Chunk")),
         *(f"{_PACKAGE}_MEM_FORMAT_ENCODING", _STORAGE_INFO, "torch Size", "torch.serialization _get_layout"),
         *("collections OrderedDict", "pathlib PosixPath", "pathlib WindowsPath", "pathlib._local PosixPath"),
-        *(f"torch {name}" for name in (*DTYPES, *OTHER_DTYPES)),
+        *(f"torch {name}" for name in (*TORCH_NAMES, *OTHER_DTYPES)),
     ]
 )
 """What the metadata of real checkpoints names, as torch 2.11, 2.13 and 2.15 write it. Without dtypes it is 15 names."""
 
 Place = tuple[str, int, int]  # file, first byte, bytes
-
-
-@dataclass
-class _Budget:
-    """Values that may still be looked at. A pickle can name one list a million times; real ones do not."""
-
-    left: int
-
-    def spend(self, count: int) -> None:
-        self.left -= count
-        if self.left < 0:
-            raise ValueError("it names the same values again and again")
 
 
 class _Metadata:
@@ -65,16 +53,22 @@ class _Metadata:
     def __init__(self, record: Any, folder: Path, num_bytes: int) -> None:
         self._folder = folder
         self._where = f"{folder}/{METADATA}"
-        self._budget = _Budget(16 * num_bytes + 1000)
+        self._budget = 16 * num_bytes + 1000  # a pickle can name one list a million times; real ones do not
         fields = self._fields(record, f"{_PACKAGE}Metadata")
         self.version = fields.get("version")
         self.places = self._places(fields.get("storage_data"))
         self._entries = self._pairs(fields.get("state_dict_metadata"))
 
+    def _spend(self, count: int) -> None:
+        """Count values that are looked at."""
+        self._budget -= count
+        if self._budget < 0:
+            raise ValueError("it names the same values again and again")
+
     def _pairs(self, table: Any) -> list[tuple[Any, Any]]:
         if not isinstance(table, Table):
             raise ValueError("it has no table where one belongs")
-        self._budget.spend(len(table.pairs))
+        self._spend(len(table.pairs))
         return table.pairs
 
     def _fields(self, record: Any, name: str) -> dict[str, Any]:
@@ -87,7 +81,7 @@ class _Metadata:
     def _shape(self, value: Any) -> Shape:
         is_size = isinstance(value, Record) and value.name == "torch Size" and len(value.args) <= 1
         shape = (value.args[0] if value.args else ()) if is_size else value
-        self._budget.spend(1 + (len(shape) if isinstance(shape, tuple) else 0))
+        self._spend(1 + (len(shape) if isinstance(shape, tuple) else 0))
         return check_shape(shape, self._where)
 
     def _places(self, table: Any) -> dict[tuple[str, Shape | None], Place]:
@@ -120,27 +114,24 @@ class _Metadata:
 
     def foreign(self) -> Foreign:
         """The checkpoint."""
-        tensors: list[ForeignTensor] = []
+        tensors: dict[str, ForeignTensor] = {}
         values: dict[str, Callable[[], Any]] = {}
         unreadable: dict[str, str] = {}
         for key, record in self._entries:
             name = check_key(key, self._where)
-            if name in values or name in unreadable:
+            if name in tensors or name in values or name in unreadable:
                 raise ValueError(f"it has the key {name} twice")
             if isinstance(record, Record) and record.name == f"{_PACKAGE}BytesStorageMetadata":
                 values[name] = self._value(name)
                 continue
             fields = self._fields(record, f"{_PACKAGE}TensorStorageMetadata")
             dtype = self._dtype(fields.get("properties"))
-            if dtype in DTYPES:
-                tensors.append(self._tensor(name, DTYPES[dtype], fields))
+            if dtype in TORCH_NAMES:
+                tensors[name] = self._tensor(name, TORCH_NAMES[dtype], fields)
             else:
                 unreadable[name] = f"a Crius checkpoint holds no {dtype}"
-        found = one_per_key(tensors, self._where)
-        if both := found.keys() & (values.keys() | unreadable.keys()):
-            raise ValueError(f"it has the key {min(both)} twice")
         version = f" {self.version}" if isinstance(self.version, str) and len(self.version) < 20 else ""
-        return Foreign(f"torch DCP{version}", found, values, unreadable)
+        return Foreign(f"torch DCP{version}", tensors, values, unreadable)
 
     def _dtype(self, properties: Any) -> str:
         """torch's name of a dtype."""
@@ -154,7 +145,7 @@ class _Metadata:
         chunks = fields.get("chunks")
         if not isinstance(chunks, list):
             raise ValueError(f"{name} has no parts")
-        self._budget.spend(len(chunks))
+        self._spend(len(chunks))
         pieces = []
         for chunk in (self._fields(chunk, f"{_PACKAGE}ChunkStorageMetadata") for chunk in chunks):
             offset, size = self._shape(chunk.get("offsets")), self._shape(chunk.get("sizes"))
@@ -166,29 +157,25 @@ class _Metadata:
         return ForeignTensor(name, dtype, shape, tuple(pieces))
 
     def _reader(self, name: str, place: Place, dtype: str, shape: Shape) -> Callable[[], memoryview]:
-        file, begin, length = place
-        where = f"{name} in {self._folder}/{file} at byte {begin:,}"
+        def read(archive: Archive, where: str) -> memoryview:
+            tensor = archive.tensor()
+            if (tensor.dtype, tensor.shape) != (dtype, shape):
+                raise refusal(where, f"it is {tensor.dtype} {list(tensor.shape)}, {METADATA} says {list(shape)}")
+            return archive.read(tensor)
 
-        def read() -> memoryview:
-            with open_inside(self._folder, file) as stream:
-                archive = Archive(stream, begin, length, where)
-                tensor = archive.tensor()
-                if (tensor.dtype, tensor.shape) != (dtype, shape):
-                    raise refusal(where, f"it is {tensor.dtype} {list(tensor.shape)}, {METADATA} says {list(shape)}")
-                return archive.read(tensor)
-
-        return read
+        return partial(self._read, name, place, read)
 
     def _value(self, name: str) -> Callable[[], Any]:
-        place = self.places.get((name, None))
+        return partial(self._read, name, self.places.get((name, None)), lambda archive, _: archive.value())
 
-        def read() -> Any:
-            if place is None:
-                raise refusal(self._where, f"{name} has no place")
-            with open_inside(self._folder, place[0]) as stream:
-                return Archive(stream, *place[1:], f"{name} in {self._folder}/{place[0]} at byte {place[1]:,}").value()
-
-        return read
+    def _read(self, name: str, place: Place | None, read: Callable[[Archive, str], Any]) -> Any:
+        """What ``read`` makes of the archive at a place of a file."""
+        if place is None:
+            raise refusal(self._where, f"{name} has no place")
+        file, begin, length = place
+        where = f"{name} in {self._folder}/{file} at byte {begin:,}"
+        with open_inside(self._folder, file) as stream:
+            return read(Archive(stream, begin, length, where), where)
 
 
 def read_dcp(folder: Path) -> Foreign:

@@ -10,15 +10,11 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from crius.checkpoint.manifest import ITEM_BYTES
+from crius.checkpoint.manifest import ITEM_BYTES, TORCH_NAMES
 from crius.checkpoint.tiles import MAX_SPLIT_DIMS, cover, fits, split_dims
-from crius.errors import CheckpointError
 from crius.interop.unpickle import refusal
 
-ITEMSIZE = {
-    name: ITEM_BYTES[name]
-    for name in ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2")
-}
+ITEMSIZE = {name: ITEM_BYTES[name] for name in TORCH_NAMES.values()}
 """Bytes a number, by the names of dtypes in safetensors files; those that a Crius checkpoint can hold."""
 
 MAX_DIMS = 16
@@ -175,17 +171,3 @@ def overlapping(spans: Iterable[tuple[int, int]]) -> bool:
     """Whether two spans, a begin and an end each, share a byte."""
     ordered = sorted(span for span in spans if span[0] < span[1])
     return any(before[1] > after[0] for before, after in zip(ordered, ordered[1:], strict=False))
-
-
-def one_per_key(tensors: Iterable[ForeignTensor], where: str) -> dict[str, ForeignTensor]:
-    """Tensors by key.
-
-    Raises:
-        CheckpointError: two have the same key.
-    """
-    found: dict[str, ForeignTensor] = {}
-    for tensor in tensors:
-        if tensor.key in found:
-            raise CheckpointError(f"{where} has the key {tensor.key} twice.", fix="convert one of the files alone")
-        found[tensor.key] = tensor
-    return found

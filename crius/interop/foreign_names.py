@@ -96,7 +96,7 @@ def assign(foreign: Foreign, renames: Sequence[Rename], skips: Sequence[str]) ->
     """
     keys = sorted([*foreign.tensors, *foreign.values, *foreign.unreadable])
     has_root = any(key.startswith(MODEL_ROOTS) for key in keys)
-    unused = {f"--rename {rename.old}={rename.new}" for rename in renames}
+    unused = {*(f"--rename {rename.old}={rename.new}" for rename in renames), *(f"--skip {skip}" for skip in skips)}
 
     def renamed(name: str) -> str:
         for rename in renames:
@@ -107,13 +107,13 @@ def assign(foreign: Foreign, renames: Sequence[Rename], skips: Sequence[str]) ->
 
     rows = []
     for key in keys:
-        if any(fits(skip, key) or fnmatchcase(key, skip) for skip in skips):
+        if meant := {f"--skip {skip}" for skip in skips if fits(skip, key) or fnmatchcase(key, skip)}:
+            unused -= meant
             rows.append(KeyRow(key, reason=SKIPPED))
         elif key in foreign.unreadable:
             rows.append(KeyRow(key, reason=foreign.unreadable[key], is_known=False))
         else:
             rows.append(_row(key, key in foreign.tensors, has_root, renamed))
-    unused |= {f"--skip {skip}" for skip in skips if not any(fits(skip, key) or fnmatchcase(key, skip) for key in keys)}
     if unused:
         shown = sorted(unused)[0]
         near = nearest(re.split(r"[ =]", shown)[1], keys)

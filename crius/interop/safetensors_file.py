@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ MAX_HEADER = 1 << 25
 INDEX = "model.safetensors.index.json"
 SUFFIX = ".safetensors"
 _SHARDING = "DCP_SHARDING_INFO"  # torch/distributed/checkpoint/_hf_utils.py
-_BLOCK = 1 << 24
 
 
 def json_object(data: bytes, where: str) -> dict[str, Any]:
@@ -93,22 +92,15 @@ class SafetensorsFile:
             )
         return dtype, shape, start + offsets[0], start + offsets[1]
 
-    def reader(self, key: str) -> Callable[[], memoryview]:
-        """What reads the bytes of a tensor."""
+    def read(self, key: str) -> memoryview:
+        """The bytes of a tensor."""
         _, _, begin, end = self.tensors[key]
-
-        def read() -> memoryview:
-            data = memoryview(bytearray(end - begin))
-            at = 0
-            with open_inside(self._folder, self._name) as file:
-                file.seek(begin)
-                while at < len(data) and (count := file.readinto(data[at : at + _BLOCK])):  # type: ignore[attr-defined]
-                    at += count
-            if at != len(data):
+        data = memoryview(bytearray(end - begin))
+        with open_inside(self._folder, self._name) as file:
+            file.seek(begin)
+            if file.readinto(data) != len(data):  # type: ignore[attr-defined]  # every binary file has it
                 raise refusal(self.where, f"it became shorter while {key} was read")
-            return data
-
-        return read
+        return data
 
     def offsets(self) -> dict[str, Shape]:
         """Where each tensor starts in the whole, as DCP's sharded files say it; else 0 in each dim."""
@@ -142,7 +134,7 @@ def read_safetensors(place: Path) -> Foreign:
         offsets = file.offsets()
         for key, (dtype, shape, _, _) in file.tensors.items():
             if dtype in ITEMSIZE:
-                piece = Piece(offsets[key], shape, file.reader(key))
+                piece = Piece(offsets[key], shape, partial(file.read, key))
                 pieces.setdefault(key, []).append((dtype, piece))
             else:
                 unreadable[key] = f"a Crius checkpoint holds no {dtype}"

@@ -16,17 +16,11 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from crius.checkpoint.manifest import TORCH_NAMES
 from crius.interop.foreign import ITEMSIZE, Shape, check_shape
 from crius.interop.unpickle import Name, Record, Reference, read_pickle, refusal
 
-DTYPES = {
-    **{"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"},
-    **{"int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL"},
-    **{"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"},
-}
-"""safetensors' names of torch's dtypes; others are known by name, and a Crius checkpoint cannot hold them."""
-
-OTHER_DTYPES = (
+OTHER_DTYPES = (  # a Crius checkpoint cannot hold them; they are known by name
     *("uint16", "uint32", "uint64", "complex32", "complex64", "complex128", "float8_e4m3fnuz", "float8_e5m2fnuz"),
     *("float8_e8m0fnu", "float4_e2m1fn_x2", "bits8", "quint8", "qint8", "qint32"),
 )
@@ -40,7 +34,7 @@ _V2, _V3, _PARAMETER = (f"torch._utils _rebuild_{what}" for what in ("tensor_v2"
 
 NAMES = frozenset(
     [
-        *(f"torch {name}" for name in (*DTYPES, *OTHER_DTYPES, *_STORAGES, "Size", "ComplexFloatStorage")),
+        *(f"torch {name}" for name in (*TORCH_NAMES, *OTHER_DTYPES, *_STORAGES, "Size", "ComplexFloatStorage")),
         *("torch.storage UntypedStorage", "collections OrderedDict", _V2, _V3, _PARAMETER),
     ]
 )
@@ -108,16 +102,6 @@ class StoredTensor:
     strides: Shape
     start: int
     member: str
-
-    @property
-    def is_contiguous(self) -> bool:
-        """Whether the numbers lie one after the other in C order."""
-        wanted = 1
-        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
-            if size != 1 and stride != wanted:
-                return False
-            wanted *= size
-        return True
 
 
 class Archive:
@@ -225,13 +209,12 @@ class Archive:
                 at += count
             if at != len(data) or stream.read(1):
                 raise ValueError(f"the member {tensor.member} is cut off")
-        if tensor.is_contiguous:
-            begin = tensor.start * itemsize
-            return memoryview(data)[begin : begin + math.prod(tensor.shape) * itemsize]
         numbers = np.frombuffer(data, dtype=f"V{itemsize}")[tensor.start :]
         strides = tuple(stride * itemsize for stride in tensor.strides)
-        gathered = np.ascontiguousarray(np.lib.stride_tricks.as_strided(numbers, tensor.shape, strides))
-        return memoryview(gathered.tobytes())
+        gathered = np.ascontiguousarray(
+            np.lib.stride_tricks.as_strided(numbers, tensor.shape, strides)
+        )  # may be a view
+        return memoryview(gathered.reshape(-1).view(np.uint8))  # type: ignore[arg-type]  # see ForeignTensor.read
 
     def value(self) -> Any:
         """What the archive holds, where that is text, a number, a flag or None.
@@ -261,4 +244,4 @@ def _sizes(value: Any) -> Any:
 
 def _dtype(value: Any) -> str:
     name = value.name.removeprefix("torch ") if isinstance(value, Name) else ""
-    return DTYPES.get(name, name)
+    return TORCH_NAMES.get(name, name)

@@ -97,19 +97,15 @@ class _Machine:
         """Begin a collection."""
         self._stack.append(_Mark())
 
-    def _pop(self) -> Any:
-        return _checked(self._stack.pop())
-
-    def _popped(self, count: int) -> list[Any]:
-        """The top ``count`` values, the first one deepest."""
-        return [self._pop() for _ in range(count)][::-1]
-
-    def _to_mark(self) -> list[Any]:
-        """The values above the last mark, without it."""
-        found = []
-        while not isinstance(value := self._stack.pop(), _Mark):
-            found.append(value)
-        return found[::-1]
+    def _taken(self, count: int | None) -> list[Any]:
+        """The top ``count`` values, the first one deepest; None for those above the last mark, which goes too."""
+        values: list[Any] = []
+        while len(values) != count:
+            value = self._stack.pop()
+            if isinstance(value, _Mark) and count is None:
+                break
+            values.append(_checked(value))
+        return values[::-1]
 
     def _top(self, kind: type) -> Any:
         if not isinstance(self._stack[-1], kind):
@@ -117,17 +113,17 @@ class _Machine:
         return self._stack[-1]
 
     def tuple_of(self, count: int | None) -> None:
-        """Make a tuple of the top ``count`` values, None for those above the mark."""
-        self._stack.append(tuple(self._to_mark() if count is None else self._popped(count)))
+        """Make a tuple of the top values; ``count`` as in ``_taken``, here and below."""
+        self._stack.append(tuple(self._taken(count)))
 
-    def append(self, is_many: bool) -> None:
+    def append(self, count: int | None) -> None:
         """Extend the list below."""
-        values = self._to_mark() if is_many else self._popped(1)
+        values = self._taken(count)
         self._top(list).extend(values)
 
-    def set_items(self, is_many: bool) -> None:
+    def set_items(self, count: int | None) -> None:
         """Extend the table below."""
-        values = self._to_mark() if is_many else self._popped(2)
+        values = self._taken(count)
         self._top(Table).pairs.extend(zip(values[::2], values[1::2], strict=True))
 
     def put(self, index: int | None) -> None:
@@ -141,7 +137,7 @@ class _Machine:
     def name(self, text: str | None) -> None:
         """A name, given or from two strings on the stack."""
         if text is None:
-            parts = self._popped(2)
+            parts = self._taken(2)
             if not all(isinstance(part, str) for part in parts):
                 raise ValueError("a name that is no text")
             text = " ".join(parts)
@@ -151,7 +147,7 @@ class _Machine:
 
     def call(self, _: Any) -> None:
         """Note a call."""
-        what, args = self._popped(2)
+        what, args = self._taken(2)
         if not isinstance(what, Name) or not isinstance(args, tuple):
             raise ValueError("a call of something that is no name")
         is_table = what.name == "collections OrderedDict" and not args
@@ -159,7 +155,7 @@ class _Machine:
 
     def build(self, _: Any) -> None:
         """Note a state; that of a table (``_metadata`` of a state dict) is of no use."""
-        state = self._pop()
+        (state,) = self._taken(1)
         if isinstance(self._stack[-1], Table):
             return
         record = self._top(Record)
@@ -169,7 +165,7 @@ class _Machine:
 
     def reference(self, _: Any) -> None:
         """Note that something is kept elsewhere."""
-        self._stack.append(Reference(self._pop()))
+        self._stack.append(Reference(*self._taken(1)))
 
 
 def _checked(value: Any) -> Any:
@@ -196,9 +192,9 @@ _OPERATIONS: dict[str, Callable[[_Machine, Any], None]] = {
     **{"TUPLE": _with(_Machine.tuple_of, None), "TUPLE1": _with(_Machine.tuple_of, 1)},
     **{"TUPLE2": _with(_Machine.tuple_of, 2), "TUPLE3": _with(_Machine.tuple_of, 3)},
     "EMPTY_LIST": lambda machine, _: machine.push([]),
-    **{"APPEND": _with(_Machine.append, False), "APPENDS": _with(_Machine.append, True)},
+    **{"APPEND": _with(_Machine.append, 1), "APPENDS": _with(_Machine.append, None)},
     "EMPTY_DICT": lambda machine, _: machine.push(Table()),
-    **{"SETITEM": _with(_Machine.set_items, False), "SETITEMS": _with(_Machine.set_items, True)},
+    **{"SETITEM": _with(_Machine.set_items, 2), "SETITEMS": _with(_Machine.set_items, None)},
     **dict.fromkeys(("MEMOIZE", "BINPUT", "LONG_BINPUT"), _Machine.put),
     **dict.fromkeys(("BINGET", "LONG_BINGET"), _Machine.get),
     **dict.fromkeys(("GLOBAL", "STACK_GLOBAL"), _Machine.name),

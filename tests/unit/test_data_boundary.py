@@ -10,11 +10,11 @@ from crius.config.changes import changes, check_changes
 from crius.config.data import DataConfig, TokenizerConfig, ValidationConfig
 from crius.config.run import RunConfig
 from crius.config.toml_file import flatten
-from crius.data.boundary import NO_LABEL, Boundary, boundary_of
-from crius.data.corpus import open_corpus
+from crius.data.corpus import boundary_of, open_corpus
 from crius.data.huggingface import open_huggingface
 from crius.data.loader import IGNORE_INDEX
 from crius.data.prepare import prepare
+from crius.data.source import NO_LABEL, Boundary
 from crius.data.stream import ShardReader
 from crius.data.tokenizer import ByteTokenizer, build_tokenizer
 from crius.errors import ConfigError, DataError

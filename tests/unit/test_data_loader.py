@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from crius.config.data import DataConfig, TokenizerConfig
-from crius.data.boundary import boundary_of
+from crius.data.corpus import boundary_of
 from crius.data.documents import Piece
 from crius.data.loader import IGNORE_INDEX, Batch, BatchLoader, validation_batches
 from crius.data.prepare import write_folder

@@ -10,8 +10,8 @@ import xxhash
 
 from crius.config.data import DataConfig, TokenizerConfig
 from crius.data import tokens
-from crius.data.boundary import boundary_of
 from crius.data.checked import BlockHasher
+from crius.data.corpus import boundary_of
 from crius.data.documents import Piece
 from crius.data.prepare import write_folder
 from crius.data.source import mix, permute, positions_of

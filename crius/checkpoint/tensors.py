@@ -1,0 +1,201 @@
+"""The tensors of a save: DCP plans which rank writes which part, and each rank writes its parts into one file."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultSavePlanner, Metadata, SavePlan
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from crius.checkpoint.disk import Disk
+from crius.checkpoint.files import Part, check_written, write_shard
+from crius.checkpoint.manifest import TORCH_NAMES, Chunk, FileEntry, TensorEntry
+
+NAMES: dict[torch.dtype, str] = {getattr(torch, name): code for name, code in TORCH_NAMES.items()}
+"""Names in safetensors files of torch's dtypes."""
+DTYPES = {code: dtype for dtype, code in NAMES.items()}
+
+
+def host_bytes(tensor: Tensor) -> memoryview:
+    """The numbers of a tensor in C order, little endian; waits for the device it is on. No copy on a host."""
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy().data)
+
+
+Gather = Callable[[Any], list[Any]]
+"""A JSON value of every rank, in the order of the ranks; a collective."""
+
+
+class StagedPlanner(DefaultSavePlanner):
+    """DCP's planner over a flat dict of tensors, which can be copied to the host and written from there later.
+
+    Parts that several ranks hold are written by one of them, so that all have about as much to write.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._copies: dict[MetadataIndex, Tensor] = {}
+        self._planned: list[Any] | None = None
+
+    def agree(self, tensors: dict[str, Tensor], rank: int, gather: Gather) -> tuple[SavePlan, Metadata]:
+        """What this rank writes of ``tensors``, and what all ranks write together. Every rank calls this.
+
+        The plan of the last time is taken again while the tensors of no rank change, so that a save costs one small
+        exchange.
+        """
+        self.set_up_planner(tensors)
+        items = [_encode(item) for item in self.create_local_plan().items if _numel(item)]
+        if any(gather(items != self._planned)):
+            plans, self._metadata = self.create_global_plan(
+                [SavePlan([_decode(item) for item in of_rank]) for of_rank in gather(items)]
+            )
+            self._plan = self.finish_plan(plans[rank])
+            self._planned = items
+        return self._plan, self._metadata
+
+    def stage(self) -> int:
+        """Copy this rank's part to host memory, over the copies of the last time; returns bytes. Waits for the device.
+
+        From now on ``resolve_data`` gives the copies.
+        """
+        old, self._copies = self._copies, {}
+        for item in self._plan.items:
+            source = self.lookup_object(item.index)
+            copy = old.pop(item.index, None)
+            if copy is None or (copy.shape, copy.dtype) != (source.shape, source.dtype):
+                copy = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+            copies = copy.copy_(source, non_blocking=source.is_cuda)
+            self._copies[item.index] = copies
+        if any(copy.is_pinned() for copy in self._copies.values()):
+            torch.cuda.current_stream().synchronize()
+        return sum(copy.numel() * copy.element_size() for copy in self._copies.values())
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether ``stage`` was called: its memory is there already."""
+        return bool(self._copies)
+
+    def drop_copies(self) -> None:
+        """Free the copies; ``resolve_data`` gives the tensors themselves again."""
+        self._copies = {}
+
+    def num_bytes(self) -> int:
+        """Bytes that this rank writes."""
+        return sum(_numel(item) * _data(item).properties.dtype.itemsize for item in self._plan.items)
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """The copy of a part where there is one, else the part."""
+        copy = self._copies.get(index)
+        return super().lookup_object(index).detach() if copy is None else copy
+
+
+def _data(item: WriteItem) -> TensorWriteData:
+    assert item.tensor_data is not None, "only tensors are planned"
+    return item.tensor_data
+
+
+def _numel(item: WriteItem) -> int:
+    return math.prod(_data(item).chunk.sizes)
+
+
+def _encode(item: WriteItem) -> list[Any]:
+    data = _data(item)
+    places = [list(data.chunk.offsets), list(data.chunk.sizes), list(data.size)]
+    return [item.index.fqn, item.type.name, NAMES[data.properties.dtype], *places]
+
+
+def _decode(record: list[Any]) -> WriteItem:
+    name, kind, dtype, offsets, sizes, shape = record
+    chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+    return WriteItem(
+        MetadataIndex(name, torch.Size(offsets)),
+        WriteItemType[kind],
+        tensor_data=TensorWriteData(chunk, TensorProperties(dtype=DTYPES[dtype]), torch.Size(shape)),
+    )
+
+
+class Written(NamedTuple):
+    """The file that a rank wrote; other ranks hear of it as JSON.
+
+    Attributes:
+        name, size, digest: of the file.
+        places: first byte, end and hash of each part, in the order of the rank's plan.
+    """
+
+    name: str
+    size: int
+    digest: str
+    places: Sequence[tuple[int, int, str]]
+
+
+def write_tensors(
+    disk: Disk, path: str, plan: SavePlan, planner: StagedPlanner, *, verify: bool, beat: Callable[[], None]
+) -> Written | None:
+    """Write a rank's file, hashed and durable; None where its plan is empty.
+
+    Args:
+        disk: folder of checkpoints.
+        path: of the file.
+        plan: what this rank writes.
+        planner: has the tensors.
+        verify: read the file again and compare hashes.
+        beat: called while bytes move.
+
+    Raises:
+        OSError: the disk does not take it.
+        CheckpointError: what was read again is not what was written.
+    """
+    if not plan.items:
+        return None
+    folder, _, name = path.partition("/")
+    entry, places = write_shard(disk, path, [_part(item, planner) for item in plan.items], beat)
+    if verify:
+        check_written(disk, folder, name, entry, beat)
+    return Written(name, entry.size, entry.digest, places)
+
+
+def _part(item: WriteItem, planner: StagedPlanner) -> Part:
+    """A part of a tensor; where it is not the whole, its key says where in the tensor it starts."""
+    data = _data(item)
+    key, chunk = item.index.fqn, data.chunk
+    return Part(
+        key=key if chunk.sizes == data.size else f"{key}@{','.join(map(str, chunk.offsets))}",
+        dtype=NAMES[data.properties.dtype],
+        shape=tuple(chunk.sizes),
+        data=lambda: host_bytes(planner.resolve_data(item)),  # type: ignore[arg-type]  # only bytes items give BytesIO
+    )
+
+
+def listed(
+    metadata: Metadata, plans: Sequence[SavePlan], written: Sequence[Written | None]
+) -> tuple[dict[str, FileEntry], dict[str, TensorEntry]]:
+    """What a manifest says of the files that all ranks wrote, and of the tensors in them.
+
+    Args:
+        metadata: of all tensors.
+        plans: what each rank was to write.
+        written: the file that each rank wrote.
+    """
+    files: dict[str, FileEntry] = {}
+    chunks: dict[MetadataIndex, Chunk] = {}
+    for plan, file in zip(plans, written, strict=True):
+        if file is None:
+            continue
+        files[file.name] = FileEntry(file.size, file.digest)
+        for item, (begin, end, digest) in zip(plan.items, file.places, strict=True):
+            part = _data(item).chunk
+            chunks[item.index] = Chunk(file.name, begin, end, tuple(part.offsets), tuple(part.sizes), digest)
+    tensors: dict[str, TensorEntry] = {}
+    for name, tensor in sorted(metadata.state_dict_metadata.items()):
+        assert isinstance(tensor, TensorStorageMetadata), "only tensors are planned"
+        parts = tuple(chunks[MetadataIndex(name, part.offsets)] for part in tensor.chunks)
+        tensors[name] = TensorEntry(NAMES[tensor.properties.dtype], tuple(tensor.size), parts)
+    return files, tensors
