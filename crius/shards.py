@@ -69,11 +69,6 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return getattr(local, "_tensor", local)
 
 
-def whole_tensor(tensor: Tensor) -> Tensor:
-    """A DTensor that is the same on every rank, as a plain tensor; a plain tensor as it is."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def laid_out(local: Tensor, like: Tensor) -> Tensor:
     """``local``, this rank's part, as a tensor laid out as ``like``; shares its memory, wherever that is."""
     if not isinstance(like, DTensor):

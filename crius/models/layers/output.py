@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from crius.kernels.linear_cross_entropy import Chunks, linear_cross_entropy, token_losses
 from crius.models.layers.linear import Linear
-from crius.shards import whole_tensor
 
 
 class Output(Linear):
@@ -51,7 +50,7 @@ class Loss(nn.Module):
             loss: Tensor = output(hidden_BTD, partial(linear_cross_entropy, labels_BT=labels_BT, chunks=self.chunks))
             return loss
         losses = self.token_losses(output(hidden_BTD), labels_BT)
-        return whole_tensor(losses.sum(dtype=torch.float64)).clone()  # FSDP warns of a module that returns a view
+        return losses.sum(dtype=torch.float64)
 
 
 def loss_of(model: nn.Module) -> Loss:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from crius.config.layout import Layout
 from crius.config.low_precision import is_enabled
@@ -27,7 +26,7 @@ from crius.launch.report import log_path
 from crius.metrics.ledger import TimeLedger
 from crius.metrics.record import Record, StepMetrics
 from crius.models.init import init_rules
-from crius.models.layers.linear import LowPrecisionLinear
+from crius.models.layers.linear import Linear
 from crius.parallel.mesh import build_mesh
 from crius.parallel.runtime import World, world
 from crius.shards import named_state
@@ -120,8 +119,8 @@ def curve(task: Task, placement: Placement) -> None:
     with _session(task, placement) as (job, stack):
         loop, ranks = _loop(task, job, stack, recorder), job.ranks
         precision = low_precision(task.config, job.facts, ranks.device.type)
-        modules = [module for part in loop.state.parts for module in part.modules() if isinstance(module, nn.Linear)]
-        low = [module for module in modules if isinstance(module, LowPrecisionLinear)]
+        modules = [module for part in loop.state.parts for module in part.modules() if isinstance(module, Linear)]
+        low = [module for module in modules if type(module).multiply is not Linear.multiply]
         # ranks that hold the same part of the model count the same
         counts = ranks.sum(torch.tensor([len(low), len(modules) - len(low)], device=ranks.device))
         converted, kept = (counts // (ranks.size // job.mesh.layout.pp)).tolist()
