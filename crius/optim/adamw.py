@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from crius.optim.base import Optimizer
+from crius.optim.state import Optimizer
 from crius.optim.storage import Storage, chunks
 from crius.shards import local_tensor
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from crius.optim.base import Optimizer
+from crius.optim.state import Optimizer
 from crius.optim.storage import Storage
 from crius.shards import Place, local_tensor, mesh_ranks, places
 

@@ -19,7 +19,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from crius.errors import LayoutError, PlanError
 from crius.kernels.attention import Mask, causal_attention, masked_attention
-from crius.models.layers.attention import CausalAttention, DocumentMask
+from crius.models.layers import CausalAttention, DocumentMask
 from crius.parallel.runtime import all_gather, all_to_all
 
 Method = Literal["all_gather", "ulysses"]
@@ -283,7 +283,7 @@ def apply_context_parallel(model: nn.Module, cp_mesh: DeviceMesh | None, method:
     if not num_attentions and not emptied:
         raise PlanError(
             f"context parallelism found no CausalAttention in {type(model).__name__}.",
-            why="it takes the place of crius.models.layers.attention.CausalAttention, by type",
+            why="it takes the place of crius.models.layers.CausalAttention, by type",
             fix="build the model's attention on it, or --parallelism.context_parallel_degree 1",
         )
     how = {

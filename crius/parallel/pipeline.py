@@ -5,7 +5,7 @@ B batch, T tokens of this rank's part of a sequence
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,8 +25,7 @@ from crius.config.parallelism import ParallelismConfig
 from crius.config.pipeline import placement
 from crius.parallel.fsdp import fsdp_modules
 from crius.parallel.stages import TORCH_SCHEDULES, order_of
-from crius.parallel.ties import TiedStages
-from crius.shards import counters, uncounted, zero
+from crius.shards import counters, local_tensor, uncounted, zero
 
 _HIDDEN_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -43,6 +42,57 @@ class _Stage(PipelineStage):
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]
+
+
+class TiedStages:
+    """The two copies of each tied weight of a pipeline: on the first stage and on the last.
+
+    The stages are gathered and reduced apart. So the rank at the other end of the pipeline has the same shard of the
+    copy as this one, and after the schedule the gradient of its own use of it. Both add the two; what follows is alike
+    on both, and the copies stay equal to the last bit.
+
+    Args:
+        parts: the stages of this rank by their places.
+        ranks: the stages of each rank of the pipeline.
+        group: those ranks.
+        device: where what is sent has to be.
+    """
+
+    def __init__(
+        self,
+        parts: Mapping[int, nn.Module],
+        ranks: Sequence[Sequence[int]],
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        ends = (0, max(map(max, ranks)))
+        self._pairs = [
+            [parts[end].get_parameter(name) for end, name in zip(ends, (first, last), strict=True) if end in parts]
+            for last, first in getattr(next(iter(parts.values())), "ties", {}).items()
+        ]
+        holders = [next(rank for rank, held in enumerate(ranks) if end in held) for end in ends]
+        self._peer = dist.get_global_rank(group, holders[1] if 0 in parts else holders[0])
+        self._group, self._device = group, device
+
+    @torch.no_grad()
+    def sum_gradients(self) -> None:
+        """Each copy's gradient becomes the sum of both. The ranks with either end call this, others may."""
+        for pair in self._pairs:
+            gradients = [local_tensor(parameter.grad) for parameter in pair if parameter.grad is not None]
+            assert len(gradients) == len(pair), "a copy of a tied weight has no gradient"
+            if len(gradients) == 2:  # this rank has both ends
+                gradients[1].copy_(gradients[0].add_(gradients[1]))
+            elif gradients and gradients[0].numel():
+                gradients[0].add_(self._exchanged(gradients[0]))  # a + b and b + a have the same bits
+
+    def _exchanged(self, gradient: Tensor) -> Tensor:
+        """The other end's gradient for this rank's."""
+        mine = gradient.to(self._device).contiguous()  # from the host, under CPU offload
+        theirs = torch.empty_like(mine)
+        ways = ((dist.isend, mine), (dist.irecv, theirs))
+        for work in dist.batch_isend_irecv([dist.P2POp(way, sent, self._peer, self._group) for way, sent in ways]):
+            work.wait()
+        return theirs.to(gradient.device)
 
 
 class Pipeline:

@@ -17,12 +17,10 @@ from torch.nn import functional as F
 
 from crius.errors import PlanError
 from crius.kernels import rms_norm
-from crius.models.layers.linear import Linear
-from crius.models.layers.norm import RMSNorm
-from crius.models.layers.output import Loss, Output
+from crius.models.layers import Linear, Loss, Output, RMSNorm
 from crius.models.plan import ShardingPlan
+from crius.parallel.init import keeping_ties
 from crius.parallel.runtime import all_gather, reduce_scatter
-from crius.parallel.ties import keeping_ties
 
 # Forwards are methods, not partial functions: torch.compile shares one graph among blocks whose attributes are alike.
 

@@ -29,7 +29,7 @@ from torchao.quantization.quantize_.common.kernel_preference import KernelPrefer
 
 from crius.config.low_precision import block, kind
 from crius.config.training import DenseQuantizeConfig
-from crius.models.layers.linear import Linear
+from crius.models.layers import Linear
 
 
 class _Padded(Linear):

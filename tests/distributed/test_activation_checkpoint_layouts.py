@@ -11,11 +11,10 @@ from torch.distributed.tensor import DTensor
 
 from crius.config.training import ActivationCheckpointConfig
 from crius.models import registry
-from crius.models.init import init_rules
-from crius.models.llama3.config import Llama3Config
+from crius.models.llama3 import Llama3Config
 from crius.parallel.activation_checkpoint import apply_activation_checkpoint
 from crius.parallel.context import ContextShard, apply_context_parallel
-from crius.parallel.init import init_parameters
+from crius.parallel.init import init_parameters, init_rules
 from crius.parallel.runtime import world
 from crius.parallel.tensor import apply_tensor_parallel
 

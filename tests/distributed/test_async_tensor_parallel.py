@@ -14,8 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from crius.config.training import CompileConfig
 from crius.launch.local import run_workers
-from crius.models.layers.feed_forward import FeedForward
-from crius.models.layers.norm import RMSNorm
+from crius.models.layers import FeedForward, RMSNorm
 from crius.models.plan import ShardingPlan
 from crius.parallel.async_tensor import enable_async_tensor_parallel
 from crius.parallel.compile import compile_blocks, prepare_compile

@@ -10,7 +10,7 @@ from harness import TEXT, parse
 from crius import cli
 from crius.cli.app import facts_of
 from crius.config.training import FORMATS
-from crius.models.layers.linear import Linear
+from crius.models.layers import Linear
 from crius.tools.verify import precision as verb
 from crius.tools.verify.precision import Judge, precision
 from crius.train import build as train_precision

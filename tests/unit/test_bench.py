@@ -10,7 +10,7 @@ from crius import cli
 from crius.config.low_precision import linear_choices
 from crius.config.training import FORMATS
 from crius.errors import ConfigError
-from crius.models.layers.linear import Linear
+from crius.models.layers import Linear
 from crius.tools.bench import checkpoint, machine, optimizer, quantize, speedups
 from crius.tools.bench.receipt import check_result_file
 from crius.tools.bench.samples import Samples

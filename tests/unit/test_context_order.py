@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from crius.errors import LayoutError
-from crius.models.layers.attention import CausalAttention
+from crius.models.layers import CausalAttention
 from crius.parallel.context import ContextShard, GatheredAttention, _attend, apply_context_parallel, token_order
 
 METHODS = ("all_gather", "ulysses")

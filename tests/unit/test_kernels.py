@@ -19,7 +19,7 @@ from crius.errors import ConfigError
 from crius.kernels import choice, linear, rms_norm, rotary, swiglu
 from crius.kernels.choice import Choice, applied, resolve
 from crius.models import registry
-from crius.models.llama3.config import Llama3Config
+from crius.models.llama3 import Llama3Config
 from crius.parallel.activation_checkpoint import apply_activation_checkpoint
 
 FAST = Choice(linear="onednn", pointwise="fused")

@@ -13,12 +13,10 @@ from crius.errors import ConfigError
 from crius.launch.environment import Placement, single_placement
 from crius.launch.local import run_single
 from crius.models import registry
-from crius.models.init import init_rules
 from crius.optim.build import build_optimizer
 from crius.optim.lr_scheduler import WarmupStableDecay
 from crius.parallel.compile import compile_blocks
-from crius.parallel.init import init_parameters
-from crius.parallel.ties import allocate
+from crius.parallel.init import allocate, init_parameters, init_rules
 from crius.tools.bench.contestant import Channel, Turns
 from crius.tools.bench.train_job import run_facts, wait_for
 from crius.train.build import choose_loss, set_up_loss

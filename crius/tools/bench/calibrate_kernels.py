@@ -19,7 +19,7 @@ from crius.kernels import choice
 from crius.kernels.attention import causal_attention
 from crius.launch.environment import Placement
 from crius.launch.local import run_workers
-from crius.models.layers.linear import Linear
+from crius.models.layers import Linear
 from crius.parallel.runtime import pick_device, world
 from crius.tools.bench.machine import seconds_of
 from crius.train.setup import run_kernels

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from crius.data.loader import IGNORE_INDEX, Batch
-from crius.models.init import Init, Normal
-from crius.models.layers.attention import CausalAttention
+from crius.models.layers import CausalAttention
 from crius.models.plan import match
+from crius.parallel.init import Init, Normal
 from crius.shards import local_tensor
 
 KEPT = ((0.0, 1.0), (0.0, 0.06), (0.5, 1.0), (0.9, 1.0), (0.0, 0.7), (0.25, 0.3))

@@ -25,8 +25,8 @@ from crius.launch.environment import Placement
 from crius.launch.report import log_path
 from crius.metrics.ledger import TimeLedger
 from crius.metrics.record import Record, StepMetrics
-from crius.models.init import init_rules
-from crius.models.layers.linear import Linear
+from crius.models.layers import Linear
+from crius.parallel.init import init_rules
 from crius.parallel.mesh import build_mesh
 from crius.parallel.runtime import World, world
 from crius.shards import named_state
