@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from crius.kernels.linear import linear
+from crius.kernels.cpu.linear import linear
 
 IGNORE_INDEX = -100
 """Label of a position that is not scored; PyTorch's default ``ignore_index``."""

@@ -15,11 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from crius.kernels.attention import Mask, causal_attention, document_mask, masked_attention
-from crius.kernels.linear import linear
+from crius.kernels.cpu.linear import linear
+from crius.kernels.cpu.pointwise import rms_norm, rotary, swiglu
 from crius.kernels.linear_cross_entropy import Chunks, linear_cross_entropy, token_losses
-from crius.kernels.rms_norm import rms_norm
-from crius.kernels.rotary import rotary
-from crius.kernels.swiglu import swiglu
 
 
 class Linear(nn.Linear):
@@ -81,7 +79,7 @@ def stretched_frequencies(
 
 
 def rotary_cos_sin(positions_BT: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin of the rotary angles for ``crius.kernels.rotary``, float32, each ``(B, T, 1, H)``.
+    """cos and sin of the rotary angles for ``crius.kernels.cpu.pointwise``, float32, each ``(B, T, 1, H)``.
 
     The two halves of H are alike, but that the first one of sin is negated.
     """

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.nn import functional as F
 
 from crius.errors import PlanError
-from crius.kernels import rms_norm
+from crius.kernels.cpu.pointwise import rms_norm, rms_norm_reference
 from crius.models.layers import Linear, Loss, Output, RMSNorm
 from crius.models.plan import ShardingPlan
 from crius.parallel.init import keeping_ties
@@ -104,7 +104,7 @@ def _vocabulary(output: Output, x_BTD: Tensor, use: Callable[..., Tensor] | None
 
 def _head_norm(norm: RMSNorm, x_BTNH: Tensor) -> Tensor:
     """The heads that this rank computes, each normalised."""
-    return rms_norm.rms_norm(x_BTNH, _replica(norm), norm.eps)
+    return rms_norm(x_BTNH, _replica(norm), norm.eps)
 
 
 def _sequence_norm(norm: RMSNorm, x_BTD: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ def _sequence_norm(norm: RMSNorm, x_BTD: Tensor) -> Tensor:
     The view has the norm's own gradients of its input summed before that of the residual is added: the order of a sum
     is part of its bits.
     """
-    return rms_norm.reference(x_BTD.view_as(x_BTD), _replica(norm), norm.eps)
+    return rms_norm_reference(x_BTD.view_as(x_BTD), _replica(norm), norm.eps)
 
 
 def _gather_input(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -172,14 +172,14 @@ def apply_tensor_parallel(
                 rounding = _rounding(name, module, plan) if gathers_rounded else None
                 rounded += rounding is not None
                 # in a tuple, or the linear would be a part of the module twice
-                module._gather = (rounding, mesh, str(mesh.get_group().group_name), mesh.size())  # type: ignore[assignment]
+                module._gather = (rounding, mesh, str(mesh.get_group().group_name), mesh.size())
                 module.register_forward_pre_hook(_gather_input)
             elif style in STYLES:
                 few_heads = style == "colwise_heads" and num_kv_heads < mesh.size()
                 _split(module, mesh, *(FEW_HEADS if few_heads else STYLES[style]))
                 if few_heads:
                     head = mesh.get_local_rank() * num_kv_heads // mesh.size()
-                    module._head = (head, num_kv_heads)  # type: ignore[assignment]
+                    module._head = (head, num_kv_heads)
             else:
                 known = ", ".join([*STYLES, GATHER])
                 raise PlanError(f"{name} has the tensor-parallel style {style}, which there is not: {known}.")
@@ -200,7 +200,7 @@ def _split(module: nn.Module, mesh: DeviceMesh, placement: Placement, forward: C
     module.weight = nn.Parameter(weight)
     module.forward = MethodType(forward, module)
     if isinstance(module, Linear) and type(module).multiply is Linear.multiply:
-        module.multiply = F.linear  # type: ignore[method-assign]  # not by oneDNN, whose last bits differ
+        setattr(module, "multiply", F.linear)  # noqa: B010  not by oneDNN, whose last bits differ
 
 
 def _rounding(name: str, module: nn.Module, plan: ShardingPlan) -> Linear | None:

@@ -21,8 +21,8 @@ from crius.config.toml_file import to_toml
 from crius.data.corpus import Corpus
 from crius.data.loader import Batch, BatchLoader, validation_batches
 from crius.data.sample_log import Attempt, SampleLog, next_attempt
-from crius.host import keep_freed_memory
 from crius.kernels import choice as kernels
+from crius.kernels.cpu.heap import keep_freed_memory
 from crius.launch.environment import Placement
 from crius.launch.stop import PREEMPTED, catch_stop_signals
 from crius.metrics.build import build_sinks

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from crius.config.run import RunConfig
-from crius.host import keep_freed_memory
 from crius.kernels import choice
 from crius.kernels.attention import causal_attention
+from crius.kernels.cpu.heap import keep_freed_memory
 from crius.launch.environment import Placement
 from crius.launch.local import run_workers
 from crius.models.layers import Linear
