@@ -1,6 +1,7 @@
 """The optimizer of a run, and which parameter is updated by which one, at which rate, with which decay."""
 
 import logging
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from crius.config.param_groups import Kind, group_of, parse_group
-from crius.config.training import OptimizerConfig
+from crius.config.training import LRSchedulerConfig, OptimizerConfig
 from crius.models.plan import ShardingPlan, match
 from crius.optim.adamw import MOMENTS, AdamW, CompactAdamW
 from crius.optim.muon import Muon
@@ -173,3 +174,42 @@ def _memory(groups: list[ParameterGroup], storage: Storage, config: OptimizerCon
         f"states {states / 2**30:.3f} GiB per rank ({config.state_dtype}), weights {weights / 2**30:.3f}, "
         f"gradients {weights / 2**30:.3f}{how if is_rounded else ''}"
     )
+
+
+class WarmupStableDecay:
+    """Factor of the peak learning rate at each step: warmup-stable-decay by torchtitan's definition.
+
+    Linear warmup over ``w`` steps, then 1, then a decay over ``d`` steps. ``d`` is ``decay_ratio`` of the run, or
+    everything after the warmup. The decay's first step is still at 1 and its end lies one step after the run, so that
+    no step trains at ``min_lr_factor`` 0: 10 steps with ``w`` 2 give 1/2, 1, 1, 7/8, 6/8, ..., 1/8.
+
+    Args:
+        config: the section.
+        steps: steps of the run, at least 1.
+    """
+
+    def __init__(self, config: LRSchedulerConfig, steps: int) -> None:
+        self._config = config
+        self._warmup = min(config.warmup_steps, steps)
+        if config.warmup_steps > steps:
+            log.info("lr_scheduler: warmup_steps %d clamped to the %d steps of the run", config.warmup_steps, steps)
+        left = steps - self._warmup
+        ratio = config.decay_ratio
+        self._decay = left if ratio is None else min(left, round(steps * ratio))
+        if ratio is not None and round(steps * ratio) > left:
+            log.info("lr_scheduler: decay of %d steps clamped to the %d after warmup", round(steps * ratio), left)
+        self._decay_start = steps - self._decay  # the first step of the decay, which is still at the peak
+
+    def factor(self, step: int) -> float:
+        """Factor at ``step``, counted from 0."""
+        if step < self._warmup:
+            return (step + 1) / self._warmup
+        if step <= self._decay_start:
+            return 1.0
+        progress = (step - self._decay_start) / self._decay
+        shape = {
+            "linear": 1 - progress,
+            "sqrt": 1 - math.sqrt(progress),
+            "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
+        }[self._config.decay_type]
+        return self._config.min_lr_factor + (1 - self._config.min_lr_factor) * shape

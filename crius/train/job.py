@@ -30,8 +30,7 @@ from crius.metrics.device import machine_of, peak_tflops, total_memory_gib
 from crius.metrics.ledger import TimeLedger
 from crius.metrics.record import PlanSink, Sink
 from crius.models import registry
-from crius.optim.build import build_optimizer
-from crius.optim.lr_scheduler import WarmupStableDecay
+from crius.optim.build import WarmupStableDecay, build_optimizer
 from crius.parallel.compile import prepare_compile
 from crius.parallel.context import ContextShard
 from crius.parallel.mesh import Mesh, build_mesh

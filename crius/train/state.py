@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from crius.models.description import Buffer
-from crius.optim.lr_scheduler import WarmupStableDecay
+from crius.optim.build import WarmupStableDecay
 from crius.optim.state import Optimizer
 from crius.parallel.runtime import World
 from crius.shards import local_tensor, named_buffers

@@ -164,7 +164,8 @@ def model_case(mesh, method, *, mask, hide_first_rank, batch):
         model = registry.build(llama(config))
         with torch.no_grad():
             init_parameters(model, init_rules(llama(config)), seed=3)
-        apply_context_parallel(model, cp_mesh, method)
+        if cp_mesh is not None:
+            apply_context_parallel(model, cp_mesh, method)
         logits = model(part.slice(tokens), part.slice(positions))
         loss = F.cross_entropy(
             logits.flatten(0, 1), part.slice(labels).flatten(), ignore_index=IGNORED, reduction="sum"

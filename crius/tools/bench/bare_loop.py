@@ -13,8 +13,7 @@ from crius.errors import ConfigError
 from crius.launch.environment import Placement, single_placement
 from crius.launch.local import run_single
 from crius.models import registry
-from crius.optim.build import build_optimizer
-from crius.optim.lr_scheduler import WarmupStableDecay
+from crius.optim.build import WarmupStableDecay, build_optimizer
 from crius.parallel.compile import compile_blocks
 from crius.parallel.init import allocate, init_parameters, init_rules
 from crius.tools.bench.contestant import Channel, Turns
