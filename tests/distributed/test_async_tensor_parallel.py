@@ -16,10 +16,9 @@ from crius.config.training import CompileConfig
 from crius.launch.local import run_workers
 from crius.models.layers import FeedForward, RMSNorm
 from crius.models.plan import ShardingPlan
-from crius.parallel.async_tensor import enable_async_tensor_parallel
 from crius.parallel.compile import compile_blocks, prepare_compile
 from crius.parallel.runtime import world
-from crius.parallel.tensor import apply_tensor_parallel
+from crius.parallel.tensor import apply_tensor_parallel, enable_async_tensor_parallel
 
 # float32: the compiler fuses and reorders sums, and a fused matmul is cut in pieces, which moves last bits
 SUMS_REORDERED = 1e-6
