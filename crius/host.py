@@ -44,8 +44,8 @@ def _entry(name: str) -> str:
         text = _CPUINFO.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-    found = re.search(rf"^{name}\s*:(.*)$", text, re.MULTILINE)
-    return found[1].strip() if found else ""
+    line = re.search(rf"^{name}\s*:(.*)$", text, re.MULTILINE)
+    return line[1].strip() if line else ""
 
 
 _MEMINFO = Path("/proc/meminfo")
@@ -70,5 +70,5 @@ def _of_host() -> int:
         text = _MEMINFO.read_text(encoding="utf-8")
     except OSError:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    found = re.search(r"^MemAvailable:\s*(\d+) kB$", text, re.MULTILINE)
-    return int(found[1]) * 1024 if found else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    line = re.search(r"^MemAvailable:\s*(\d+) kB$", text, re.MULTILINE)
+    return int(line[1]) * 1024 if line else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -47,23 +47,23 @@ def parse_rope_scaling(text: str) -> RopeScaling | None:
     return None if text == "none" else rope_scaling_of(load_object(text.encode()))
 
 
-def rope_scaling_of(found: Mapping[str, Any]) -> RopeScaling | None:
+def rope_scaling_of(section: Mapping[str, Any]) -> RopeScaling | None:
     """What ``rope_scaling`` of a config.json says; None: frequencies stay as they are. Other keys are left alone.
 
     Raises:
         ValueError: says what is wrong with it.
     """
-    kind = found.get("rope_type", found.get("type", "default"))
+    kind = section.get("rope_type", section.get("type", "default"))
     if kind == "default":
         return None
     if kind != "llama3":
         raise ValueError(f"rope_type {json.dumps(kind)[:100]} is not built, only llama3 and default are")
     for key in ROPE_SCALING_KEYS:
-        number, kinds = found.get(key), int if key.startswith("original") else int | float
+        number, kinds = section.get(key), int if key.startswith("original") else int | float
         if not isinstance(number, kinds) or isinstance(number, bool) or not 0 < number < 2**63:
-            said = f", not {json.dumps(number)[:100]}" if key in found else ""
+            said = f", not {json.dumps(number)[:100]}" if key in section else ""
             raise ValueError(f"rope_type llama3 needs {key}, a positive {'whole ' * (kinds is int)}number{said}")
-    scaling = RopeScaling(**{name: found[key] for key, name in ROPE_SCALING_KEYS.items()})
+    scaling = RopeScaling(**{name: section[key] for key, name in ROPE_SCALING_KEYS.items()})
     if scaling.factor < 1 or scaling.low_freq_factor >= scaling.high_freq_factor:
         raise ValueError("rope_type llama3 needs a factor of at least 1, and low_freq_factor below high_freq_factor")
     return scaling
@@ -185,13 +185,13 @@ def resized(config: Config, **sizes: Any) -> Config:
     A head that is ``dim / num_heads`` wide stays so, a feed-forward keeps its ratio to ``dim``, and key/value heads
     keep their ratio to the query heads where it divides them, else there are as many.
     """
-    found = dict(sizes)
+    changed = dict(sizes)
     dim, heads = sizes.get("dim", config.dim), sizes.get("num_heads", config.num_heads)
     if "head_dim" not in sizes and config.head_dim * config.num_heads == config.dim:
-        found["head_dim"] = -1
+        changed["head_dim"] = -1
     if "ffn_dim" not in sizes and dim != config.dim:
-        found["ffn_dim"] = -(-config.ffn_dim * dim // (config.dim * FFN_UNIT)) * FFN_UNIT
+        changed["ffn_dim"] = -(-config.ffn_dim * dim // (config.dim * FFN_UNIT)) * FFN_UNIT
     if "num_kv_heads" not in sizes and heads != config.num_heads:
         group = config.num_heads // config.num_kv_heads
-        found["num_kv_heads"] = heads // group if heads % group == 0 else heads
-    return replace(config, **found)
+        changed["num_kv_heads"] = heads // group if heads % group == 0 else heads
+    return replace(config, **changed)

@@ -151,7 +151,7 @@ def _differences(decoder: nn.Module, model: ModelDescription) -> Iterator[str]:
         name: _told(tuple(buffer.shape), str(buffer.dtype).removeprefix("torch."), is_persistent(decoder, name))
         for name, buffer in decoder.named_buffers()
     }
-    described = {one.name: _told(one.shape, one.dtype, one.persistent) for one in model.buffers}
+    described = {buffer.name: _told(buffer.shape, buffer.dtype, buffer.persistent) for buffer in model.buffers}
     yield from _compared(buffers, described, "buffer", "buffer")
 
 

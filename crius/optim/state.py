@@ -41,10 +41,10 @@ class Optimizer(torch.optim.Optimizer):
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         for parameter, number in zip(parameters, numbers, strict=True):
-            held = self.state[parameter]
+            state = self.state[parameter]
             for name, value in state_dict["state"].get(number, {}).items():
                 if isinstance(value, Tensor):
-                    held[name] = value.to(held[name].device, copy=True)
+                    state[name] = value.to(state[name].device, copy=True)
 
 
 class Joint(Optimizer):
@@ -98,7 +98,7 @@ def to_save(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> dict[str
     Moments in 8 bits are given in float32, whatever the shards were, with the scales of this rank's shard beside them,
     so that a rank with the same shard gets its codes back to the last bit.
     """
-    found = {}
+    tensors = {}
     for parameter, _ in _members(optimizer):
         state, name = optimizer.state.get(parameter, {}), names[parameter]
         for key, value in state.items():
@@ -106,11 +106,11 @@ def to_save(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> dict[str
                 continue
             if value.dtype == torch.uint8:
                 numbers = _kept(state, key).load(slice(0, local_tensor(parameter).numel()))
-                found[f"{name}.{key}"] = laid_out(numbers.view(local_tensor(parameter).shape), parameter)
-                found[f"{name}.{scale_key(key, parameter)}"] = state[f"{key}{SCALE}"]
+                tensors[f"{name}.{key}"] = laid_out(numbers.view(local_tensor(parameter).shape), parameter)
+                tensors[f"{name}.{scale_key(key, parameter)}"] = state[f"{key}{SCALE}"]
             else:
-                found[f"{name}.{key}"] = value.detach()
-    return found
+                tensors[f"{name}.{key}"] = value.detach()
+    return tensors
 
 
 def to_load(

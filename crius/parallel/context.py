@@ -47,9 +47,9 @@ class ContextShard:
     def __init__(self, cp_mesh: DeviceMesh | None, method: Method) -> None:
         self._mesh = cp_mesh
         self.degree = cp_mesh.size() if cp_mesh else 1
-        held = _chunks(self.degree, method)
-        self.chunks = held[cp_mesh.get_local_rank() if cp_mesh else 0]
-        self._order = [chunk for chunks in held for chunk in chunks]
+        chunks_of_ranks = _chunks(self.degree, method)
+        self.chunks = chunks_of_ranks[cp_mesh.get_local_rank() if cp_mesh else 0]
+        self._order = [chunk for chunks in chunks_of_ranks for chunk in chunks]
 
     @property
     def mesh(self) -> DeviceMesh:

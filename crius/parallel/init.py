@@ -56,7 +56,9 @@ def init_rules(model: ModelDescription) -> list[tuple[str, Init]]:
         return residual if weight.to_residual else Normal(0.02)
 
     layers = {f"layers.*.{weight.name}": rule(weight) for _, layer in model.layers for weight in layer.weights}
-    buffers = {f"layers.*.{one.name}": Constant(one.value) for _, layer in model.layers for one in layer.buffers}
+    buffers = {
+        f"layers.*.{buffer.name}": Constant(buffer.value) for _, layer in model.layers for buffer in layer.buffers
+    }
     return [
         ("tok_embeddings.weight", ends if model.tied_embeddings else Normal(1.0)),
         ("output.weight", ends),

@@ -70,7 +70,7 @@ class TiedStages:
             [parts[end].get_parameter(name) for end, name in zip(ends, (first, last), strict=True) if end in parts]
             for last, first in getattr(next(iter(parts.values())), "ties", {}).items()
         ]
-        holders = [next(rank for rank, held in enumerate(ranks) if end in held) for end in ends]
+        holders = [next(rank for rank, stages in enumerate(ranks) if end in stages) for end in ends]
         self._peer = dist.get_global_rank(group, holders[1] if 0 in parts else holders[0])
         self._group, self._device = group, device
 
@@ -203,7 +203,7 @@ class Pipeline:
                     elif stage + 1 in self._parts:
                         inputs[following] = output
                     else:
-                        peer = next(other for other, held in enumerate(self._ranks) if stage + 1 in held)
+                        peer = next(other for other, stages in enumerate(self._ranks) if stage + 1 in stages)
                         exchanges.append(self._exchange(dist.isend, output.contiguous(), peer))
                 elif stage + 1 in self._parts:
                     inputs[following] = torch.empty(hidden, dtype=dtype, device=self._device)
@@ -238,13 +238,14 @@ class Pipeline:
     def _hidden_like(self, tokens_BT: Tensor, positions_BT: Tensor) -> tuple[torch.Size, torch.dtype]:
         """Shape and dtype of the hidden state between stages, found by the first stage, once for each input shape."""
         if tokens_BT.shape not in self._hidden:
-            found = torch.zeros(4, dtype=torch.int64, device=self._device)  # numbers: objects would travel as pickles
+            # numbers: objects would travel as pickles
+            dtype_and_shape = torch.zeros(4, dtype=torch.int64, device=self._device)
             if 0 in self._parts:
                 output = self._parts[0](tokens_BT, positions_BT=positions_BT)
-                found = torch.tensor([_HIDDEN_DTYPES.index(output.dtype), *output.shape], device=self._device)
-            first = next(rank for rank, held in enumerate(self._ranks) if 0 in held)
-            dist.broadcast(found, src=dist.get_global_rank(self._group, first), group=self._group)
-            dtype, *shape = found.tolist()
+                dtype_and_shape = torch.tensor([_HIDDEN_DTYPES.index(output.dtype), *output.shape], device=self._device)
+            first = next(rank for rank, stages in enumerate(self._ranks) if 0 in stages)
+            dist.broadcast(dtype_and_shape, src=dist.get_global_rank(self._group, first), group=self._group)
+            dtype, *shape = dtype_and_shape.tolist()
             self._hidden[tokens_BT.shape] = torch.Size(shape), _HIDDEN_DTYPES[dtype]
         return self._hidden[tokens_BT.shape]
 
@@ -268,8 +269,8 @@ def forward_steps(ranks: tuple[tuple[int, ...], ...], num_microbatches: int) -> 
     steps = []
     while ready:
         actions: list[tuple[int, int] | None] = []
-        for held in ranks:
-            own = [action for action in ready if action[0] in held]
+        for stages in ranks:
+            own = [action for action in ready if action[0] in stages]
             actions.append(min(own, key=lambda action: (-action[0], action[1])) if own else None)
         for action in filter(None, actions):
             ready.remove(action)
