@@ -22,8 +22,7 @@ from crius.cli.settings import run_of
 from crius.config.run import RunConfig
 from crius.data.loader import BatchLoader
 from crius.models import registry
-from crius.models.init import init_rules
-from crius.parallel.init import init_parameters
+from crius.parallel.init import init_parameters, init_rules
 from crius.parallel.runtime import pick_device, world
 from crius.tools.bench.contestant import Channel, Turns
 from crius.tools.bench.machine import wait_for

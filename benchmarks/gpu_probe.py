@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from crius.config.resolve import BLOCK_BYTES, CHUNK_BYTES
 from crius.kernels.linear_cross_entropy import Chunks, linear_cross_entropy, reference, score_block
-from crius.models.layers.attention import CausalAttention, DocumentMask
+from crius.models.layers import CausalAttention, DocumentMask
 
 MIB = 1 << 20
 

@@ -1,6 +1,5 @@
 """What this host has: instructions of its CPU, and its memory."""
 
-import ctypes
 import os
 import platform
 import re
@@ -45,48 +44,12 @@ def _entry(name: str) -> str:
         text = _CPUINFO.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-    found = re.search(rf"^{name}\s*:(.*)$", text, re.MULTILINE)
-    return found[1].strip() if found else ""
+    line = re.search(rf"^{name}\s*:(.*)$", text, re.MULTILINE)
+    return line[1].strip() if line else ""
 
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
-
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
-_TRIM_BYTES = 1 << 30
-_LARGE_BYTES, _MOST_BYTES = 128 << 10, 32 << 20  # from where on a block is apart: glibc's first choice, and its most
-_SET_BY_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
-
-
-def keep_tensors_apart() -> bool:
-    """Have glibc take each tensor from the system by itself, for the first step of a run.
-
-    What stays from then on, optimizer states and what a compiler makes, does not lie between the activations of that
-    step. Else these leave holes, which those of later steps do not fit into.
-
-    Returns:
-        As ``keep_freed_memory``, which is to follow.
-    """
-    return _mallopt({_M_MMAP_THRESHOLD: _LARGE_BYTES})
-
-
-def keep_freed_memory() -> bool:
-    """Have glibc keep what is freed, up to 1 GiB, for the next tensors, instead of giving it back in every step.
-
-    Otherwise the system clears the pages of activations and gradients anew each time they are touched: a tenth of the
-    step of a small model (docs/LOG.md). Blocks above 32 MiB come from the system as before.
-
-    Returns:
-        Whether it does: not with another C library, and not where the user set glibc's own variables (mallopt(3)).
-    """
-    return _mallopt({_M_TRIM_THRESHOLD: _TRIM_BYTES, _M_MMAP_THRESHOLD: _MOST_BYTES})
-
-
-def _mallopt(values: dict[int, int]) -> bool:
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None or any(name in os.environ for name in _SET_BY_USER):
-        return False
-    return all(mallopt(parameter, value) for parameter, value in values.items())
 
 
 def free_host_bytes() -> int:
@@ -107,5 +70,5 @@ def _of_host() -> int:
         text = _MEMINFO.read_text(encoding="utf-8")
     except OSError:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    found = re.search(r"^MemAvailable:\s*(\d+) kB$", text, re.MULTILINE)
-    return int(found[1]) * 1024 if found else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    line = re.search(r"^MemAvailable:\s*(\d+) kB$", text, re.MULTILINE)
+    return int(line[1]) * 1024 if line else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

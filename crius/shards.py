@@ -27,8 +27,8 @@ def is_persistent(module: nn.Module, name: str) -> bool:
 
 def named_buffers(parts: Sequence[nn.Module], *, persistent: bool) -> list[tuple[str, Tensor]]:
     """The buffers of the stages that this rank holds, by their names in the whole model: the state, or the counters."""
-    found = ((part, name, buffer) for part in parts for name, buffer in part.named_buffers())
-    return [(name, buffer) for part, name, buffer in found if is_persistent(part, name) == persistent]
+    buffers = ((part, name, buffer) for part in parts for name, buffer in part.named_buffers())
+    return [(name, buffer) for part, name, buffer in buffers if is_persistent(part, name) == persistent]
 
 
 def named_state(parts: Sequence[nn.Module]) -> list[tuple[str, Tensor]]:
@@ -50,12 +50,12 @@ def zero(counted: Sequence[Tensor]) -> None:
 @contextmanager
 def uncounted(module: nn.Module) -> Iterator[None]:
     """What passes through ``module`` meanwhile is not counted: it passed before, or is of no step."""
-    held = counters([module])
-    before = [counter.clone() for counter in held]
+    counted = counters([module])
+    before = [counter.clone() for counter in counted]
     try:
         yield
     finally:
-        for counter, old in zip(held, before, strict=True):
+        for counter, old in zip(counted, before, strict=True):
             counter.copy_(old)
 
 
@@ -67,11 +67,6 @@ def local_tensor(tensor: Tensor) -> Tensor:
     detached = tensor.detach()
     local = detached.to_local() if isinstance(detached, DTensor) else detached
     return getattr(local, "_tensor", local)
-
-
-def whole_tensor(tensor: Tensor) -> Tensor:
-    """A DTensor that is the same on every rank, as a plain tensor; a plain tensor as it is."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def laid_out(local: Tensor, like: Tensor) -> Tensor:
@@ -137,14 +132,14 @@ def places(tensor: Tensor) -> list[Place]:
     """The part that each rank of a tensor's mesh has, in the order of the ranks; one for a plain tensor."""
     if not isinstance(tensor, DTensor):
         return [Place(tuple(tensor.shape), (0,) * tensor.dim())]
-    found = {}
+    by_rank = {}
     for rank, coordinate in mesh_ranks(tensor.device_mesh).items():
         with _disable_current_modes():
             shape, offset = _compute_local_shape_and_global_offset(
                 tensor.shape, tensor.device_mesh.shape, list(coordinate), tensor.placements
             )
-        found[rank] = Place(tuple(shape), tuple(offset))
-    return [found[rank] for rank in sorted(found)]
+        by_rank[rank] = Place(tuple(shape), tuple(offset))
+    return [by_rank[rank] for rank in sorted(by_rank)]
 
 
 def mesh_ranks(mesh: DeviceMesh) -> dict[int, tuple[int, ...]]:

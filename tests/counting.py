@@ -6,9 +6,9 @@ import torch
 from torch.nn import functional as F
 
 from crius.models import registry
-from crius.models.buffer import Buffer
 from crius.models.decoder import Block
-from crius.models.llama3.config import Llama3Config
+from crius.models.description import Buffer
+from crius.models.llama3 import Llama3Config
 
 SHIFT = 1e-3
 

@@ -9,8 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import TIED
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import SequenceParallel
 from torch.nn import functional as F
 
 from crius.data.loader import Batch, BatchLoader
@@ -118,27 +116,18 @@ def count_replicas_twice(patch):
 
 
 def leave_norms_unsummed(patch):
-    class UnsummedNorm(SequenceParallel):
-        def _apply(self, module, device_mesh):
-            module = super()._apply(module, device_mesh)
+    def norm(module, x_BTD):
+        return F.rms_norm(x_BTD, module.normalized_shape, module.weight.to_local(), module.eps)
 
-            def forward(x):
-                y = F.rms_norm(x.to_local(), module.normalized_shape, module.weight.to_local(), module.eps)
-                return DTensor.from_local(y, device_mesh, [Shard(1)], run_check=False)
-
-            module.forward = forward
-            return module
-
-    patch.setitem(tensor.STYLES, "sequence", lambda heads, ranks: UnsummedNorm())
+    patch.setitem(tensor.STYLES, "sequence", (tensor.Replicate(), norm))
 
 
 def leave_replicated_heads_unsummed(patch):
     def one_head(linear, x_BTD):
         head, num_heads = linear._head
-        x = x_BTD.to_local(grad_placements=[tensor.Partial()])
-        return F.linear(x, linear.weight.to_local().chunk(num_heads)[head])
+        return F.linear(x_BTD, linear.weight.to_local().chunk(num_heads)[head])
 
-    patch.setattr(tensor, "_one_head", one_head)
+    patch.setattr(tensor, "FEW_HEADS", (tensor.Replicate(), one_head))
 
 
 def keep_key_gradients_to_oneself(patch):

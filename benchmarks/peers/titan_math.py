@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from crius.models.llama3.config import Llama3Config
+from crius.models.llama3 import Llama3Config
 
 CHUNKS = 8
 IGNORED = -100

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from crius.kernels import blocked_attention, choice
+from crius.kernels import choice
+from crius.kernels.cpu import blocked_attention
 
 Mask = Tensor | BlockMask
 """What a query may see: bool ``(B, 1, queries, keys)``, or the blocks of it for flex."""

@@ -110,13 +110,9 @@ def resolve(
 
 
 def _linear(asked: str, device_type: str) -> tuple[Linear, str]:
-    if asked == "torch":
-        return "torch", ""
     missing = _missing_onednn(device_type)
-    if asked == "onednn":
-        if missing:
-            raise _impossible("linear", "onednn", missing, "torch")
-        return "onednn", ""
+    if not _is_auto(asked, "linear", "onednn", missing):
+        return asked, ""  # type: ignore[return-value]
     if missing:
         return "torch", f"auto: {missing}"
     return ("onednn", "auto: AMD CPU with AVX-512") if is_wide_amd_cpu() else ("torch", "auto: no AMD CPU with AVX-512")
@@ -124,13 +120,20 @@ def _linear(asked: str, device_type: str) -> tuple[Linear, str]:
 
 def _pointwise(asked: str, device_type: str) -> tuple[Pointwise, str]:
     missing = "" if device_type == "cpu" else "it is for CPUs"
-    if asked == "torch":
-        return "torch", ""
-    if asked == "fused":
-        if missing:
-            raise _impossible("pointwise", "fused", missing, "torch")
-        return "fused", ""
+    if not _is_auto(asked, "pointwise", "fused", missing):
+        return asked, ""  # type: ignore[return-value]
     return ("torch", f"auto: {missing}") if missing else ("fused", "auto: CPU")
+
+
+def _is_auto(asked: str, field: str, fast: str, missing: str) -> bool:
+    """Whether the process chooses, and not the config.
+
+    Raises:
+        ConfigError: ``fast`` is asked for, which ``missing`` keeps from running.
+    """
+    if asked == fast and missing:
+        raise _impossible(field, fast, missing, "torch")
+    return asked == "auto"
 
 
 def _attention(

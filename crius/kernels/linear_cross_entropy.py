@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from crius.kernels.linear import linear
+from crius.kernels.cpu.linear import linear
 
 IGNORE_INDEX = -100
 """Label of a position that is not scored; PyTorch's default ``ignore_index``."""
@@ -71,9 +71,9 @@ def score_block(
         losses_C = (peak_C - target_C) - log_p_C
     else:
         total_C = peak_C - log_p_C
-        found = gather(torch.stack((total_C, torch.where(is_here_C, target_C, 0.0))))
-        whole_C = found[:, 0].logsumexp(0)
-        losses_C = whole_C - found[:, 1].sum(0)
+        by_rank = gather(torch.stack((total_C, torch.where(is_here_C, target_C, 0.0))))
+        whole_C = by_rank[:, 0].logsumexp(0)
+        losses_C = whole_C - by_rank[:, 1].sum(0)
         p_CV *= (total_C - whole_C).exp_()[:, None]
     if not with_gradient:
         return losses_C, None
@@ -152,8 +152,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, num_tokens, size):
             rows = slice(start, start + size)
             logits_CV = linear(hidden_ND[rows], weight_VD)
-            found, logits_CV = _score(logits_CV, labels_N[rows] - first_row, chunks, with_gradient, gather)
-            losses += found
+            chunk_losses, logits_CV = _score(logits_CV, labels_N[rows] - first_row, chunks, with_gradient, gather)
+            losses += chunk_losses
             counts_C1 = counts_N[rows, None]  # instead of the logits there are the gradients now
             if hidden_gradient is not None:
                 torch.mul(linear(logits_CV, weight_VD.t()), counts_C1, out=hidden_gradient[rows])
@@ -178,12 +178,12 @@ def _score(
 ) -> tuple[list[Tensor], Tensor]:
     """The token losses of each block, and what takes the place of the logits: with gradients these."""
     if len(logits_CV) <= chunks.block_tokens:
-        found, gradient = chunks.score(logits_CV, targets_C, with_gradient, gather)
-        return [found], logits_CV if gradient is None else gradient
+        block_losses, gradient = chunks.score(logits_CV, targets_C, with_gradient, gather)
+        return [block_losses], logits_CV if gradient is None else gradient
     losses = []
     for logits, targets in zip(logits_CV.split(chunks.block_tokens), targets_C.split(chunks.block_tokens), strict=True):
-        found, gradient = chunks.score(logits, targets, with_gradient, gather)
-        losses.append(found)
+        block_losses, gradient = chunks.score(logits, targets, with_gradient, gather)
+        losses.append(block_losses)
         if gradient is not None:
             logits.copy_(gradient)
         del gradient  # before the next is made

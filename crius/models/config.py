@@ -1,12 +1,11 @@
-"""``DecoderConfig``: the sizes that a decoder is built from. Torch-free."""
+"""``DecoderConfig``: the sizes that a decoder is built from, and what its layers then have. Torch-free."""
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
-from crius.models.describe import decoder_layer, feed_forward, gqa
-from crius.models.description import Layer
+from crius.models.description import Attention, FeedForward, Layer, Weight
 from crius.strict_json import load_object
 
 FFN_UNIT = 64
@@ -48,26 +47,77 @@ def parse_rope_scaling(text: str) -> RopeScaling | None:
     return None if text == "none" else rope_scaling_of(load_object(text.encode()))
 
 
-def rope_scaling_of(found: Mapping[str, Any]) -> RopeScaling | None:
+def rope_scaling_of(section: Mapping[str, Any]) -> RopeScaling | None:
     """What ``rope_scaling`` of a config.json says; None: frequencies stay as they are. Other keys are left alone.
 
     Raises:
         ValueError: says what is wrong with it.
     """
-    kind = found.get("rope_type", found.get("type", "default"))
+    kind = section.get("rope_type", section.get("type", "default"))
     if kind == "default":
         return None
     if kind != "llama3":
         raise ValueError(f"rope_type {json.dumps(kind)[:100]} is not built, only llama3 and default are")
     for key in ROPE_SCALING_KEYS:
-        number, kinds = found.get(key), int if key.startswith("original") else int | float
+        number, kinds = section.get(key), int if key.startswith("original") else int | float
         if not isinstance(number, kinds) or isinstance(number, bool) or not 0 < number < 2**63:
-            said = f", not {json.dumps(number)[:100]}" if key in found else ""
+            said = f", not {json.dumps(number)[:100]}" if key in section else ""
             raise ValueError(f"rope_type llama3 needs {key}, a positive {'whole ' * (kinds is int)}number{said}")
-    scaling = RopeScaling(**{name: found[key] for key, name in ROPE_SCALING_KEYS.items()})
+    scaling = RopeScaling(**{name: section[key] for key, name in ROPE_SCALING_KEYS.items()})
     if scaling.factor < 1 or scaling.low_freq_factor >= scaling.high_freq_factor:
         raise ValueError("rope_type llama3 needs a factor of at least 1, and low_freq_factor below high_freq_factor")
     return scaling
+
+
+def gqa(dim: int, num_heads: int, num_kv_heads: int, head_dim: int, *, head_norms: bool = False) -> Attention:
+    """Grouped-query attention (arXiv:2305.13245) as ``crius.models.layers`` has it.
+
+    Args:
+        dim: width of the residual stream.
+        num_heads: query heads.
+        num_kv_heads: key/value heads.
+        head_dim: width of a head.
+        head_norms: queries and keys are normalised, each head alone, before they are rotated.
+    """
+    queries, keys = num_heads * head_dim, num_kv_heads * head_dim
+    norms = (Weight("q_norm.weight", (head_dim,), "norm"), Weight("k_norm.weight", (head_dim,), "norm"))
+    return Attention(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        value_dim=head_dim,
+        rotary_dim=head_dim,
+        weights=(
+            Weight("wq.weight", (queries, dim), "linear"),
+            Weight("wk.weight", (keys, dim), "linear"),
+            Weight("wv.weight", (keys, dim), "linear"),
+            Weight("wo.weight", (dim, queries), "linear", to_residual=True),
+            *(norms if head_norms else ()),
+        ),
+    )
+
+
+def feed_forward(dim: int, width: int, *, gated: bool = True) -> FeedForward:
+    """A dense feed-forward as ``crius.models.layers`` has it; without a gate there is no ``w3``."""
+    gate = (Weight("w3.weight", (width, dim), "linear"),) if gated else ()
+    first = Weight("w1.weight", (width, dim), "linear")
+    return FeedForward(
+        width=width, gated=gated, weights=(first, Weight("w2.weight", (dim, width), "linear", to_residual=True), *gate)
+    )
+
+
+def decoder_layer(dim: int, attention: Attention, feed_forward: FeedForward) -> Layer:
+    """Attention and feed-forward, each behind a norm: the weights of ``crius.models.decoder.Block``, in its order."""
+    return Layer(
+        attention=attention,
+        feed_forward=feed_forward,
+        weights=(
+            Weight("attention_norm.weight", (dim,), "norm"),
+            *(weight.within("attention") for weight in attention.weights),
+            Weight("ffn_norm.weight", (dim,), "norm"),
+            *(weight.within("feed_forward") for weight in feed_forward.weights),
+        ),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,13 +185,13 @@ def resized(config: Config, **sizes: Any) -> Config:
     A head that is ``dim / num_heads`` wide stays so, a feed-forward keeps its ratio to ``dim``, and key/value heads
     keep their ratio to the query heads where it divides them, else there are as many.
     """
-    found = dict(sizes)
+    changed = dict(sizes)
     dim, heads = sizes.get("dim", config.dim), sizes.get("num_heads", config.num_heads)
     if "head_dim" not in sizes and config.head_dim * config.num_heads == config.dim:
-        found["head_dim"] = -1
+        changed["head_dim"] = -1
     if "ffn_dim" not in sizes and dim != config.dim:
-        found["ffn_dim"] = -(-config.ffn_dim * dim // (config.dim * FFN_UNIT)) * FFN_UNIT
+        changed["ffn_dim"] = -(-config.ffn_dim * dim // (config.dim * FFN_UNIT)) * FFN_UNIT
     if "num_kv_heads" not in sizes and heads != config.num_heads:
         group = config.num_heads // config.num_kv_heads
-        found["num_kv_heads"] = heads // group if heads % group == 0 else heads
-    return replace(config, **found)
+        changed["num_kv_heads"] = heads // group if heads % group == 0 else heads
+    return replace(config, **changed)

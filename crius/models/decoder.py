@@ -10,10 +10,10 @@ What parallelism, checkpoints and the planner take for granted, and ``check_deco
   is built as ``Block(config, index)``, sees one device, and takes the number of its heads from the tensors it is given,
   since tensor parallelism leaves it some of them.
 - Parameters are those of the description, by name, shape and order. Linear layers are
-  ``crius.models.layers.linear.Linear``, without a bias; every parameter is in one FSDP unit and, where a plan has
+  ``crius.models.layers.Linear``, without a bias; every parameter is in one FSDP unit and, where a plan has
   tensor-parallel rows, in one of those.
 - ``ties`` names the parameters that are another one. A stage that has only such a module has a copy of the weight, and
-  ``crius.parallel.ties`` keeps the two equal.
+  ``crius.parallel.pipeline`` keeps the two equal.
 - Buffers are those of the description, by name, shape and dtype, each whole on every rank that has its layer. A
   persistent one is state, which no forward changes. One with ``persistent=False`` counts: int64, 0 at the start of each
   step, and a forward adds in place what it sees of its part of the tokens, of which no other rank has the same. What
@@ -37,12 +37,18 @@ from crius.errors import PlanError
 from crius.kernels.attention import Mask
 from crius.models.config import DecoderConfig
 from crius.models.description import ModelDescription
-from crius.models.layers.attention import Attention, DocumentMask
-from crius.models.layers.feed_forward import FeedForward
-from crius.models.layers.linear import Linear
-from crius.models.layers.norm import RMSNorm
-from crius.models.layers.output import Loss, Output
-from crius.models.layers.rope import rotary_cos_sin, rotary_frequencies, stretched_frequencies
+from crius.models.layers import (
+    Attention,
+    DocumentMask,
+    FeedForward,
+    Linear,
+    Loss,
+    Output,
+    RMSNorm,
+    rotary_cos_sin,
+    rotary_frequencies,
+    stretched_frequencies,
+)
 from crius.shards import is_persistent
 
 
@@ -68,7 +74,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The decoder. Building it allocates shapes only; ``crius.models.init`` says how the weights start.
+    """The decoder. Building it allocates shapes only; ``crius.parallel.init`` says how the weights start.
 
     Args:
         config: its sizes.
@@ -145,7 +151,7 @@ def _differences(decoder: nn.Module, model: ModelDescription) -> Iterator[str]:
         name: _told(tuple(buffer.shape), str(buffer.dtype).removeprefix("torch."), is_persistent(decoder, name))
         for name, buffer in decoder.named_buffers()
     }
-    described = {one.name: _told(one.shape, one.dtype, one.persistent) for one in model.buffers}
+    described = {buffer.name: _told(buffer.shape, buffer.dtype, buffer.persistent) for buffer in model.buffers}
     yield from _compared(buffers, described, "buffer", "buffer")
 
 
@@ -166,7 +172,7 @@ def _told(shape: tuple[int, ...], dtype: str, persistent: bool) -> str:
 def _broken_rules(decoder: nn.Module) -> Iterator[str]:
     for name, module in decoder.named_modules():
         if isinstance(module, nn.Linear) and type(module) not in (Linear, Output):
-            yield f"{name} is a {type(module).__name__}, not crius.models.layers.linear.Linear, which kernels replace"
+            yield f"{name} is a {type(module).__name__}, not crius.models.layers.Linear, which kernels replace"
         if isinstance(module, nn.Linear) and module.bias is not None:
             yield f"{name} has a bias, which no kernel and no tensor-parallel style adds"
         if isinstance(module, nn.modules.dropout._DropoutNd):

@@ -10,13 +10,37 @@ from functools import cached_property
 from math import prod
 from typing import Any, Literal, NamedTuple
 
-from crius.models.buffer import Buffer
 from crius.models.plan import ShardingPlan
 
 Kind = Literal["embedding", "norm", "linear", "router", "expert", "output", "bias"]
 
 MATMULS = ("linear", "router", "expert", "output")
 """Kinds of weights that a token is multiplied with."""
+
+
+class Buffer(NamedTuple):
+    """One tensor that no gradient trains: state that a layer's ``after_update`` changes, or a counter of a step.
+
+    Every rank that has the layer has all of it, and it keeps its dtype whatever the weights are trained in.
+
+    Attributes:
+        name: its dotted name, within what lists it.
+        shape: of it.
+        dtype: as torch names it; of a counter ``int64``, whose sums are the same in any order.
+        value: what each of its numbers is at the start.
+        persistent: it is state, in every checkpoint; else a counter, which starts each step at 0.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    value: float = 0.0
+    persistent: bool = True
+
+    @property
+    def numel(self) -> int:
+        """Numbers in it."""
+        return prod(self.shape)
 
 
 class Weight(NamedTuple):
@@ -259,8 +283,8 @@ class ModelDescription:
         return self._with(experts=True)
 
     def _with(self, *, experts: bool) -> tuple[int, Layer | None]:
-        found = [(count, layer) for count, layer in self.layers if bool(layer.feed_forward.num_experts) == experts]
-        return sum(count for count, _ in found), found[0][1] if found else None
+        matching = [(count, layer) for count, layer in self.layers if bool(layer.feed_forward.num_experts) == experts]
+        return sum(count for count, _ in matching), matching[0][1] if matching else None
 
     @cached_property
     def weights(self) -> tuple[Weight, ...]:
@@ -305,7 +329,9 @@ class ModelDescription:
     @cached_property
     def num_active_parameters(self) -> int:
         """Those that compute one token: all but the routed experts that it does not visit."""
-        return self.num_parameters - sum(n * (one.num_parameters - one.num_active_parameters) for n, one in self.layers)
+        return self.num_parameters - sum(
+            n * (layer.num_parameters - layer.num_active_parameters) for n, layer in self.layers
+        )
 
     @cached_property
     def matmul_parameters(self) -> int:
@@ -329,10 +355,10 @@ class ModelDescription:
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
         """``(out_features, in_features)`` of every linear layer by name, in the model's order."""
-        found = {
+        shapes = {
             weight.name.removesuffix(".weight"): weight.shape[-2:] for weight in self.weights if weight.kind == "linear"
         }
-        return found | {"output": (self.vocab_size, self.dim)}  # type: ignore[return-value]
+        return shapes | {"output": (self.vocab_size, self.dim)}  # type: ignore[return-value]
 
     def modules(self, mean_visible_context: float, *, is_cut: bool = False) -> list[ModuleFacts]:
         """The modules between which a pipeline can be cut, in forward order, with parameters and FLOPs.

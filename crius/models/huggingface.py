@@ -74,8 +74,8 @@ def read_model_settings(
     Raises:
         ConfigError: it cannot be read, or is of a model that Crius does not have; all that does not fit together.
     """
-    file, found = _read(path, where)
-    kind = found.get("model_type")
+    file, content = _read(path, where)
+    kind = content.get("model_type")
     name = next((name for name, family in families.items() if family.model_type == kind), "")
     if not name:
         raise ConfigError(
@@ -84,7 +84,7 @@ def read_model_settings(
             fix=f"use a config.json of {' or '.join(family.model_type for family in families.values())}",
         )
     settings: dict[str, Any] = {"name": name, "flavor": "custom"}
-    wrong = [*_differences(found, families[name]), *_take(found, families[name], settings)]
+    wrong = [*_differences(content, families[name]), *_take(content, families[name], settings)]
     if wrong:
         fix = f"give the config.json of another {families[name].model_type}"
         errors = (ConfigError(f"{file}: {what}.", where=where, fix=fix) for what in wrong)
@@ -126,17 +126,17 @@ def _read(path: str, where: str) -> tuple[Path, dict[str, Any]]:
         raise ConfigError(f"{file} is no config.json: {str(error)[:200]}.", where=where, fix=fix) from None
 
 
-def _differences(found: Mapping[str, Any], family: HuggingFace) -> Iterator[str]:
+def _differences(content: Mapping[str, Any], family: HuggingFace) -> Iterator[str]:
     """What of a file our model does not compute."""
-    architectures = found.get("architectures") or [family.architecture]
+    architectures = content.get("architectures") or [family.architecture]
     if architectures != [family.architecture]:
         yield f"architectures is {_shown(architectures)}, and what is built is {_shown([family.architecture])}"
     for key, same in _COMPUTES.items():
-        value = found.get(key)
+        value = content.get(key)
         if value not in same:
             yield f"{key} {_shown(value)} is not built, only {json.dumps(same[0])} is"
-    layers = found.get("layer_types")
-    if layers is not None and layers != ["full_attention"] * _length(found.get("num_hidden_layers")):
+    layers = content.get("layer_types")
+    if layers is not None and layers != ["full_attention"] * _length(content.get("num_hidden_layers")):
         yield f"layer_types {_shown(layers)} is not built, only full_attention in each of the num_hidden_layers is"
 
 
@@ -150,9 +150,9 @@ def _fits(value: object, kind: type) -> bool:
     return isinstance(value, int if kind is int else int | float) and 0 < value <= _LARGEST_NUMBER
 
 
-def _take(found: Mapping[str, Any], family: HuggingFace, settings: dict[str, Any]) -> Iterator[str]:
+def _take(content: Mapping[str, Any], family: HuggingFace, settings: dict[str, Any]) -> Iterator[str]:
     """Put the sizes of a file into ``settings``; yields what is wrong with them."""
-    rope = found.get("rope_scaling") or found.get("rope_parameters") or {}  # in the order of transformers
+    rope = content.get("rope_scaling") or content.get("rope_parameters") or {}  # in the order of transformers
     if not isinstance(rope, dict):
         yield f"rope_scaling {_shown(rope)} is no object"
         rope = {}
@@ -163,14 +163,14 @@ def _take(found: Mapping[str, Any], family: HuggingFace, settings: dict[str, Any
         yield f"partial_rotary_factor {_shown(rope['partial_rotary_factor'])} is not built, only 1 is"
     known = {"rope_theta": rope["rope_theta"]} if rope.get("rope_theta") is not None else {}
     for key, field_name, kind, has_default in _SIZES:
-        value = known.get(key, found.get(key))
+        value = known.get(key, content.get(key))
         if value is None and has_default:
-            if field_name in family.defaults and not (key in found and field_name == "num_kv_heads"):
+            if field_name in family.defaults and not (key in content and field_name == "num_kv_heads"):
                 settings[field_name] = family.defaults[field_name]
             continue
         if not _fits(value, kind):
             right = {int: "a whole number above 0", float: "a number above 0", bool: "true or false"}[kind]
-            yield f"{key} is {_shown(value)}, not {right}" if key in found or key in known else f"it has no {key}"
+            yield f"{key} is {_shown(value)}, not {right}" if key in content or key in known else f"it has no {key}"
             continue
         settings[field_name] = value
     settings.setdefault("num_kv_heads", settings.get("num_heads", -1))

@@ -62,8 +62,8 @@ class ShardingPlan:
         for parameter in parameter_names:
             owners = [unit for unit in units if any(parameter.startswith(f"{name}.") for name in unit)]
             if len(owners) != 1:
-                found = "no FSDP unit" if not owners else f"{len(owners)} FSDP units"
-                yield f"parameter {parameter} is in {found} of the sharding plan"
+                where = "no FSDP unit" if not owners else f"{len(owners)} FSDP units"
+                yield f"parameter {parameter} is in {where} of the sharding plan"
             if self.tensor_parallel and not self.style_of(parameter.rpartition(".")[0]):
                 yield f"no tensor-parallel row of the sharding plan covers {parameter}"
 
@@ -74,10 +74,10 @@ def match(pattern: str, name: str) -> bool:
 
 
 def _matches(pattern: str, names: list[str]) -> list[str]:
-    found = [name for name in names if match(pattern, name)]
-    if not found:
+    matching = [name for name in names if match(pattern, name)]
+    if not matching:
         raise PlanError(f"the sharding plan's row {pattern!r} matches no module of the model.", fix="mend the pattern")
-    return found
+    return matching
 
 
 def decoder_plan(*, tied_embeddings: bool, rows: Mapping[str, str] | None = None) -> ShardingPlan:

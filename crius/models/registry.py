@@ -111,9 +111,9 @@ def find_spec(name: str) -> ModelSpec | None:
     Raises:
         ConfigError: a package has it, and it cannot be used.
     """
-    if name not in SPECS and (found := plugins.load(plugins.MODELS, name, ModelSpec)) is not None:
-        _check(found, f"the model {name}", plugins.MODELS)
-        _register(replace(found, name=name))
+    if name not in SPECS and (spec := plugins.load(plugins.MODELS, name, ModelSpec)) is not None:
+        _check(spec, f"the model {name}", plugins.MODELS)
+        _register(replace(spec, name=name))
     return SPECS.get(name)
 
 

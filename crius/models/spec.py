@@ -60,7 +60,7 @@ class ModelSpec:
 
     def _custom(self, sizes: Mapping[str, Any]) -> DecoderConfig:
         kind = type(next(iter(self.flavors.values())))
-        missing = [one.name for one in fields(kind) if one.default is MISSING and one.name not in sizes]
+        missing = [size.name for size in fields(kind) if size.default is MISSING and size.name not in sizes]
         if missing:
             raise ConfigError(
                 f"flavor {CUSTOM} has no sizes of its own, and {', '.join(missing)} "

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from crius.optim.base import Optimizer
+from crius.optim.state import Optimizer
 from crius.optim.storage import Storage, chunks
 from crius.shards import local_tensor
 
@@ -65,17 +65,17 @@ class CompactAdamW(Optimizer):
         gradient = local_tensor(parameter.grad).reshape(-1)  # type: ignore[arg-type]
         if not state:
             self.start(parameter, group)
-        held = [
+        stored = [
             storage.weight(parameter),
             storage.moment(state, MOMENTS[0], field=1, signed=True),
             storage.moment(state, MOMENTS[1], field=2, signed=False),
         ]
         for part in chunks(gradient.numel()):
             bits = storage.bits(parameter, state["step"], part)
-            values = [one.load(part) for one in held]
+            values = [numbers.load(part) for numbers in stored]
             _adamw(values, gradient[part].float(), state["step"].clone(), group, skip)
-            for one, value in zip(held, values, strict=True):
-                one.save(part, value, bits, skip)
+            for numbers, value in zip(stored, values, strict=True):
+                numbers.save(part, value, bits, skip)
         state["step"] += 1 if skip is None else 1 - skip
 
 

@@ -1,18 +1,20 @@
-"""The optimizer of a run, with its parameter groups."""
+"""The optimizer of a run, and which parameter is updated by which one, at which rate, with which decay."""
 
 import logging
+import math
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from crius.config.training import OptimizerConfig
-from crius.models.plan import ShardingPlan
+from crius.config.param_groups import Kind, group_of, parse_group
+from crius.config.training import LRSchedulerConfig, OptimizerConfig
+from crius.models.plan import ShardingPlan, match
 from crius.optim.adamw import MOMENTS, AdamW, CompactAdamW
-from crius.optim.base import Joint, Optimizer
-from crius.optim.groups import ParameterGroup, parameter_groups
 from crius.optim.muon import Muon
+from crius.optim.state import Joint, Optimizer
 from crius.optim.storage import Storage, nbytes
 from crius.shards import local_tensor
 
@@ -23,6 +25,75 @@ IMPLEMENTATIONS = {
     "foreach": {"fused": False, "foreach": True},
     "for-loop": {"fused": False, "foreach": False},
 }
+
+
+@dataclass
+class ParameterGroup:
+    """Parameters with the same settings.
+
+    Attributes:
+        name: ``decayed``, ``embeddings``, ``1d`` or ``muon``, behind the pattern of ``optimizer.param_groups``, if any.
+        optimizer: that updates them.
+        lr_factor: of the learning rate of the step.
+        weight_decay: decoupled.
+        members: the parameters with their names; of a tied weight a pipeline rank may have two with one name.
+    """
+
+    name: str
+    optimizer: Kind
+    lr_factor: float
+    weight_decay: float
+    members: dict[nn.Parameter, str] = field(default_factory=dict)
+
+    def describe(self) -> str:
+        """Name, counts and settings."""
+        numel = sum(parameter.numel() for parameter in self.members)
+        counts = f"{self.name} {len(self.members)} tensors, {numel:,} parameters"
+        factor = f", lr x {self.lr_factor}" if self.lr_factor != 1 else ""
+        return f"{counts}, weight decay {self.weight_decay}{factor}"
+
+
+def parameter_groups(
+    parameters: Iterable[tuple[str, nn.Parameter]], plan: ShardingPlan, config: OptimizerConfig
+) -> list[ParameterGroup]:
+    """All parameters, each in one group; the groups without a pattern first.
+
+    Raises:
+        ValueError: an entry of ``config.param_groups`` is not of its form; rules say so before anything starts.
+    """
+    specs = [parse_group(text) for text in config.param_groups]
+    order = {"decayed": 0, "muon": 1, "embeddings": 2, "1d": 3}
+    groups: dict[tuple[int, int], ParameterGroup] = {}
+    for name, parameter in parameters:
+        spec = group_of(specs, name)
+        base = decay_class(name, parameter, plan, config)
+        optimizer: Kind = "muon" if config.name == "muon" and is_inner_matrix(name, parameter, plan) else "adamw"
+        decay, factor = config.weight_decay if base == "decayed" else 0.0, 1.0
+        if spec:
+            optimizer, factor = spec.optimizer or optimizer, spec.lr_factor
+            decay = decay if spec.weight_decay is None else spec.weight_decay
+        label = "muon" if optimizer == "muon" and base == "decayed" else base
+        place = (1 + specs.index(spec) if spec else 0, order[label] + len(order) * (optimizer == "muon"))
+        full_name = f"{spec.pattern}/{label}" if spec else label
+        group = groups.setdefault(place, ParameterGroup(full_name, optimizer, factor, decay))
+        group.members[parameter] = name
+    return [groups[place] for place in sorted(groups)]
+
+
+def decay_class(name: str, parameter: nn.Parameter, plan: ShardingPlan, config: OptimizerConfig) -> str:
+    """``embeddings`` and ``1d``, which by default do not decay, or ``decayed``."""
+    if any(match(f"{pattern}.weight", name) for pattern in plan.embeddings) and not config.decay_embeddings:
+        return "embeddings"
+    return "1d" if parameter.dim() < 2 and not config.decay_1d else "decayed"
+
+
+def is_inner_matrix(name: str, parameter: nn.Parameter, plan: ShardingPlan) -> bool:
+    """Whether Muon is for this parameter: a matrix of a repeated block, neither embedding nor output layer."""
+    parts = name.split(".")
+    modules = [".".join(parts[:end]) for end in range(1, len(parts))]
+    is_inside = any(match(plan.block, module) for module in modules)
+    is_excluded = any(match(pattern, module) for pattern in (*plan.embeddings, *plan.sensitive) for module in modules)
+    return parameter.dim() == 2 and is_inside and not is_excluded
 
 
 def build_optimizer(
@@ -103,3 +174,42 @@ def _memory(groups: list[ParameterGroup], storage: Storage, config: OptimizerCon
         f"states {states / 2**30:.3f} GiB per rank ({config.state_dtype}), weights {weights / 2**30:.3f}, "
         f"gradients {weights / 2**30:.3f}{how if is_rounded else ''}"
     )
+
+
+class WarmupStableDecay:
+    """Factor of the peak learning rate at each step: warmup-stable-decay by torchtitan's definition.
+
+    Linear warmup over ``w`` steps, then 1, then a decay over ``d`` steps. ``d`` is ``decay_ratio`` of the run, or
+    everything after the warmup. The decay's first step is still at 1 and its end lies one step after the run, so that
+    no step trains at ``min_lr_factor`` 0: 10 steps with ``w`` 2 give 1/2, 1, 1, 7/8, 6/8, ..., 1/8.
+
+    Args:
+        config: the section.
+        steps: steps of the run, at least 1.
+    """
+
+    def __init__(self, config: LRSchedulerConfig, steps: int) -> None:
+        self._config = config
+        self._warmup = min(config.warmup_steps, steps)
+        if config.warmup_steps > steps:
+            log.info("lr_scheduler: warmup_steps %d clamped to the %d steps of the run", config.warmup_steps, steps)
+        left = steps - self._warmup
+        ratio = config.decay_ratio
+        self._decay = left if ratio is None else min(left, round(steps * ratio))
+        if ratio is not None and round(steps * ratio) > left:
+            log.info("lr_scheduler: decay of %d steps clamped to the %d after warmup", round(steps * ratio), left)
+        self._decay_start = steps - self._decay  # the first step of the decay, which is still at the peak
+
+    def factor(self, step: int) -> float:
+        """Factor at ``step``, counted from 0."""
+        if step < self._warmup:
+            return (step + 1) / self._warmup
+        if step <= self._decay_start:
+            return 1.0
+        progress = (step - self._decay_start) / self._decay
+        shape = {
+            "linear": 1 - progress,
+            "sqrt": 1 - math.sqrt(progress),
+            "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
+        }[self._config.decay_type]
+        return self._config.min_lr_factor + (1 - self._config.min_lr_factor) * shape

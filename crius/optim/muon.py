@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from crius.optim.base import Optimizer
+from crius.optim.state import Optimizer
 from crius.optim.storage import Storage
 from crius.shards import Place, local_tensor, mesh_ranks, places
 
@@ -43,12 +43,12 @@ class Holders:
 
     def _sources(self, matrix: Tensor, owner: int) -> _Parts:
         """Holders whose parts make up the whole, each part once; the owner's own before its copies on others."""
-        found: dict[Place, int] = {}
+        holders: dict[Place, int] = {}
         known = self._places(matrix)
         for holder in (owner, *range(self.size)):
             if math.prod(known[holder].shape):
-                found.setdefault(known[holder], holder)
-        return {holder: place for place, holder in sorted(found.items(), key=lambda item: item[1])}
+                holders.setdefault(known[holder], holder)
+        return {holder: place for place, holder in sorted(holders.items(), key=lambda item: item[1])}
 
     def collect(self, matrices: Sequence[Tensor], parts: Sequence[Tensor]) -> Tensor | None:
         """One whole for each holder: the first gets that of the first matrix, and so on; None where none are left.
@@ -233,8 +233,8 @@ class Muon(Optimizer):
         if not state:
             self.start(matrix, group)
         everything = slice(0, gradient.numel())
-        held = self._storage.moment(state, MOMENT, field=1, signed=True)
-        mean, flat = held.load(everything), gradient.reshape(-1).float()
+        stored = self._storage.moment(state, MOMENT, field=1, signed=True)
+        mean, flat = stored.load(everything), gradient.reshape(-1).float()
         before = mean.clone() if self.found_inf is not None else mean
         mean.lerp_(flat, 1 - group["momentum"])
         update = flat.lerp(mean, group["momentum"]) if group["nesterov"] else mean
@@ -244,7 +244,7 @@ class Muon(Optimizer):
         direction = update.to(device=device, dtype=dtype, copy=True).view(gradient.shape)
         if self.found_inf is not None:
             mean.copy_(torch.where(self.found_inf != 0, before, mean))
-        held.save(everything, mean, self._bits(job), self.found_inf)
+        stored.save(everything, mean, self._bits(job), self.found_inf)
         return direction
 
     def _bits(self, job: _Job) -> Tensor | None:
@@ -255,13 +255,13 @@ class Muon(Optimizer):
         """Decay this rank's shard of a matrix and add its part of the orthogonal matrix."""
         matrix, group, skip = job.matrix, job.group, self.found_inf
         everything = slice(0, direction.numel())
-        held = self._storage.weight(matrix)
-        weight = held.load(everything)
+        stored = self._storage.weight(matrix)
+        weight = stored.load(everything)
         before = weight.clone() if skip is not None else weight
         weight.mul_(1 - group["lr"] * group["weight_decay"])
         update = direction.reshape(-1).to(weight.device).to(weight.dtype)
         weight.add_(update, alpha=-group["lr"] * lr_factor(group["adjust_lr"], matrix.shape))
         if skip is not None:
             weight.copy_(torch.where(skip != 0, before, weight))
-        held.save(everything, weight, self._bits(job), skip)
+        stored.save(everything, weight, self._bits(job), skip)
         self.state[matrix]["step"] += 1 if skip is None else 1 - skip

@@ -8,7 +8,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -98,26 +98,9 @@ MIN_QUANTIZED = 4096
 CHUNK = 1 << 23  # numbers raised at a time, a multiple of BLOCK: about 0.3 GiB of temporaries
 
 
-class Held(Protocol):
-    """Something that is kept of one shard, flat."""
-
-    def load(self, part: slice) -> Tensor:
-        """The numbers of ``part`` in float32; a view where they are kept so."""
-
-    def save(self, part: slice, values: Tensor, bits: Tensor | None, skip: Tensor | None) -> None:
-        """Keep what ``load`` gave and the step changed in place.
-
-        Args:
-            part: the same as for ``load``.
-            values: the numbers; those of a skipped step are unchanged.
-            bits: for stochastic rounding.
-            skip: not 0 where the step is skipped, a scalar.
-        """
-
-
 @dataclass(frozen=True)
 class Plain:
-    """float32 or bfloat16.
+    """What is kept of one shard, flat, in float32 or bfloat16.
 
     Attributes:
         kept: the numbers.
@@ -128,11 +111,18 @@ class Plain:
     field: int
 
     def load(self, part: slice) -> Tensor:
-        """See ``Held``."""
+        """The numbers of ``part`` in float32; a view where they are kept so."""
         return self.kept[part].float()
 
     def save(self, part: slice, values: Tensor, bits: Tensor | None, skip: Tensor | None) -> None:
-        """See ``Held``; numbers of a skipped step are those that were loaded, and come out as they were."""
+        """Keep what ``load`` gave and the step changed in place.
+
+        Args:
+            part: the same as for ``load``.
+            values: the numbers; those of a skipped step are those that were loaded, and come out as they were.
+            bits: for stochastic rounding.
+            skip: not 0 where the step is skipped, a scalar.
+        """
         if self.kept.dtype != torch.float32:
             rounded = values if bits is None else round_to_bfloat16(values, bits, self.field)
             self.kept[part].copy_(rounded)
@@ -140,7 +130,9 @@ class Plain:
 
 @dataclass(frozen=True)
 class EightBit:
-    """Codes into a table of 256 numbers, times a scale for each block; rounded to nearest.
+    """What is kept of one shard, flat, as codes into a table of 256 numbers, times a scale for each block.
+
+    Numbers are rounded to nearest.
 
     Attributes:
         codes: uint8, padded to whole blocks.
@@ -160,18 +152,21 @@ class EightBit:
         return _torchao()(codes, scale, self.table, self.signed)
 
     def load(self, part: slice) -> Tensor:
-        """See ``Held``."""
+        """See ``Plain``."""
         values: Tensor = self._blocks(part).dequantize()
         return values[: part.stop - part.start]
 
     def save(self, part: slice, values: Tensor, bits: Tensor | None, skip: Tensor | None) -> None:
-        """See ``Held``."""
+        """See ``Plain``."""
         blocks = self._blocks(part)
         before = blocks.codes.clone(), blocks.scale.clone()
         blocks.copy_(F.pad(values, (0, -values.numel() % BLOCK)))
         if skip is not None:  # a number that goes through the codes twice may move
             for kept, old in zip((blocks.codes, blocks.scale), before, strict=True):
                 kept.copy_(torch.where(skip.bool(), old, kept))
+
+
+Kept = Plain | EightBit
 
 
 @functools.cache
@@ -239,11 +234,11 @@ class Storage:
             else:
                 state[moment] = torch.zeros_like(parameter, dtype=self._moment_dtype, requires_grad=False)
 
-    def weight(self, parameter: nn.Parameter) -> Held:
+    def weight(self, parameter: nn.Parameter) -> Kept:
         """A parameter's own numbers."""
         return Plain(local_tensor(parameter).view(-1), field=0)
 
-    def moment(self, state: Mapping[str, Tensor], name: str, *, field: int, signed: bool) -> Held:
+    def moment(self, state: Mapping[str, Tensor], name: str, *, field: int, signed: bool) -> Kept:
         """A moment that ``start`` made."""
         kept = state[name]
         if kept.dtype == torch.uint8:

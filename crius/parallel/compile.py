@@ -91,7 +91,7 @@ def prepare_compile(
         os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = str(threads)
     compiler_config.cache_key_tag = f"{os.environ.get('TORCH_COMPILE_CACHE_KEY_TAG', '')}{_kernels_tag()}"
     if for_cpu:
-        from crius.parallel.inductor import suit_cpu  # noqa: PLC0415
+        from crius.kernels.cpu.inductor import suit_cpu  # noqa: PLC0415
 
         suit_cpu()
     dynamo_config.recompile_limit = max(RECOMPILE_LIMIT, dynamo_config.recompile_limit)
@@ -294,7 +294,7 @@ def _keep_private(folder: Path) -> None:
 def _kernels_tag(package: Path = Path(__file__).parents[1]) -> str:
     """A digest of what compiled code knows of our operators and torch's key does not: the shapes that they return, and
     what inductor writes in their place. Code of an older Crius would be called by a newer one and fail."""
-    files = (*sorted((package / "kernels").glob("*.py")), package / "parallel" / "inductor.py")
+    files = sorted((package / "kernels").rglob("*.py"))
     return "crius-" + hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 

@@ -19,7 +19,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from crius.errors import LayoutError, PlanError
 from crius.kernels.attention import Mask, causal_attention, masked_attention
-from crius.models.layers.attention import CausalAttention, DocumentMask
+from crius.models.layers import CausalAttention, DocumentMask
 from crius.parallel.runtime import all_gather, all_to_all
 
 Method = Literal["all_gather", "ulysses"]
@@ -30,25 +30,6 @@ def _chunks(degree: int, method: Method) -> list[tuple[int, ...]]:
     if method == "all_gather" and degree > 1:
         return [(rank, 2 * degree - 1 - rank) for rank in range(degree)]
     return [(rank,) for rank in range(degree)]
-
-
-def token_order(seq_len: int, degree: int, method: Method) -> Tensor:
-    """The tokens of a sequence in the order of the ranks that hold them.
-
-    Args:
-        seq_len: ``T``, a multiple of ``2 * degree`` for ``all_gather``, of ``degree`` for ``ulysses``.
-        degree: ranks that share a sequence.
-        method: how attention sees the whole sequence.
-
-    Returns:
-        int64 ``(T,)``, a permutation: rank ``r`` holds entries ``[r * T / degree, (r + 1) * T / degree)``.
-
-    Raises:
-        LayoutError: the sequence does not split evenly.
-    """
-    order = [chunk for held in _chunks(degree, method) for chunk in held]
-    parts = _split(torch.arange(seq_len), len(order), dim=0)
-    return torch.cat([parts[chunk] for chunk in order])
 
 
 class ContextShard:
@@ -66,9 +47,9 @@ class ContextShard:
     def __init__(self, cp_mesh: DeviceMesh | None, method: Method) -> None:
         self._mesh = cp_mesh
         self.degree = cp_mesh.size() if cp_mesh else 1
-        held = _chunks(self.degree, method)
-        self.chunks = held[cp_mesh.get_local_rank() if cp_mesh else 0]
-        self._order = [chunk for chunks in held for chunk in chunks]
+        chunks_of_ranks = _chunks(self.degree, method)
+        self.chunks = chunks_of_ranks[cp_mesh.get_local_rank() if cp_mesh else 0]
+        self._order = [chunk for chunks in chunks_of_ranks for chunk in chunks]
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -114,13 +95,17 @@ def _split(tensor: Tensor, num_parts: int, dim: int) -> tuple[Tensor, ...]:
     return tensor.chunk(num_parts, dim=dim)
 
 
-class GatheredAttention(CausalAttention):
-    """Causal attention of this rank's queries over the gathered keys and values."""
+class _OfShard(nn.Module):
+    """What takes the place of a module that looks past a rank's own tokens."""
 
     def __init__(self, shard: ContextShard) -> None:
         super().__init__()
         self._shard = shard
         self._has_flash = _flash_on_gpu()
+
+
+class GatheredAttention(_OfShard, CausalAttention):
+    """Causal attention of this rank's queries over the gathered keys and values."""
 
     def forward(self, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, mask: Mask | None) -> Tensor:
         """``(B, L, N, H)``, tokens in this rank's order.
@@ -178,13 +163,8 @@ def _flash_on_gpu() -> bool:
     return torch.cuda.get_device_capability() >= (8, 0)
 
 
-class HeadsAttention(CausalAttention):
+class HeadsAttention(_OfShard, CausalAttention):
     """Causal attention of all tokens over this rank's share of the heads."""
-
-    def __init__(self, shard: ContextShard) -> None:
-        super().__init__()
-        self._shard = shard
-        self._has_flash = _flash_on_gpu()
 
     def forward(self, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, mask: Mask | None) -> Tensor:
         """``(B, L, N, H)``, tokens in natural order on every rank.
@@ -229,12 +209,8 @@ class HeadsAttention(CausalAttention):
         return exchanged.movedim(0, 2).flatten(2, 3)
 
 
-class GatheredDocumentMask(DocumentMask):
+class GatheredDocumentMask(_OfShard, DocumentMask):
     """The mask of this rank's queries over the keys of the whole sequence."""
-
-    def __init__(self, shard: ContextShard) -> None:
-        super().__init__()
-        self._shard = shard
 
     def forward(self, positions_BL: Tensor) -> Tensor:
         """Bool ``(B, 1, L, T)``: queries in this rank's order, keys in natural order."""
@@ -245,19 +221,15 @@ class GatheredDocumentMask(DocumentMask):
         return (same & earlier)[:, None]
 
 
-class WholeDocumentMask(DocumentMask):
+class WholeDocumentMask(_OfShard, DocumentMask):
     """The mask of the whole sequence, the same on all its ranks."""
-
-    def __init__(self, shard: ContextShard) -> None:
-        super().__init__()
-        self._shard = shard
 
     def forward(self, positions_BL: Tensor) -> Mask:
         """Bool ``(B, 1, T, T)``, queries before keys."""
         return super().forward(self._shard.gather(positions_BL))
 
 
-def apply_context_parallel(model: nn.Module, cp_mesh: DeviceMesh | None, method: Method) -> list[str]:
+def apply_context_parallel(model: nn.Module, cp_mesh: DeviceMesh, method: Method) -> list[str]:
     """Replace attention and document mask of ``model`` by those that see the whole sequence; returns what to log.
 
     Comes after tensor parallelism and before activation checkpointing. The model is then called with this rank's tokens
@@ -266,14 +238,12 @@ def apply_context_parallel(model: nn.Module, cp_mesh: DeviceMesh | None, method:
 
     Args:
         model: the whole model, or one pipeline stage of it.
-        cp_mesh: the ranks that share a sequence, one axis; None: nothing is replaced.
+        cp_mesh: the ranks that share a sequence, one axis.
         method: how attention sees the whole sequence.
 
     Raises:
         PlanError: the model has no ``CausalAttention``. A pipeline stage that is left without blocks may have none.
     """
-    if cp_mesh is None:
-        return []
     shard = ContextShard(cp_mesh, method)
     attention = GatheredAttention if method == "all_gather" else HeadsAttention
     document_mask = GatheredDocumentMask if method == "all_gather" else WholeDocumentMask
@@ -283,7 +253,7 @@ def apply_context_parallel(model: nn.Module, cp_mesh: DeviceMesh | None, method:
     if not num_attentions and not emptied:
         raise PlanError(
             f"context parallelism found no CausalAttention in {type(model).__name__}.",
-            why="it takes the place of crius.models.layers.attention.CausalAttention, by type",
+            why="it takes the place of crius.models.layers.CausalAttention, by type",
             fix="build the model's attention on it, or --parallelism.context_parallel_degree 1",
         )
     how = {

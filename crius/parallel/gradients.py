@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from crius.config.layout import Layout
-from crius.kernels.squared_norm import squared_norms
+from crius.kernels.cpu.pointwise import squared_norms
 from crius.parallel.runtime import World
 from crius.shards import local_tensor, num_shards
 

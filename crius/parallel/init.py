@@ -8,16 +8,64 @@ only the blocks that its shard touches. Any layout then starts from the same bit
 import hashlib
 import itertools
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from crius.errors import PlanError
-from crius.models.init import Constant, Init
+from crius.models.description import ModelDescription, Weight
 from crius.models.plan import match
 from crius.shards import local_shard, named_parameters
 
 BLOCK_NUMEL = 1 << 16  # elements drawn with one seed; seeding costs 10 us, a shard draws at most one block too many
+
+
+@dataclass(frozen=True)
+class Constant:
+    """Every element is ``value``."""
+
+    value: float
+
+
+@dataclass(frozen=True)
+class Normal:
+    """Elements drawn from N(0, std^2) and clamped to ``limit`` standard deviations (Llama 3 code: 3)."""
+
+    std: float
+    limit: float = 3.0
+
+
+Init = Constant | Normal
+
+
+def init_rules(model: ModelDescription) -> list[tuple[str, Init]]:
+    """Name patterns and how those parameters and buffers start; the first that fits counts.
+
+    Matrices start at std 0.02, those that write to the residual stream smaller by ``sqrt(2 * num_layers)``
+    (GPT-2, section 2.3), the output layer and an embedding that is tied to it by ``D ** -0.5``.
+    """
+    ends = Normal(model.dim**-0.5)
+    residual = Normal(0.02 / (2 * model.num_layers) ** 0.5)
+
+    def rule(weight: Weight) -> Init:
+        if weight.kind in ("norm", "bias"):
+            return Constant(1.0 if weight.kind == "norm" else 0.0)
+        return residual if weight.to_residual else Normal(0.02)
+
+    layers = {f"layers.*.{weight.name}": rule(weight) for _, layer in model.layers for weight in layer.weights}
+    buffers = {
+        f"layers.*.{buffer.name}": Constant(buffer.value) for _, layer in model.layers for buffer in layer.buffers
+    }
+    return [
+        ("tok_embeddings.weight", ends if model.tied_embeddings else Normal(1.0)),
+        ("output.weight", ends),
+        *layers.items(),
+        *buffers.items(),
+        ("norm.weight", Constant(1.0)),
+    ]
 
 
 def init_parameters(model: nn.Module, rules: list[tuple[str, Init]], seed: int) -> None:
@@ -63,3 +111,34 @@ def draw_rows(name: str, shape: torch.Size, first: int, last: int, seed: int, li
         low, high = max(start, first), min(stop, last)
         out[low - first : high - first] = rows[low - start : high - start]
     return out
+
+
+@contextmanager
+def keeping_ties(model: nn.Module) -> Iterator[None]:
+    """Parameters of ``model`` that are one tensor before are one tensor, the first of them, after.
+
+    torch's functions over a model's parameters replace them one by one.
+    """
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    yield
+    for first, *others in names.values():
+        for name in others:
+            owner, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(owner), attribute, model.get_parameter(first))
+
+
+def allocate(model: nn.Module, device: torch.device | str, *, buffers: torch.device | str | None = None) -> None:
+    """Memory for the parameters and buffers of a meta-device model, in place, whatever is in it.
+
+    Args:
+        model: has its shapes.
+        device: of the parameters.
+        buffers: device of the buffers, where that is another.
+    """
+    with keeping_ties(model):
+        model.to_empty(device=device)
+    for name, buffer in list(model.named_buffers()):
+        owner, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(owner), attribute, buffer.to(buffers or device))

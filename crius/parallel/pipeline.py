@@ -5,7 +5,7 @@ B batch, T tokens of this rank's part of a sequence
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,8 +25,7 @@ from crius.config.parallelism import ParallelismConfig
 from crius.config.pipeline import placement
 from crius.parallel.fsdp import fsdp_modules
 from crius.parallel.stages import TORCH_SCHEDULES, order_of
-from crius.parallel.ties import TiedStages
-from crius.shards import counters, uncounted, zero
+from crius.shards import counters, local_tensor, uncounted, zero
 
 _HIDDEN_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -43,6 +42,57 @@ class _Stage(PipelineStage):
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]
+
+
+class TiedStages:
+    """The two copies of each tied weight of a pipeline: on the first stage and on the last.
+
+    The stages are gathered and reduced apart. So the rank at the other end of the pipeline has the same shard of the
+    copy as this one, and after the schedule the gradient of its own use of it. Both add the two; what follows is alike
+    on both, and the copies stay equal to the last bit.
+
+    Args:
+        parts: the stages of this rank by their places.
+        ranks: the stages of each rank of the pipeline.
+        group: those ranks.
+        device: where what is sent has to be.
+    """
+
+    def __init__(
+        self,
+        parts: Mapping[int, nn.Module],
+        ranks: Sequence[Sequence[int]],
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        ends = (0, max(map(max, ranks)))
+        self._pairs = [
+            [parts[end].get_parameter(name) for end, name in zip(ends, (first, last), strict=True) if end in parts]
+            for last, first in getattr(next(iter(parts.values())), "ties", {}).items()
+        ]
+        holders = [next(rank for rank, stages in enumerate(ranks) if end in stages) for end in ends]
+        self._peer = dist.get_global_rank(group, holders[1] if 0 in parts else holders[0])
+        self._group, self._device = group, device
+
+    @torch.no_grad()
+    def sum_gradients(self) -> None:
+        """Each copy's gradient becomes the sum of both. The ranks with either end call this, others may."""
+        for pair in self._pairs:
+            gradients = [local_tensor(parameter.grad) for parameter in pair if parameter.grad is not None]
+            assert len(gradients) == len(pair), "a copy of a tied weight has no gradient"
+            if len(gradients) == 2:  # this rank has both ends
+                gradients[1].copy_(gradients[0].add_(gradients[1]))
+            elif gradients and gradients[0].numel():
+                gradients[0].add_(self._exchanged(gradients[0]))  # a + b and b + a have the same bits
+
+    def _exchanged(self, gradient: Tensor) -> Tensor:
+        """The other end's gradient for this rank's."""
+        mine = gradient.to(self._device).contiguous()  # from the host, under CPU offload
+        theirs = torch.empty_like(mine)
+        ways = ((dist.isend, mine), (dist.irecv, theirs))
+        for work in dist.batch_isend_irecv([dist.P2POp(way, sent, self._peer, self._group) for way, sent in ways]):
+            work.wait()
+        return theirs.to(gradient.device)
 
 
 class Pipeline:
@@ -153,7 +203,7 @@ class Pipeline:
                     elif stage + 1 in self._parts:
                         inputs[following] = output
                     else:
-                        peer = next(other for other, held in enumerate(self._ranks) if stage + 1 in held)
+                        peer = next(other for other, stages in enumerate(self._ranks) if stage + 1 in stages)
                         exchanges.append(self._exchange(dist.isend, output.contiguous(), peer))
                 elif stage + 1 in self._parts:
                     inputs[following] = torch.empty(hidden, dtype=dtype, device=self._device)
@@ -188,13 +238,14 @@ class Pipeline:
     def _hidden_like(self, tokens_BT: Tensor, positions_BT: Tensor) -> tuple[torch.Size, torch.dtype]:
         """Shape and dtype of the hidden state between stages, found by the first stage, once for each input shape."""
         if tokens_BT.shape not in self._hidden:
-            found = torch.zeros(4, dtype=torch.int64, device=self._device)  # numbers: objects would travel as pickles
+            # numbers: objects would travel as pickles
+            dtype_and_shape = torch.zeros(4, dtype=torch.int64, device=self._device)
             if 0 in self._parts:
                 output = self._parts[0](tokens_BT, positions_BT=positions_BT)
-                found = torch.tensor([_HIDDEN_DTYPES.index(output.dtype), *output.shape], device=self._device)
-            first = next(rank for rank, held in enumerate(self._ranks) if 0 in held)
-            dist.broadcast(found, src=dist.get_global_rank(self._group, first), group=self._group)
-            dtype, *shape = found.tolist()
+                dtype_and_shape = torch.tensor([_HIDDEN_DTYPES.index(output.dtype), *output.shape], device=self._device)
+            first = next(rank for rank, stages in enumerate(self._ranks) if 0 in stages)
+            dist.broadcast(dtype_and_shape, src=dist.get_global_rank(self._group, first), group=self._group)
+            dtype, *shape = dtype_and_shape.tolist()
             self._hidden[tokens_BT.shape] = torch.Size(shape), _HIDDEN_DTYPES[dtype]
         return self._hidden[tokens_BT.shape]
 
@@ -218,8 +269,8 @@ def forward_steps(ranks: tuple[tuple[int, ...], ...], num_microbatches: int) -> 
     steps = []
     while ready:
         actions: list[tuple[int, int] | None] = []
-        for held in ranks:
-            own = [action for action in ready if action[0] in held]
+        for stages in ranks:
+            own = [action for action in ready if action[0] in stages]
             actions.append(min(own, key=lambda action: (-action[0], action[1])) if own else None)
         for action in filter(None, actions):
             ready.remove(action)

@@ -125,7 +125,7 @@ def tree_sum(parts: Tensor) -> Tensor:
     return parts[0]
 
 
-class TreeReduceScatter(ReduceScatter):
+class TreeReduceScatter(PlainReduceScatter):
     """What ``FSDPModule.set_custom_reduce_scatter`` takes: the parts are exchanged, and added by the rank they are for.
 
     Args:
@@ -134,10 +134,6 @@ class TreeReduceScatter(ReduceScatter):
 
     def __init__(self, innermost: int = 1) -> None:
         self._innermost = innermost
-
-    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A buffer of FSDP's."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False

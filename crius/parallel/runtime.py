@@ -20,8 +20,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from crius.errors import EnvironmentError
 
-# torch 2.13 deprecates all_gather_tensor_autograd for a name that 2.11 does not have
+# torch 2.13 deprecates these for names that 2.11 does not have
 _all_gather = getattr(functional, "all_gather_single_autograd", None) or functional.all_gather_tensor_autograd
+_reduce_scatter = (
+    getattr(functional, "reduce_scatter_single_autograd", None) or functional.reduce_scatter_tensor_autograd
+)
 
 
 def all_gather(x: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -31,6 +34,15 @@ def all_gather(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """
     gathered: Tensor = _all_gather(x.contiguous(), 0, mesh)
     return gathered
+
+
+def reduce_scatter(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The sum over the ranks of ``mesh``, one axis; each gets its part of dim 0, in the order of the ranks.
+
+    The gradients of the parts are gathered.
+    """
+    scattered: Tensor = _reduce_scatter(x.contiguous(), "sum", 0, mesh)
+    return scattered
 
 
 def all_to_all(x: Tensor, mesh: DeviceMesh) -> Tensor:

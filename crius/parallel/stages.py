@@ -76,10 +76,10 @@ def _single(schedule: str, rank: int, degree: int, num_microbatches: int) -> lis
     """One stage a rank: as many forwards ahead as there are stages behind, or all of them."""
     ahead = num_microbatches if schedule == "gpipe" else min(num_microbatches, degree - rank)
     forwards = [Action(rank, "F", microbatch) for microbatch in range(num_microbatches)]
-    found = forwards[:ahead]
+    order = forwards[:ahead]
     for microbatch in range(num_microbatches):
-        found += [Action(rank, "B", microbatch), *forwards[ahead + microbatch : ahead + microbatch + 1]]
-    return found
+        order += [Action(rank, "B", microbatch), *forwards[ahead + microbatch : ahead + microbatch + 1]]
+    return order
 
 
 def _flat(cell: Any) -> list[Action]:

@@ -1,254 +1,162 @@
 """Tensor parallelism: the styles that rows of a ``ShardingPlan`` name. The one place that knows DTensor's classes.
 
-Between blocks activations are plain tensors of this rank's part of the sequence, ``(B, T / tp, D)``. Inside attention
-and feed-forward the sequence is whole and heads or hidden dims are split; the logits are split over the vocabulary.
+Weights are DTensors. Activations are plain tensors of a rank, whatever the precision: between blocks its part of the
+sequence, ``(B, T / tp, D)``; inside attention and feed-forward the whole sequence, for some heads or hidden dims. Only
+the logits, split over the vocabulary, are a DTensor, from which PyTorch computes the loss.
+
+Async: collectives are cut into pieces that hide behind the pieces of a matmul. Inductor's micro-pipeline pass replaces
+an all-gather with the matmuls that read it, and a matmul with the reduce-scatter that reads it, by one op on symmetric
+memory each. It skips what does not match in silence, so that what it did is counted.
 """
 
+import re
+import warnings
 from collections.abc import Callable
-from functools import partial
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
 import torch
+import torch._inductor.config as inductor_config
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch._inductor.codecache import PyCodeCache
+from torch.distributed import _symmetric_memory as symmetric_memory
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.nn import functional as F
 
 from crius.errors import PlanError
-from crius.kernels.rms_norm import rms_norm
-from crius.models.layers.linear import LowPrecisionLinear
-from crius.models.layers.norm import RMSNorm
-from crius.models.layers.output import Output
+from crius.kernels.cpu.pointwise import rms_norm, rms_norm_reference
+from crius.models.layers import Linear, Loss, Output, RMSNorm
 from crius.models.plan import ShardingPlan
-from crius.parallel.runtime import all_gather
-from crius.parallel.ties import keeping_ties
+from crius.parallel.init import keeping_ties
+from crius.parallel.runtime import all_gather, reduce_scatter
+
+_FUSED = re.compile(r"torch\.ops\.symm_mem\.fused_\w+\.default\(")
+_PLAIN = re.compile(r"torch\.ops\._c10d_functional\.(?:all_gather|reduce_scatter)_\w+\.default\(")
+
+# Forwards are methods, not partial functions: torch.compile shares one graph among blocks whose attributes are alike.
 
 
-class VocabParallel(ParallelStyle):
-    """An embedding whose rows are split; the partial lookups are summed and scattered over the sequence.
-
-    Not RowwiseParallel: DTensor's gradient of a lookup is a partial sum of the whole weight on every rank, 7.8 GiB of
-    float32 for Llama 405B; a rank's own rows are all that it can contribute to.
-    """
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        assert isinstance(module, nn.Embedding)
-        module.weight = nn.Parameter(distribute_tensor(module.weight, device_mesh, [Shard(0)], src_data_rank=None))
-        most_rows = -(-module.weight.shape[0] // device_mesh.size())
-        module.forward = partial(_lookup, module, device_mesh, most_rows * device_mesh.get_local_rank())  # type: ignore[method-assign]
-        return module
-
-
-def _lookup(embedding: nn.Embedding, mesh: DeviceMesh, first_row: int, tokens_BT: Tensor) -> Tensor:
-    """``(B, T / ranks, D)``: this rank's part of the sequence, summed over the rows of all ranks."""
-    weight = embedding.weight
+def _weight(module: nn.Module) -> DTensor:
+    weight = module.weight
     assert isinstance(weight, DTensor)
+    return weight
+
+
+def _replica(module: nn.Module) -> Tensor:
+    """A weight that every rank has whole, of whose gradient each rank has a summand. It counts as replicated: its
+    gradients are summed over the ranks, once, and norms and checkpoints see it once.
+    """
+    return _weight(module).to_local(grad_placements=[Partial()])
+
+
+def _first_row(weight: DTensor) -> int:
+    """The row of the whole weight with which this rank's rows begin."""
+    return -(-weight.shape[0] // weight.device_mesh.size()) * weight.device_mesh.get_local_rank()
+
+
+def _gather_sequence(x_BTD: Tensor, mesh: DeviceMesh) -> Tensor:
+    """``(B, T / ranks, D)`` to ``(B, T, D)``; the gradients of the ranks are summed, each gets its part."""
+    return torch.cat(all_gather(x_BTD, mesh).chunk(mesh.size()), dim=1)
+
+
+def _scatter_sequence(summand_BTD: Tensor, mesh: DeviceMesh) -> Tensor:
+    """``(B, T, D)`` to ``(B, T / ranks, D)``, summed over the ranks."""
+    return reduce_scatter(torch.cat(summand_BTD.chunk(mesh.size(), dim=1)), mesh)
+
+
+def _lookup(embedding: nn.Embedding, tokens_BT: Tensor) -> Tensor:
+    """``(B, T / ranks, D)``: lookups in this rank's rows, summed over the rows of all ranks.
+
+    By hand: DTensor's gradient of a lookup is a partial sum of the whole weight on every rank, 7.8 GiB of float32 for
+    Llama 405B; a rank's own rows are all that it can contribute to.
+    """
+    weight = _weight(embedding)
     rows_VD = weight.to_local()
-    places_BT = tokens_BT - first_row
+    places_BT = tokens_BT - _first_row(weight)
     is_here_BT = (places_BT >= 0) & (places_BT < rows_VD.shape[0])
     found_BTD = F.embedding(places_BT * is_here_BT, rows_VD) * is_here_BT[..., None]
-    split = DTensor.from_local(found_BTD, mesh, [Partial()], run_check=False).redistribute(placements=[Shard(1)])
-    return split.to_local().clone()  # FSDP warns of a module that returns a view
+    # a copy is a plain tensor, as compiled blocks take it, where the result of a collective may be one to wait for
+    return _scatter_sequence(found_BTD, weight.device_mesh).clone()
 
 
-class GatherSequence(ParallelStyle):
-    """The module's first input, split over the sequence, is gathered once for all linears in the module.
-
-    Args:
-        rounding: one of the linears that read it, if all round it alike; then it is gathered as they multiply it.
-    """
-
-    def __init__(self, rounding: LowPrecisionLinear | None = None) -> None:
-        self._rounding = rounding
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def gather(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-            return (inputs[0].redistribute(placements=[Replicate()], async_op=True), *inputs[1:])
-
-        if self._rounding is None:
-            module.register_forward_pre_hook(gather)
-        else:  # in a tuple, or the linear would be a part of the module twice
-            module._gather = (self._rounding, str(device_mesh.get_group().group_name), device_mesh.size())  # type: ignore[assignment]
-            module.register_forward_pre_hook(_gather_rounded)
-        return module
+def _columns(linear: Linear, x_BTD: Tensor) -> Tensor:
+    """``(B, T, out / ranks)`` of a whole sequence."""
+    return linear.multiply(x_BTD, _weight(linear).to_local())
 
 
-def _gather_rounded(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    linear, group_name, num_ranks = module._gather  # type: ignore[misc]
-    return (linear.gather_rounded(inputs[0].to_local(), group_name, num_ranks), *inputs[1:])
-
-
-class ReplicatedHeads(ParallelStyle):
-    """A linear of fewer heads than ranks: each rank holds all rows and computes those of the one head it needs.
-
-    The weight counts as replicated: its gradients are summed over the ranks, once, and norms and checkpoints see it
-    once.
-
-    Args:
-        num_heads: heads that the rows of the weight make up; divides the number of ranks.
-    """
-
-    def __init__(self, num_heads: int) -> None:
-        self._num_heads = num_heads
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        assert isinstance(module, nn.Linear)
-        module.weight = nn.Parameter(distribute_tensor(module.weight, device_mesh, [Replicate()], src_data_rank=None))
-        head = device_mesh.get_local_rank() * self._num_heads // device_mesh.size()
-        module._head = (head, self._num_heads)  # type: ignore[assignment]
-        module.forward = MethodType(_one_head, module)  # type: ignore[method-assign]
-        return module
-
-
-def _whole(x_BTD: Tensor) -> Tensor:
-    """An input that every rank has whole, of whose gradient each rank has a summand; a DTensor unless it is rounded."""
-    return x_BTD.to_local(grad_placements=[Partial()]) if isinstance(x_BTD, DTensor) else x_BTD
-
-
-# methods, not partial functions: torch.compile shares one graph among blocks whose attributes are alike
-
-
-def _one_head(linear: nn.Linear, x_BTD: Tensor) -> Tensor:
-    """``(B, T, head dim)`` of one head."""
+def _one_head(linear: Linear, x_BTD: Tensor) -> Tensor:
+    """``(B, T, head dim)`` of the one head that this rank needs, where there are fewer heads than ranks."""
     head, num_heads = linear._head  # type: ignore[misc]
-    x = _whole(x_BTD)
-    weight = linear.weight
-    assert isinstance(weight, DTensor)
-    rows = weight.to_local(grad_placements=[Partial()]).chunk(num_heads)[head]
-    return linear.multiply(x, rows) if isinstance(linear, LowPrecisionLinear) else F.linear(x, rows)
+    return linear.multiply(x_BTD, _replica(linear).chunk(num_heads)[head])
 
 
-class LocalColumns(ParallelStyle):
-    """ColwiseParallel for a low-precision linear, which multiplies plain tensors.
-
-    Args:
-        keeps_split: the output stays a DTensor, split over its last dim, for the loss.
-    """
-
-    def __init__(self, *, keeps_split: bool = False) -> None:
-        self._keeps_split = keeps_split
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        assert isinstance(module, LowPrecisionLinear)
-        module.weight = nn.Parameter(distribute_tensor(module.weight, device_mesh, [Shard(0)], src_data_rank=None))
-        module._keeps_split = self._keeps_split  # type: ignore[assignment]
-        module.forward = MethodType(_columns, module)  # type: ignore[method-assign]
-        return module
-
-
-def _columns(linear: LowPrecisionLinear, x_BTD: Tensor) -> Tensor:
-    """``(B, T, out / ranks)`` of an input that is whole or split over the sequence."""
-    weight = linear.weight
-    assert isinstance(weight, DTensor)
-    # not where it is whole: the way back would sum here what is scattered later
-    if isinstance(x_BTD, DTensor) and not x_BTD.placements[0].is_replicate():
-        x_BTD = x_BTD.redistribute(placements=[Replicate()])
-    y = linear.multiply(_whole(x_BTD), weight.to_local())
-    if not linear._keeps_split:
-        return y
-    shape = torch.Size((*x_BTD.shape[:-1], weight.shape[0]))  # told, since the last ranks' parts may be smaller
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(y, weight.device_mesh, [Shard(-1)], run_check=False, shape=shape, stride=stride)
-
-
-class LocalRows(ParallelStyle):
-    """RowwiseParallel for a low-precision linear, which multiplies plain tensors; its output's sequence is split."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        assert isinstance(module, LowPrecisionLinear)
-        module.weight = nn.Parameter(distribute_tensor(module.weight, device_mesh, [Shard(1)], src_data_rank=None))
-        module.forward = MethodType(_rows, module)  # type: ignore[method-assign]
-        return module
-
-
-def _rows(linear: LowPrecisionLinear, x_BTD: Tensor) -> Tensor:
+def _rows(linear: Linear, x_BTD: Tensor) -> Tensor:
     """``(B, T / ranks, out)`` of an input that is split over its last dim."""
-    weight = linear.weight
-    assert isinstance(weight, DTensor)
-    summands = DTensor.from_local(
-        linear.multiply(x_BTD, weight.to_local()), weight.device_mesh, [Partial()], run_check=False
-    )
-    return summands.redistribute(placements=[Shard(1)], async_op=True).to_local()
-
-
-class SplitVocabulary(ParallelStyle):
-    """An output layer whose rows are split, for a sequence that is split: logits are split over the vocabulary.
-
-    What borrows the weight gets this rank's rows.
-    """
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        assert isinstance(module, Output)
-        module.weight = nn.Parameter(distribute_tensor(module.weight, device_mesh, [Shard(0)], src_data_rank=None))
-        module.forward = MethodType(_vocabulary, module)  # type: ignore[method-assign]
-        return module
+    weight = _weight(linear)
+    return _scatter_sequence(linear.multiply(x_BTD, weight.to_local()), weight.device_mesh)
 
 
 def _vocabulary(output: Output, x_BTD: Tensor, use: Callable[..., Tensor] | None = None) -> Tensor:
     """``(B, T, V)`` as a DTensor, or what ``use`` makes of the whole sequence and this rank's rows."""
-    weight = output.weight
-    assert isinstance(weight, DTensor) and isinstance(x_BTD, DTensor)
-    mesh = weight.device_mesh
-    whole = x_BTD.redistribute(placements=[Replicate()], async_op=True)
-    if use is None:
-        return F.linear(whole, weight)
-    most_rows = -(-weight.shape[0] // mesh.size())
+    weight = _weight(output)
+    mesh, rows_VD = weight.device_mesh, weight.to_local()
+    whole_BTD = _gather_sequence(x_BTD, mesh)
+    if use is not None:
 
-    def gather(numbers: Tensor) -> Tensor:
-        return all_gather(numbers[None], mesh)
+        def gather(numbers: Tensor) -> Tensor:
+            return all_gather(numbers[None], mesh)
 
-    return use(_whole(whole), weight.to_local(), first_row=most_rows * mesh.get_local_rank(), gather=gather)
-
-
-class HeadNorm(ParallelStyle):
-    """A norm of each head: every rank has its weight and norms the heads that it computes.
-
-    The weight counts as replicated, and its gradients are summed over the ranks.
-    """
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        assert isinstance(module, RMSNorm)
-        module.weight = nn.Parameter(distribute_tensor(module.weight, device_mesh, [Replicate()], src_data_rank=None))
-        module.forward = MethodType(_head_norm, module)  # type: ignore[method-assign]
-        return module
+        return use(whole_BTD, rows_VD, first_row=_first_row(weight), gather=gather)
+    shape = torch.Size((*whole_BTD.shape[:-1], weight.shape[0]))  # told, since the last ranks' parts may be smaller
+    stride = torch.empty(shape, device="meta").stride()
+    logits = output.multiply(whole_BTD, rows_VD)
+    return DTensor.from_local(logits, mesh, [Shard(-1)], run_check=False, shape=shape, stride=stride)
 
 
 def _head_norm(norm: RMSNorm, x_BTNH: Tensor) -> Tensor:
-    weight = norm.weight
-    assert isinstance(weight, DTensor)
-    return rms_norm(x_BTNH, weight.to_local(grad_placements=[Partial()]), norm.eps)
+    """The heads that this rank computes, each normalised."""
+    return rms_norm(x_BTNH, _replica(norm), norm.eps)
 
 
-StyleOf = Callable[[int, int], ParallelStyle]  # of the number of key/value heads and of ranks
+def _sequence_norm(norm: RMSNorm, x_BTD: Tensor) -> Tensor:
+    """This rank's part of the sequence, normalised; not by the fused kernel, whose last bits differ.
+
+    The view has the norm's own gradients of its input summed before that of the residual is added: the order of a sum
+    is part of its bits.
+    """
+    return rms_norm_reference(x_BTD.view_as(x_BTD), _replica(norm), norm.eps)
 
 
-STYLES: dict[str, StyleOf] = {
-    "vocab": lambda heads, ranks: VocabParallel(),
-    "sequence": lambda heads, ranks: SequenceParallel(),
-    "gather_sequence": lambda heads, ranks: GatherSequence(),
-    "head_norm": lambda heads, ranks: HeadNorm(),
-    "colwise": lambda heads, ranks: ColwiseParallel(),
-    "colwise_heads": lambda heads, ranks: ReplicatedHeads(heads) if heads < ranks else ColwiseParallel(),
-    "rowwise": lambda heads, ranks: RowwiseParallel(output_layouts=Shard(1)),
-    "logits": lambda heads, ranks: SplitVocabulary(),
+def _gather_input(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The module's first input, gathered once for all linears in the module; rounded, if they round it alike."""
+    rounding, mesh, group_name, num_ranks = module._gather  # type: ignore[misc]
+    if rounding is None:
+        return (_gather_sequence(inputs[0], mesh), *inputs[1:])
+    return (rounding.gather_rounded(inputs[0], group_name, num_ranks), *inputs[1:])
+
+
+def _whole_loss(loss: nn.Module, inputs: tuple[Any, ...], result: Tensor) -> Tensor:
+    """The loss, which is the same on every rank, as a plain tensor."""
+    return result.full_tensor().clone() if isinstance(result, DTensor) else result  # FSDP warns of views
+
+
+GATHER = "gather_sequence"
+STYLES: dict[str, tuple[Placement, Callable[..., Tensor]]] = {
+    "vocab": (Shard(0), _lookup),
+    "sequence": (Replicate(), _sequence_norm),
+    "head_norm": (Replicate(), _head_norm),
+    "colwise": (Shard(0), _columns),
+    "colwise_heads": (Shard(0), _columns),
+    "rowwise": (Shard(1), _rows),
+    "logits": (Shard(0), _vocabulary),
 }
+"""How a module's weight is placed, and its forward; a module of style ``GATHER`` has its input gathered instead."""
 
-_COLUMNS = ("colwise", "colwise_heads")  # what reads a sequence that was gathered for it
-LOW_PRECISION_STYLES: dict[str, StyleOf] = {
-    **STYLES,
-    "colwise": lambda heads, ranks: LocalColumns(),
-    "colwise_heads": lambda heads, ranks: ReplicatedHeads(heads) if heads < ranks else LocalColumns(),
-    "rowwise": lambda heads, ranks: LocalRows(),
-    "logits": lambda heads, ranks: LocalColumns(keeps_split=True),
-}
+FEW_HEADS = (Replicate(), _one_head)
+"""``colwise_heads`` where there are fewer heads than ranks."""
 
 
 def apply_tensor_parallel(
@@ -259,31 +167,36 @@ def apply_tensor_parallel(
     Args:
         model: the whole model, or the modules of one pipeline stage.
         plan: its rows name ``STYLES``; it covers the whole model, of which this may be a stage.
-        num_kv_heads: key/value heads of the whole model.
+        num_kv_heads: key/value heads of the whole model, a divisor or a multiple of the number of ranks.
         mesh: one axis, the ranks that share a layer.
         gathers_rounded: gather a sequence in float8 where all linears that read it round it with one scale; the numbers
             stay the same. Async tensor parallelism fuses no such gather.
     """
     rows: dict[str, int] = {}
-    styles: dict[str, ParallelStyle] = {}
     rounded = 0
-    for name, module in model.named_modules():
-        style = plan.style_of(name)
-        if style and not isinstance(module, nn.Identity):  # which stands for a module of another stage
-            table = LOW_PRECISION_STYLES if isinstance(module, LowPrecisionLinear) else STYLES
-            if style not in table:
-                raise PlanError(
-                    f"{name} has the tensor-parallel style {style}, which there is not: {', '.join(table)}."
-                )
-            styles[name] = table[style](num_kv_heads, mesh.size())
-            rounding = _rounding(name, module, plan) if gathers_rounded and style == "gather_sequence" else None
-            if rounding is not None:
-                styles[name] = GatherSequence(rounding)
-                rounded += 1
-            rows[style] = rows.get(style, 0) + 1
     with keeping_ties(model):
-        # no communication: all ranks build the same meta tensors
-        parallelize_module(model, mesh, styles, src_data_rank=None)
+        for name, module in model.named_modules():
+            style = plan.style_of(name)
+            if isinstance(module, Loss):
+                module.register_forward_hook(_whole_loss)
+            if not style or isinstance(module, nn.Identity):  # which stands for a module of another stage
+                continue
+            rows[style] = rows.get(style, 0) + 1
+            if style == GATHER:
+                rounding = _rounding(name, module, plan) if gathers_rounded else None
+                rounded += rounding is not None
+                # in a tuple, or the linear would be a part of the module twice
+                module._gather = (rounding, mesh, str(mesh.get_group().group_name), mesh.size())
+                module.register_forward_pre_hook(_gather_input)
+            elif style in STYLES:
+                few_heads = style == "colwise_heads" and num_kv_heads < mesh.size()
+                _split(module, mesh, *(FEW_HEADS if few_heads else STYLES[style]))
+                if few_heads:
+                    head = mesh.get_local_rank() * num_kv_heads // mesh.size()
+                    module._head = (head, num_kv_heads)
+            else:
+                known = ", ".join([*STYLES, GATHER])
+                raise PlanError(f"{name} has the tensor-parallel style {style}, which there is not: {known}.")
     lines = [f"tensor parallel: {mesh.size()} ranks, " + ", ".join(f"{n} {style}" for style, n in rows.items())]
     if num_kv_heads < mesh.size() and "colwise_heads" in rows:
         lines.append(
@@ -291,13 +204,91 @@ def apply_tensor_parallel(
             f"each is computed on {mesh.size() // num_kv_heads}"
         )
     if rounded:
-        lines.append(f"tensor parallel: {rounded} of {rows['gather_sequence']} gathers of a sequence are in float8")
+        lines.append(f"tensor parallel: {rounded} of {rows[GATHER]} gathers of a sequence are in float8")
     return lines
 
 
-def _rounding(name: str, module: nn.Module, plan: ShardingPlan) -> LowPrecisionLinear | None:
+def _split(module: nn.Module, mesh: DeviceMesh, placement: Placement, forward: Callable[..., Tensor]) -> None:
+    """Place the weight of ``module`` on ``mesh``, without communication: all ranks build the same meta tensors."""
+    weight = distribute_tensor(module.weight, mesh, [placement], src_data_rank=None)  # type: ignore[arg-type]
+    module.weight = nn.Parameter(weight)
+    module.forward = MethodType(forward, module)
+    if isinstance(module, Linear) and type(module).multiply is Linear.multiply:
+        setattr(module, "multiply", F.linear)  # noqa: B010  not by oneDNN, whose last bits differ
+
+
+def _rounding(name: str, module: nn.Module, plan: ShardingPlan) -> Linear | None:
     """One of the linears that read the gathered input of ``module``, if all of them round it with one scale."""
-    inner = {f"{name}.{child}": linear for child, linear in module.named_modules() if isinstance(linear, nn.Linear)}
-    readers = [linear for path, linear in inner.items() if plan.style_of(path) in _COLUMNS]
-    alike = [linear for linear in readers if isinstance(linear, LowPrecisionLinear) and linear.rounds_whole_input]
-    return alike[0] if alike and len(alike) == len(readers) else None
+    inner = {f"{name}.{child}": linear for child, linear in module.named_modules() if isinstance(linear, Linear)}
+    readers = [linear for path, linear in inner.items() if plan.style_of(path) in ("colwise", "colwise_heads")]
+    return readers[0] if readers and all(getattr(linear, "rounds_whole_input", False) for linear in readers) else None
+
+
+class AsyncTensorParallel:
+    """What the micro-pipeline pass made of this rank's compiled graphs.
+
+    The counts come from the generated code, not from the pass: a graph from the cache of compiled kernels has been
+    through the pass in an earlier run.
+
+    Attributes:
+        missing: what keeps this device from it, such as ``needs CUDA``; empty where it is on.
+    """
+
+    def __init__(self, missing: str = "") -> None:
+        self.missing = missing
+        self._loaded_before = len(PyCodeCache.modules)
+
+    def count(self) -> tuple[int, int]:
+        """Fused collectives, and all all-gathers and reduce-scatters of the graphs compiled since it was enabled.
+
+        Each graph counts once, however many blocks share it. Call after the first step: backwards compile then.
+        """
+        if self.missing:
+            return 0, 0
+        files = {module.__file__ for module in PyCodeCache.modules[self._loaded_before :]}
+        counts = [count_fused(Path(file).read_text(encoding="utf-8")) for file in files if file]
+        return sum(fused for fused, _ in counts), sum(candidates for _, candidates in counts)
+
+    def reason(self) -> str:
+        """Why nothing, or not all, is fused; empty when all is."""
+        if self.missing:
+            return self.missing
+        fused, candidates = self.count()
+        if not candidates:
+            return "no compiled graph has an all-gather or reduce-scatter"
+        if not fused:
+            return "no collective stands next to a matmul that Inductor can fuse it with"
+        return "" if fused == candidates else "the others stand next to no matmul that Inductor can fuse them with"
+
+
+def enable_async_tensor_parallel(tp_mesh: DeviceMesh, device_type: str) -> AsyncTensorParallel:
+    """Turn on async tensor parallelism for what is compiled from now on; where the device cannot, change nothing.
+
+    Args:
+        tp_mesh: the ranks that share matmuls, one axis.
+        device_type: ``cuda``, or a device without symmetric memory.
+    """
+    if device_type != "cuda":
+        return AsyncTensorParallel("needs CUDA")
+    if not dist.is_nccl_available():
+        return AsyncTensorParallel("needs NCCL")
+    group = tp_mesh.get_group().group_name
+    # torch says that this call is no longer needed, but up to 2.14 at least the pass asks whether it was made
+    # (pytorch/pytorch#193027)
+    enable = getattr(symmetric_memory, "enable_symm_mem_for_group", None)
+    if enable is not None and not symmetric_memory.is_symm_mem_enabled_for_group(group):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            enable(group)
+    if not symmetric_memory.is_symm_mem_enabled_for_group(group):
+        return AsyncTensorParallel("needs symmetric memory, which torch has not for this group of ranks")
+    inductor_config._micro_pipeline_tp = True
+    return AsyncTensorParallel()
+
+
+def count_fused(code: str) -> tuple[int, int]:
+    """Fused collectives, and all all-gathers and reduce-scatters, in the Python code of a graph."""
+    lines = [line for line in code.splitlines() if not line.lstrip().startswith("#")]
+    text = "\n".join(lines)
+    fused = len(_FUSED.findall(text))
+    return fused, fused + len(_PLAIN.findall(text))

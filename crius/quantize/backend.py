@@ -29,10 +29,10 @@ from torchao.quantization.quantize_.common.kernel_preference import KernelPrefer
 
 from crius.config.low_precision import block, kind
 from crius.config.training import DenseQuantizeConfig
-from crius.models.layers.linear import LowPrecisionLinear
+from crius.models.layers import Linear
 
 
-class _Padded(LowPrecisionLinear):
+class _Padded(Linear):
     """What float8 and MXFP8 share: the weight is taken over, and dims are padded with zeros to whole blocks if asked.
 
     Zeros change no largest magnitude and no sum, so that padding is exact.
@@ -48,7 +48,7 @@ class _Padded(LowPrecisionLinear):
         self._unit = unit
 
     def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
-        """See ``LowPrecisionLinear``. A padded layer's tokens are padded too: its weight's gradient sums over them."""
+        """See ``Linear``. A padded layer's tokens are padded too: its weight's gradient sums over them."""
         if not self._unit:
             return self._matmul(x, weight)
         (out_features, in_features), tokens = weight.shape, x.shape[:-1].numel()
@@ -79,11 +79,19 @@ class Float8Linear(_Padded):
 
     @property
     def rounds_whole_input(self) -> bool:
-        """See ``LowPrecisionLinear``."""
+        """Whether the input is rounded with one scale, so that it can be gathered as it is multiplied."""
         return not self._unit and self._config.cast_config_input.scaling_granularity is ScalingGranularity.TENSORWISE
 
     def gather_rounded(self, x: Tensor, group_name: str, num_ranks: int) -> Tensor:
-        """See ``LowPrecisionLinear``. The scale is that of the whole sequence: a maximum over the ranks."""
+        """The sequence of all ranks, rounded for ``multiply`` before it is gathered: fewer bytes, the same numbers.
+
+        The scale is that of the whole sequence: a maximum over the ranks.
+
+        Args:
+            x: this rank's part of the sequence, ``(B, T / ranks, in)``.
+            group_name: the process group of the ranks.
+            num_ranks: how many they are.
+        """
         ops, dtype = torch.ops._c10d_functional, self._config.cast_config_input.target_dtype
         amax = ops.wait_tensor(ops.all_reduce(x.detach().abs().amax(), "max", group_name))
         rounded = hp_tensor_and_scale_to_float8(

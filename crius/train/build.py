@@ -28,19 +28,18 @@ from crius.kernels.linear_cross_entropy import Chunks
 from crius.models import registry
 from crius.models.decoder import check_decoder
 from crius.models.description import ModelDescription
-from crius.models.init import init_rules
-from crius.models.layers.output import loss_of
+from crius.models.layers import loss_of
 from crius.parallel.apply import Applied, materialize, parallelize
 from crius.parallel.compile import compile_loss
 from crius.parallel.fsdp import GradientSync
 from crius.parallel.gradients import Gradients
+from crius.parallel.init import init_rules
 from crius.parallel.mesh import Mesh
 from crius.parallel.pipeline import Pipeline
 from crius.parallel.reproducible import ReproducibleGradients
 from crius.parallel.runtime import World
 from crius.parallel.stages import order_of, prune, simulate, stage_costs, stage_indices, stage_table
-from crius.quantize.convert import Converted, convert, precompute_scales
-from crius.quantize.device import missing_matmuls
+from crius.quantize.convert import Converted, convert, missing_matmuls, precompute_scales
 from crius.train.inputs import run_batch_sizes, run_modules
 from crius.train.step import Accumulation, Pipelined, Runner
 

@@ -10,9 +10,9 @@ from crius.config.low_precision import kind, summary
 from crius.config.training import ActivationCheckpointConfig
 from crius.errors import EffectError
 from crius.parallel.activation_checkpoint import CheckpointedBlocks
-from crius.parallel.async_tensor import AsyncTensorParallel, enable_async_tensor_parallel
 from crius.parallel.compile import CompileReport
 from crius.parallel.runtime import World
+from crius.parallel.tensor import AsyncTensorParallel, enable_async_tensor_parallel
 from crius.quantize.convert import Converted
 from crius.train.build import Built, Job, LowPrecision
 

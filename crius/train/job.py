@@ -21,8 +21,8 @@ from crius.data.corpus import Corpus
 from crius.data.loader import Batch, BatchLoader, validation_batches
 from crius.data.sample_log import Attempt, SampleLog, next_attempt
 from crius.errors import LayoutError
-from crius.host import keep_freed_memory
 from crius.kernels import choice as kernels
+from crius.kernels.cpu.heap import keep_freed_memory
 from crius.launch.environment import Placement
 from crius.launch.stop import PREEMPTED, catch_stop_signals
 from crius.metrics.device import machine_of, peak_tflops, total_memory_gib
@@ -30,8 +30,7 @@ from crius.metrics.ledger import TimeLedger
 from crius.metrics.record import PlanSink, Sink
 from crius.metrics.sinks import build_sinks
 from crius.models import registry
-from crius.optim.build import build_optimizer
-from crius.optim.lr_scheduler import WarmupStableDecay
+from crius.optim.build import WarmupStableDecay, build_optimizer
 from crius.parallel.compile import prepare_compile
 from crius.parallel.context import ContextShard
 from crius.parallel.mesh import build_mesh

@@ -16,7 +16,7 @@ from crius.config.run import RunConfig
 from crius.data.loader import Batch, BatchLoader
 from crius.data.sample_log import SampleLog
 from crius.errors import NonFiniteError
-from crius.host import keep_freed_memory, keep_tensors_apart
+from crius.kernels.cpu.heap import keep_freed_memory, keep_tensors_apart
 from crius.launch.status import status
 from crius.launch.stop import StopRequest
 from crius.metrics.ledger import TimeLedger

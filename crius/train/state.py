@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from crius.models.buffer import Buffer
-from crius.optim.base import Optimizer
-from crius.optim.lr_scheduler import WarmupStableDecay
+from crius.models.description import Buffer
+from crius.optim.build import WarmupStableDecay
+from crius.optim.state import Optimizer
 from crius.parallel.runtime import World
 from crius.shards import local_tensor, named_buffers
 

@@ -11,14 +11,12 @@ from torch.distributed.tensor import DTensor
 
 from crius.config.training import ActivationCheckpointConfig
 from crius.models import registry
-from crius.models.init import init_rules
-from crius.models.llama3.config import Llama3Config
+from crius.models.llama3 import Llama3Config
 from crius.parallel.activation_checkpoint import apply_activation_checkpoint
 from crius.parallel.context import ContextShard, apply_context_parallel
-from crius.parallel.init import init_parameters
+from crius.parallel.init import init_parameters, init_rules
 from crius.parallel.runtime import world
 from crius.parallel.tensor import apply_tensor_parallel
-from crius.shards import whole_tensor
 
 CONFIG = Llama3Config(
     dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=64, attention_mask="document"
@@ -57,7 +55,8 @@ def run(layout, config, mesh):
     with torch.no_grad():
         init_parameters(model, init_rules(MODEL), seed=0)
     tokens, positions = torch.arange(32).view(2, 16), torch.arange(16).remainder(11).repeat(2, 1)
-    loss = whole_tensor(model(shard.slice(tokens), shard.slice(positions)).square().mean())
+    loss = model(shard.slice(tokens), shard.slice(positions)).square().mean()
+    loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
     loss.backward()
     gradients = [parameter.grad for parameter in model.parameters()]
     local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in gradients]

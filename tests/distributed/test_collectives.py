@@ -16,8 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from crius.config.layout import Layout
 from crius.data.loader import Batch
 from crius.launch.local import run_workers
-from crius.optim.build import build_optimizer
-from crius.optim.lr_scheduler import WarmupStableDecay
+from crius.optim.build import WarmupStableDecay, build_optimizer
 from crius.parallel.fsdp import GradientSync
 from crius.parallel.gradients import Gradients
 from crius.parallel.mesh import build_mesh

@@ -18,12 +18,10 @@ from torch.utils.checkpoint import checkpoint
 from crius.errors import LayoutError, PlanError
 from crius.launch.local import run_workers
 from crius.models import registry
-from crius.models.init import init_rules
-from crius.models.layers.attention import Attention, CausalAttention
-from crius.models.layers.rope import rotary_cos_sin, rotary_frequencies
-from crius.models.llama3.config import Llama3Config
+from crius.models.layers import Attention, CausalAttention, rotary_cos_sin, rotary_frequencies
+from crius.models.llama3 import Llama3Config
 from crius.parallel.context import ContextShard, apply_context_parallel
-from crius.parallel.init import init_parameters
+from crius.parallel.init import init_parameters, init_rules
 from crius.parallel.runtime import world
 
 METHODS = ("all_gather", "ulysses")
@@ -166,7 +164,8 @@ def model_case(mesh, method, *, mask, hide_first_rank, batch):
         model = registry.build(llama(config))
         with torch.no_grad():
             init_parameters(model, init_rules(llama(config)), seed=3)
-        apply_context_parallel(model, cp_mesh, method)
+        if cp_mesh is not None:
+            apply_context_parallel(model, cp_mesh, method)
         logits = model(part.slice(tokens), part.slice(positions))
         loss = F.cross_entropy(
             logits.flatten(0, 1), part.slice(labels).flatten(), ignore_index=IGNORED, reduction="sum"

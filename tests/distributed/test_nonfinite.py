@@ -15,7 +15,7 @@ from crius.errors import NonFiniteError
 from crius.launch.environment import single_placement
 from crius.launch.local import run_single, run_workers
 from crius.launch.status import status
-from crius.models.layers.output import loss_of
+from crius.models.layers import loss_of
 from crius.shards import local_tensor
 from crius.train import job
 from crius.train.guard import UpdateGuard

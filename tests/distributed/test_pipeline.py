@@ -15,9 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from crius.config.layout import Layout
 from crius.config.pipeline import microbatch_unit, num_stages, split_stages
 from crius.models import registry
-from crius.models.init import init_rules
 from crius.parallel.apply import materialize, parallelize
-from crius.parallel.init import init_parameters
+from crius.parallel.init import init_parameters, init_rules
 from crius.parallel.mesh import build_mesh
 from crius.parallel.pipeline import Pipeline
 from crius.parallel.runtime import world

@@ -8,7 +8,7 @@ import torch
 from harness import SMALL, num_ranks, parse, run_job, steps_of, train
 
 from crius.launch.local import run_workers
-from crius.models.layers.output import Loss
+from crius.models.layers import Loss
 from crius.shards import local_shard
 from crius.train.sdc import SdcCheck, odd_ones
 

@@ -15,7 +15,7 @@ from crius.config.training import LRSchedulerConfig
 from crius.data.loader import BatchLoader
 from crius.errors import NonFiniteError
 from crius.optim.adamw import AdamW
-from crius.optim.lr_scheduler import WarmupStableDecay
+from crius.optim.build import WarmupStableDecay
 from crius.parallel.gradients import Gradients
 from crius.parallel.runtime import pick_device, world
 from crius.train.guard import UpdateGuard

@@ -11,8 +11,8 @@ from crius.launch.local import run_workers
 from crius.models import registry
 from crius.models.config import RopeScaling
 from crius.models.huggingface import read_model_settings
-from crius.models.llama3.config import Llama3Config
-from crius.models.qwen3.config import Qwen3Config
+from crius.models.llama3 import Llama3Config
+from crius.models.qwen3 import Qwen3Config
 from crius.models.spec import described as describe
 
 transformers = pytest.importorskip("transformers")

@@ -14,11 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from crius.config.training import ActivationCheckpointConfig
 from crius.errors import ConfigError
 from crius.models import registry
-from crius.models.init import init_rules
-from crius.models.llama3.config import Llama3Config
+from crius.models.llama3 import Llama3Config
 from crius.models.plan import ShardingPlan
 from crius.parallel.activation_checkpoint import CATEGORIES, apply_activation_checkpoint, resolve_save_ops
-from crius.parallel.init import init_parameters
+from crius.parallel.init import init_parameters, init_rules
 
 CONFIG = Llama3Config(dim=32, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=61)
 MATMULS = 7  # linears of a block

@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from crius.launch.local import run_workers
-from crius.parallel.async_tensor import count_fused, enable_async_tensor_parallel
+from crius.parallel.tensor import count_fused, enable_async_tensor_parallel
 
 NUM_RANKS = 4
 

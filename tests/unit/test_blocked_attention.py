@@ -13,9 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from crius.config import resolve as rule
 from crius.config.layout import Layout
 from crius.host import ATTENTION_BLOCK
-from crius.kernels import blocked_attention as blocked
 from crius.kernels.attention import causal_attention
 from crius.kernels.choice import Choice, applied, resolve
+from crius.kernels.cpu import blocked_attention as blocked
 from crius.tools.plan.memory import layer_bytes
 from crius.tools.plan.workload import Workload
 from crius.train.setup import run_kernels

@@ -16,7 +16,7 @@ from torch._inductor.utils import run_and_get_code
 import crius.parallel.compile as compile_module
 from crius.config.training import CompileConfig
 from crius.kernels.choice import Choice, applied
-from crius.models.layers.feed_forward import FeedForward
+from crius.models.layers import FeedForward
 from crius.parallel.compile import prepare_compile
 
 TOKENS, DIM, WIDTH = 64, 32, 96

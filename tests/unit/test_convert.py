@@ -19,9 +19,9 @@ from crius.checkpoint.folder import damages, read_manifest
 from crius.errors import CheckpointError, ConfigError
 from crius.interop.convert import convert
 from crius.interop.dcp import read_dcp
-from crius.kernels.rotary import rotary
+from crius.kernels.cpu.pointwise import rotary
 from crius.launch.local import run_workers
-from crius.models.layers.rope import rotary_cos_sin, rotary_frequencies
+from crius.models.layers import rotary_cos_sin, rotary_frequencies
 from crius.parallel.runtime import world
 
 HEAD_DIM = 8

@@ -8,9 +8,9 @@ from harness import parse
 
 from crius.config.training import CompileConfig
 from crius.errors import EffectError
-from crius.parallel.async_tensor import AsyncTensorParallel
 from crius.parallel.compile import CompileReport
 from crius.parallel.runtime import World
+from crius.parallel.tensor import AsyncTensorParallel
 from crius.quantize.convert import Converted
 from crius.train.build import low_precision, planned
 from crius.train.effects import (

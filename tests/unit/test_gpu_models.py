@@ -15,7 +15,7 @@ from crius.cli.app import facts_of
 from crius.config import rules
 from crius.models import registry
 from crius.models.config import RopeScaling
-from crius.models.llama3.config import Llama3Config
+from crius.models.llama3 import Llama3Config
 from crius.tools.bench.turns import Outcome
 from crius.train.inputs import describe_model, open_run_corpus
 

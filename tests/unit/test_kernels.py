@@ -16,17 +16,18 @@ from torch.utils.flop_counter import FlopCounterMode
 from crius import host
 from crius.config.training import ActivationCheckpointConfig
 from crius.errors import ConfigError
-from crius.kernels import choice, linear, rms_norm, rotary, swiglu
+from crius.kernels import choice
 from crius.kernels.choice import Choice, applied, resolve
+from crius.kernels.cpu import linear, pointwise
 from crius.models import registry
-from crius.models.llama3.config import Llama3Config
+from crius.models.llama3 import Llama3Config
 from crius.parallel.activation_checkpoint import apply_activation_checkpoint
 
 FAST = Choice(linear="onednn", pointwise="fused")
 FUNCTIONS = {
-    "rms_norm": rms_norm._RMSNorm,
-    "rotary": rotary._Rotary,
-    "swiglu": swiglu._SwiGLU,
+    "rms_norm": pointwise._RMSNorm,
+    "rotary": pointwise._Rotary,
+    "swiglu": pointwise._SwiGLU,
     "linear": linear._Linear,
 }
 TINY = Llama3Config(
@@ -50,12 +51,14 @@ def case(name, dtype=torch.float32, shape=(3, 11)):
     """The public function, its reference, and inputs of odd sizes."""
     torch.manual_seed(0)
     if name == "rms_norm":
-        return rms_norm.rms_norm, rms_norm.reference, [leaf(*shape, 7, dtype=dtype), leaf(7, dtype=dtype), 1e-5]
+        inputs = [leaf(*shape, 7, dtype=dtype), leaf(7, dtype=dtype), 1e-5]
+        return pointwise.rms_norm, pointwise.rms_norm_reference, inputs
     if name == "rotary":
         x = leaf(*shape, 3, 6, dtype=dtype)
-        return rotary.rotary, rotary.reference, [x, *tables(*shape, 6, dtype)]
+        return pointwise.rotary, pointwise.rotary_reference, [x, *tables(*shape, 6, dtype)]
     if name == "swiglu":
-        return swiglu.swiglu, swiglu.reference, [leaf(*shape, 5, dtype=dtype), leaf(*shape, 5, dtype=dtype)]
+        inputs = [leaf(*shape, 5, dtype=dtype), leaf(*shape, 5, dtype=dtype)]
+        return pointwise.swiglu, pointwise.swiglu_reference, inputs
     return linear.linear, linear.reference, [leaf(*shape, 7, dtype=dtype), leaf(9, 7, dtype=dtype)]
 
 

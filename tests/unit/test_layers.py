@@ -60,7 +60,7 @@ MOST_LOADED = {"crius": 186, "crius.tools.plan": 12}
 NO_CODE = {getattr(tokenize, name) for name in ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER")}
 
 TORCH_FREE = (
-    *("errors.py", "cli/*.py", "config/*.py", "models/*/config.py", "models/*/plan.py", "models/plan.py"),
+    *("errors.py", "cli/*.py", "config/*.py", "models/config.py", "models/description.py", "models/plan.py"),
     *(
         f"checkpoint/{name}.py"
         for name in ("disk", "files", "folder", "manifest", "names", "remote_disk", "state", "tiles")

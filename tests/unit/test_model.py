@@ -12,16 +12,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from crius.config.parallelism import ParallelismConfig
 from crius.errors import PlanError
 from crius.models import registry
-from crius.models.buffer import Buffer
 from crius.models.config import resized
 from crius.models.decoder import Block, check_decoder
-from crius.models.init import init_rules
-from crius.models.layers.attention import DocumentMask
-from crius.models.layers.linear import Linear
+from crius.models.description import Buffer
+from crius.models.layers import DocumentMask, Linear
 from crius.models.plan import match
 from crius.parallel.fsdp import plan_units
-from crius.parallel.init import init_parameters
-from crius.parallel.ties import allocate
+from crius.parallel.init import allocate, init_parameters, init_rules
 from crius.tools.plan.shapes import NOT_TRAINABLE_YET
 
 SPEC = registry.SPECS["llama3"]
@@ -339,7 +336,7 @@ def test_a_block_that_breaks_the_contract_is_told_all_of_it_at_once():
         "parameter layers.0.gain (3,) is not in the description",
         "the described weight layers.0.ffn_norm.weight (128,) is not in the model",
         "parameter layers.0.attention.wo.weight is (129, 128), described as (128, 128)",
-        "layers.0.feed_forward.w1 is a Linear, not crius.models.layers.linear.Linear",
+        "layers.0.feed_forward.w1 is a Linear, not crius.models.layers.Linear",
         "layers.0.feed_forward.w1 has a bias",
         "layers.0.feed_forward.dropout is a dropout",
         "buffer layers.0.seen (2,) float32 is not in the description",

@@ -12,9 +12,7 @@ from torch import nn
 
 from crius.config.training import LRSchedulerConfig, OptimizerConfig
 from crius.models import registry
-from crius.optim.build import IMPLEMENTATIONS, build_optimizer
-from crius.optim.groups import parameter_groups
-from crius.optim.lr_scheduler import WarmupStableDecay
+from crius.optim.build import IMPLEMENTATIONS, WarmupStableDecay, build_optimizer, parameter_groups
 
 SMALL = llama(num_layers=2)
 

@@ -14,8 +14,7 @@ from crius.config.param_groups import parse_group
 from crius.config.training import OptimizerConfig
 from crius.models import registry
 from crius.optim import muon, storage
-from crius.optim.build import IMPLEMENTATIONS, build_optimizer
-from crius.optim.groups import parameter_groups
+from crius.optim.build import IMPLEMENTATIONS, build_optimizer, parameter_groups
 from crius.optim.storage import places_of, random_bits, round_to_bfloat16, stream
 
 SMALL = llama(num_layers=2)

@@ -12,8 +12,7 @@ from crius.config.low_precision import LinearChoice
 from crius.config.training import DenseQuantizeConfig, Float8Config, MXFP8Config
 from crius.errors import EnvironmentError, PlanError
 from crius.quantize import convert as convert_module
-from crius.quantize.convert import convert
-from crius.quantize.device import missing_matmuls
+from crius.quantize.convert import convert, missing_matmuls
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FLOAT8 = {

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from crius.kernels.choice import Choice, applied
-from crius.kernels.squared_norm import MAX_ROW, reference, squared_norms, when
+from crius.kernels.cpu.pointwise import MAX_ROW, squared_norms, squared_norms_reference, sums_rows
 
 SHAPES = [(7,), (5, 33), (3, 4, 9), (0, 8), (8, 0), (1, 1), ()]
 
@@ -43,7 +43,7 @@ def test_ranks_with_whole_rows_add_up_what_one_rank_does(parts):
 def test_vectors_are_summed_in_float64_as_ranks_have_any_part_of_them():
     torch.manual_seed(0)
     vector = torch.randn(1000)
-    assert torch.equal(squared_norms([vector]), reference([vector]))
+    assert torch.equal(squared_norms([vector]), squared_norms_reference([vector]))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -63,9 +63,9 @@ def test_what_is_not_finite_shows(bad):
     ],
 )
 def test_only_matrices_in_float32_go_by_rows(x, want):
-    assert when(x) is want
+    assert sums_rows(x) is want
 
 
 def test_without_a_choice_all_sums_are_in_float64():
     with applied(Choice()):
-        assert not when(torch.ones(2, 3))
+        assert not sums_rows(torch.ones(2, 3))

@@ -14,7 +14,7 @@ from torch import nn
 from crius.config.operation import StabilityConfig
 from crius.config.training import LRSchedulerConfig
 from crius.errors import NonFiniteError, SpikeError
-from crius.optim.lr_scheduler import WarmupStableDecay
+from crius.optim.build import WarmupStableDecay
 from crius.parallel.gradients import Gradients
 from crius.train.guard import UpdateGuard
 from crius.train.stability import Culprit, SpikeMonitor

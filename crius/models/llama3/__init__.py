@@ -1,8 +1,73 @@
-"""Llama 3 (arXiv:2407.21783): the plain decoder of ``crius.models.decoder``, with frequencies stretched since 3.1."""
+"""Llama 3 (arXiv:2407.21783): the plain decoder of ``crius.models.decoder``, with frequencies stretched since 3.1.
 
-from crius.models.llama3.config import FLAVORS
-from crius.models.llama3.hf import HF
-from crius.models.llama3.plan import plan
+Hugging Face has it as ``LlamaForCausalLM``. Both split a head's rotary dims into halves, so that weights map by name
+alone, without a permutation.
+"""
+
+from dataclasses import dataclass
+
+from crius.models.config import DecoderConfig, RopeScaling
+from crius.models.huggingface import HuggingFace
+from crius.models.plan import ShardingPlan, decoder_plan
 from crius.models.spec import ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Llama3Config(DecoderConfig):
+    """Sizes of one Llama 3 model."""
+
+    vocab_size: int = 128_256
+
+
+_LLAMA_3_1 = RopeScaling(factor=8.0)
+
+FLAVORS: dict[str, Llama3Config] = {
+    "debug": Llama3Config(dim=128, num_layers=8, num_heads=8, num_kv_heads=4, ffn_dim=384, vocab_size=512),
+    "6m": Llama3Config(  # of the comparison with other trainers on a CPU: benchmarks/README.md
+        dim=256, num_layers=6, num_heads=8, num_kv_heads=4, ffn_dim=768, vocab_size=2048, rope_theta=10_000.0
+    ),
+    "1b": Llama3Config(  # Llama 3.2
+        dim=2048,
+        num_layers=16,
+        num_heads=32,
+        num_kv_heads=8,
+        ffn_dim=8192,
+        rope_scaling=RopeScaling(factor=32.0),
+        tied_embeddings=True,
+    ),
+    "8b": Llama3Config(dim=4096, num_layers=32, num_heads=32, num_kv_heads=8, ffn_dim=14_336, rope_scaling=_LLAMA_3_1),
+    "70b": Llama3Config(dim=8192, num_layers=80, num_heads=64, num_kv_heads=8, ffn_dim=28_672, rope_scaling=_LLAMA_3_1),
+    "405b": Llama3Config(
+        dim=16_384, num_layers=126, num_heads=128, num_kv_heads=8, ffn_dim=53_248, rope_scaling=_LLAMA_3_1
+    ),
+}
+
+NAMES = {
+    "tok_embeddings.weight": "model.embed_tokens.weight",
+    "layers.*.attention_norm.weight": "model.layers.*.input_layernorm.weight",
+    "layers.*.attention.wq.weight": "model.layers.*.self_attn.q_proj.weight",
+    "layers.*.attention.wk.weight": "model.layers.*.self_attn.k_proj.weight",
+    "layers.*.attention.wv.weight": "model.layers.*.self_attn.v_proj.weight",
+    "layers.*.attention.wo.weight": "model.layers.*.self_attn.o_proj.weight",
+    "layers.*.ffn_norm.weight": "model.layers.*.post_attention_layernorm.weight",
+    "layers.*.feed_forward.w1.weight": "model.layers.*.mlp.gate_proj.weight",
+    "layers.*.feed_forward.w2.weight": "model.layers.*.mlp.down_proj.weight",
+    "layers.*.feed_forward.w3.weight": "model.layers.*.mlp.up_proj.weight",
+    "norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+
+HF = HuggingFace(
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    names=NAMES,
+    defaults={"norm_eps": 1e-6, "rope_theta": 10_000.0, "tied_embeddings": False},
+)
+
+
+def plan(config: Llama3Config) -> ShardingPlan:
+    """The sharding plan: that of the plain decoder."""
+    return decoder_plan(tied_embeddings=config.tied_embeddings)
+
 
 SPEC = ModelSpec(name="llama3", flavors=FLAVORS, plan=plan, hf=HF)

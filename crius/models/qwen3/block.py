@@ -6,9 +6,8 @@ B batch, T tokens, D model dim, N query heads, K key/value heads, H head dim
 from torch import Tensor, nn
 
 from crius.models.decoder import Block
-from crius.models.layers.attention import Attention
-from crius.models.layers.norm import RMSNorm
-from crius.models.qwen3.config import Qwen3Config
+from crius.models.layers import Attention, RMSNorm
+from crius.models.qwen3 import Qwen3Config
 
 
 class Qwen3Attention(Attention):

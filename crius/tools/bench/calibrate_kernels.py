@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 
 from crius.config.run import RunConfig
-from crius.host import keep_freed_memory
 from crius.kernels import choice
 from crius.kernels.attention import causal_attention
+from crius.kernels.cpu.heap import keep_freed_memory
 from crius.launch.environment import Placement
 from crius.launch.local import run_workers
-from crius.models.layers.linear import Linear
+from crius.models.layers import Linear
 from crius.parallel.runtime import pick_device, world
 from crius.tools.bench.machine import seconds_of, wait_for
 from crius.train.setup import run_kernels

@@ -13,8 +13,7 @@ from crius.errors import ConfigError
 from crius.models.description import ModelDescription
 from crius.parallel.compile import prepare_compile
 from crius.parallel.runtime import pick_device
-from crius.quantize.convert import convert
-from crius.quantize.device import missing_matmuls
+from crius.quantize.convert import convert, missing_matmuls
 from crius.tools.bench.machine import Machine, seconds_of
 from crius.tools.bench.result import Samples
 from crius.tools.bench.speedups import HIGH, MODES, Shape, report

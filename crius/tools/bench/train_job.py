@@ -24,12 +24,9 @@ from crius.launch.local import run_single, run_workers
 from crius.metrics.device import peak_tflops
 from crius.metrics.record import Record, StepMetrics
 from crius.models import registry
-from crius.models.init import init_rules
-from crius.optim.build import build_optimizer
-from crius.optim.lr_scheduler import WarmupStableDecay
+from crius.optim.build import WarmupStableDecay, build_optimizer
 from crius.parallel.compile import compile_blocks
-from crius.parallel.init import init_parameters
-from crius.parallel.ties import allocate
+from crius.parallel.init import allocate, init_parameters, init_rules
 from crius.tools.bench.contestant import Channel, Turns
 from crius.tools.bench.machine import Machine, wait_for
 from crius.train import job

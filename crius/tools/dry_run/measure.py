@@ -17,7 +17,7 @@ from crius.models.plan import match
 from crius.optim.build import build_optimizer
 from crius.parallel.fsdp import GradientSync
 from crius.parallel.gradients import Gradients
-from crius.parallel.ties import allocate
+from crius.parallel.init import allocate
 from crius.shards import local_tensor, named_parameters
 from crius.tools.dry_run.memory import Values
 from crius.tools.dry_run.recorder import Recorder

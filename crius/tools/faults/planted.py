@@ -24,7 +24,7 @@ from crius.config.run import RunConfig
 from crius.errors import ConfigError
 from crius.launch.environment import FAULTS, Placement
 from crius.launch.status import status
-from crius.models.layers.output import loss_of
+from crius.models.layers import loss_of
 from crius.parallel.runtime import World
 from crius.tools.faults.fault import DiskFault, DropoutFault, Fault, LossFault, ProcessFault, read_faults
 from crius.train.loop import Loop
@@ -140,7 +140,7 @@ def plant_in_loss(faults: Sequence[Fault], loss: nn.Module | None, world: World)
 
     Args:
         faults: all that are planted.
-        loss: of the model, see ``crius.models.layers.output``; None where another rank of a pipeline has it.
+        loss: of the model, see ``crius.models.layers``; None where another rank of a pipeline has it.
         world: all ranks.
 
     Raises:

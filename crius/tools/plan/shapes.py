@@ -8,8 +8,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from crius.config.load import did_you_mean
 from crius.errors import ConfigError, CriusError
-from crius.models.config import DecoderConfig
-from crius.models.describe import decoder_layer, feed_forward, gqa
+from crius.models.config import DecoderConfig, decoder_layer, feed_forward, gqa
 from crius.models.description import Attention, FeedForward, Layer, ModelDescription, Weight
 from crius.models.plan import decoder_plan
 from crius.models.registry import SPECS

@@ -32,10 +32,9 @@ from crius.launch.environment import Placement
 from crius.launch.report import log_path
 from crius.metrics.ledger import TimeLedger
 from crius.metrics.record import Record, StepMetrics
-from crius.models.init import Init, Normal, init_rules
-from crius.models.layers.attention import CausalAttention
-from crius.models.layers.linear import LowPrecisionLinear
+from crius.models.layers import CausalAttention, Linear
 from crius.models.plan import match
+from crius.parallel.init import Init, Normal, init_rules
 from crius.parallel.mesh import build_mesh
 from crius.parallel.runtime import World, world
 from crius.shards import local_tensor, named_state
@@ -133,8 +132,8 @@ def curve(task: Task, placement: Placement) -> None:
     with _session(task, placement) as (job, stack):
         loop, ranks = _loop(task, job, stack, recorder), job.ranks
         precision = low_precision(task.config, job.facts, ranks.device.type)
-        modules = [module for part in loop.state.parts for module in part.modules() if isinstance(module, nn.Linear)]
-        low = [module for module in modules if isinstance(module, LowPrecisionLinear)]
+        modules = [module for part in loop.state.parts for module in part.modules() if isinstance(module, Linear)]
+        low = [module for module in modules if type(module).multiply is not Linear.multiply]
         # ranks that hold the same part of the model count the same
         counts = ranks.sum(torch.tensor([len(low), len(modules) - len(low)], device=ranks.device))
         converted, kept = (counts // (ranks.size // job.mesh.layout.pp)).tolist()

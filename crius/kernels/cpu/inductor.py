@@ -8,7 +8,7 @@ import torch._functorch.config as functorch_config
 from torch._inductor import ir, lowering
 from torch._inductor.fx_passes import fuse_attention
 
-from crius.kernels import linear
+from crius.kernels.cpu import linear
 
 
 def suit_cpu() -> None:

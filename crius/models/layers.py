@@ -1,0 +1,181 @@
+"""The layers that models share.
+
+Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245), rotary positions (Su et al. 2021, arXiv:2104.09864),
+SwiGLU feed-forward (Shazeer 2020, arXiv:2002.05202), and the loss: summed, never averaged, since the step divides once,
+by the global count of valid tokens.
+
+B batch, T tokens, D model dim, N query heads, K key/value heads, H head dim, V vocabulary
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from crius.kernels.attention import Mask, causal_attention, document_mask, masked_attention
+from crius.kernels.cpu.linear import linear
+from crius.kernels.cpu.pointwise import rms_norm, rotary, swiglu
+from crius.kernels.linear_cross_entropy import Chunks, linear_cross_entropy, token_losses
+
+
+class Linear(nn.Linear):
+    """``nn.Linear`` without a bias. ``crius.quantize`` puts subclasses in its place that multiply in low precision.
+
+    Tensor parallelism calls ``multiply`` with this rank's part of the input and of the weight, so that scales are of
+    what the rank multiplies.
+    """
+
+    def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
+        """``x`` ``(..., in)`` times ``weight`` ``(out, in)`` transposed: ``(..., out)``, in the dtype of ``x``.
+
+        In high precision by the kernel that the process chose.
+        """
+        return linear(x, weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(..., in)`` to ``(..., out)``."""
+        return self.multiply(x, self.weight)
+
+
+class RMSNorm(nn.RMSNorm):
+    """``nn.RMSNorm`` over the last dim, with its parameters."""
+
+    weight: nn.Parameter
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(..., D)`` to ``(..., D)``."""
+        return rms_norm(x, self.weight, self.eps)
+
+
+class FeedForward(nn.Module):
+    """``w2(silu(w1 x) * w3 x)``, model dim D to hidden dim F and back."""
+
+    def __init__(self, dim: int, ffn_dim: int) -> None:
+        super().__init__()
+        self.w1 = Linear(dim, ffn_dim, bias=False)
+        self.w2 = Linear(ffn_dim, dim, bias=False)
+        self.w3 = Linear(dim, ffn_dim, bias=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """``(B, T, D)`` to ``(B, T, D)``."""
+        y: Tensor = self.w2(swiglu(self.w1(x_BTD), self.w3(x_BTD)))
+        return y
+
+
+def rotary_frequencies(head_dim: int, theta: float, device: torch.device) -> Tensor:
+    """``head_dim / 2`` angular frequencies in radians a token, float64, made on the device without a copy to it."""
+    return theta ** (torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / -head_dim)
+
+
+def stretched_frequencies(
+    frequencies: Tensor, factor: float, low_freq_factor: float, high_freq_factor: float, original_context: int
+) -> Tensor:
+    """Llama 3.1's scaling: low frequencies divided by ``factor``, high ones kept, a linear blend between."""
+    turns = original_context * frequencies / (2 * math.pi)  # of each frequency in the original context
+    blend = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0.0, 1.0)
+    return frequencies * (blend + (1 - blend) / factor)
+
+
+def rotary_cos_sin(positions_BT: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin of the rotary angles for ``crius.kernels.cpu.pointwise``, float32, each ``(B, T, 1, H)``.
+
+    The two halves of H are alike, but that the first one of sin is negated.
+    """
+    angles = positions_BT[..., None, None].to(torch.float32) * frequencies.to(torch.float32)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
+class DocumentMask(nn.Module):
+    """Where a token may attend. A module of its own, so that another can take its place."""
+
+    def forward(self, positions_BT: Tensor) -> Mask:
+        """Mask of the tokens at ``positions_BT``: bool ``(B, 1, T, T)``, queries before keys, or its blocks."""
+        return document_mask(positions_BT)
+
+
+class CausalAttention(nn.Module):
+    """Scaled dot-product attention over earlier tokens. A module of its own, so that another can take its place."""
+
+    def forward(self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, mask: Mask | None) -> Tensor:
+        """``(B, T, N, H)``; ``mask`` is bool ``(B, 1, T, T)`` or its blocks, or None for plain causal attention."""
+        q, k, v = (x.transpose(1, 2) for x in (q_BTNH, k_BTKH, v_BTKH))
+        y = causal_attention(q, k, v) if mask is None else masked_attention(q, k, v, mask)
+        return y.transpose(1, 2)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions; query heads share key/value heads in groups."""
+
+    def __init__(self, dim: int, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.wq = Linear(dim, num_heads * head_dim, bias=False)
+        self.wk = Linear(dim, num_kv_heads * head_dim, bias=False)
+        self.wv = Linear(dim, num_kv_heads * head_dim, bias=False)
+        self.wo = Linear(num_heads * head_dim, dim, bias=False)
+        self.inner = CausalAttention()
+
+    def forward(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], mask: Mask | None) -> Tensor:
+        """Attend; ``mask`` as ``CausalAttention`` takes it. Returns ``(B, T, D)``."""
+        q_BTNH, k_BTKH, v_BTKH = self.project(x_BTD)
+        q_BTNH, k_BTKH = rotary(q_BTNH, *rope), rotary(k_BTKH, *rope)
+        y: Tensor = self.wo(self.inner(q_BTNH, k_BTKH, v_BTKH, mask).flatten(2))
+        return y
+
+    def project(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values before positions turn them: ``(B, T, N, H)`` and twice ``(B, T, K, H)``."""
+        # -1 heads: the local count, so this line serves one device and a tensor-parallel shard alike
+        q_BTNH, k_BTKH, v_BTKH = (w(x_BTD).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
+        return q_BTNH, k_BTKH, v_BTKH
+
+
+class Output(Linear):
+    """A linear layer that can lend its weight, while it is gathered, to what computes more than logits from it."""
+
+    def forward(self, x_BTD: Tensor, use: Callable[..., Tensor] | None = None) -> Tensor:
+        """Logits ``(B, T, V)``, or what ``use`` makes of input and weight.
+
+        Tensor parallelism calls ``use`` with this rank's rows of the weight, and with ``first_row`` and ``gather`` as
+        ``linear_cross_entropy`` takes them.
+        """
+        return super().forward(x_BTD) if use is None else use(x_BTD, self.weight)
+
+
+class Loss(nn.Module):
+    """Sum of the token losses of hidden states. A module of its own, so that hooks find it.
+
+    Attributes:
+        chunks: how logits and losses are cut into chunks; None computes all logits, then all losses.
+        token_losses: of all logits and labels, where there are no chunks; may be compiled.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chunks: Chunks | None = None
+        self.token_losses: Callable[[Tensor, Tensor], Tensor] = token_losses
+
+    def forward(self, hidden_BTD: Tensor, labels_BT: Tensor, output: nn.Module) -> Tensor:
+        """A float64 scalar: in float64 the order of the sum does not show.
+
+        Args:
+            hidden_BTD: what the output layer reads; this rank's part of the sequence under tensor parallelism.
+            labels_BT: of the whole sequence.
+            output: the output layer; an ``Output`` where there are chunks. Of an ``nn.Identity``, which stands for one
+                in another stage of a pipeline, the hidden states are returned.
+        """
+        if isinstance(output, nn.Identity):
+            return hidden_BTD
+        if self.chunks is not None:
+            loss: Tensor = output(hidden_BTD, partial(linear_cross_entropy, labels_BT=labels_BT, chunks=self.chunks))
+            return loss
+        losses = self.token_losses(output(hidden_BTD), labels_BT)
+        return losses.sum(dtype=torch.float64)
+
+
+def loss_of(model: nn.Module) -> Loss:
+    """The loss of a model, or of a part of it."""
+    [loss] = (module for module in model.modules() if isinstance(module, Loss))
+    return loss
