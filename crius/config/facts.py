@@ -1,10 +1,10 @@
-"""``Facts``: what the rules between sections look at beside the config."""
+"""``Facts``: what the rules between sections look at: a resolved run, its models and its machine."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from crius.config.run import RunConfig
+from crius.config.resolve import Resolved
 from crius.errors import CriusError
 
 
@@ -19,14 +19,12 @@ class _Spec(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
-    """What the rules need to know beside the config.
+class Facts(Resolved):
+    """A resolved run, and what else the rules need to know.
 
     Attributes:
-        config: the run.
         origin: where the value of a dotted field came from, as a phrase.
         specs: the models by name.
-        model: of this run (``crius.models.description.ModelDescription``); None where there is no such model.
         num_ranks: processes the run will have.
         asked_ranks: processes that ``--nproc``, torchrun or Slurm fixed; 0 when the degrees decide.
         asked_by: who fixed them, as a phrase.
@@ -36,10 +34,8 @@ class Facts:
         is_dry: nothing is started: one process stands for any number of ranks.
     """
 
-    config: RunConfig
     origin: Callable[[str], str]
     specs: Mapping[str, _Spec]
-    model: Any
     num_ranks: int
     asked_ranks: int
     asked_by: str

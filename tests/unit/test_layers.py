@@ -17,7 +17,7 @@ TOOLS = ("plan", "dry_run", "verify", "bench", "faults", "report", "data_audit")
 LAYER = {
     **{"config": 0, "models": 1, "kernels": 1, "__main__": 6, "cli": 5, "help": 0},
     **dict.fromkeys(("host", "install", "plugins", "redact", "run_file", "shards", "signals"), -1),
-    **dict.fromkeys(("machine", "units", "silence", "strict_json", "table"), -1),
+    **dict.fromkeys(("units", "silence", "strict_json", "table"), -1),
     **dict.fromkeys(("parallel", "quantize", "data", "optim", "checkpoint", "metrics"), 2),
     "interop": 3,
     **dict.fromkeys(("train", "launch"), 3),
@@ -76,7 +76,6 @@ TORCH_FREE = (
     "units.py",
     *("models/registry.py", "models/spec.py", "models/*/__init__.py", "launch/*.py", "data/*.py", "train/inputs.py"),
     "train/saving.py",
-    "machine.py",
     "tools/plan/*.py",
 )
 NEEDS_TORCH = (

@@ -38,7 +38,9 @@ def facts_of(flags, *, ranks=0, num_gpus=0, is_dry=False):
     model = describe_known_model(config)
     num_ranks = ranks or config.parallelism.total_ranks(num_gpus or 1)
     return Facts(
+        asked=config,
         config=config,
+        reasons={},
         origin=cli.SOURCES.origin,
         specs=SPECS,
         model=model,
