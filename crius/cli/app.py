@@ -6,26 +6,27 @@ import importlib.util
 import itertools
 import os
 import sys
+import textwrap
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
+from cyclopts.help import HelpEntry, HelpPanel, InlineText
+from rich.console import Console, ConsoleOptions
 
 from crius import __version__
 from crius.config.data import SOURCES as DATA_SOURCES
 from crius.config.facts import Facts
 from crius.config.load import RunSources
-from crius.config.model import ModelConfig
 from crius.config.rules import plain_name
-from crius.config.run import RunConfig, replace_fields
+from crius.config.run import ModelConfig, RunConfig, replace_fields
 from crius.errors import ConfigError, EnvironmentError
-from crius.help import PlainHelp
 from crius.host import Machine
-from crius.install import install_line
 from crius.models.huggingface import read_model_settings
 from crius.models.registry import FLAVORS, IMPORTED, SPECS, find_spec
+from crius.plugins import install_line
 from crius.redact import printable
 
 if TYPE_CHECKING:
@@ -67,6 +68,55 @@ def _read_model(path: str, name: str, where: str) -> tuple[str, dict[str, Any]]:
 SOURCES = RunSources({"model.name": SPECS, "model.flavor": FLAVORS, "data.source": DATA_SOURCES}, _read_model)
 COMMAND: list[str] = []
 """Verb and flags of this command, as ``normalized_argv`` gives them."""
+
+_HELP_WIDTH = 110
+
+
+class PlainHelp:
+    """Prints cyclopts' help as plain text, for its format ``plaintext``: rich's markup takes longer than all else.
+
+    A flag is on a line of its own, never broken, with its explanation indented below it.
+    """
+
+    def render_usage(self, console: Console, options: ConsoleOptions, usage: object) -> None:
+        """Print how a command is called."""
+        if text := _plain_help(usage):
+            console.out(f"{text}\n", highlight=False)
+
+    def render_description(self, console: Console, options: ConsoleOptions, description: object) -> None:
+        """Print what a command does: the docstring's paragraphs, filled anew."""
+        for paragraph in _plain_help(description).split("\n\n"):
+            if text := " ".join(paragraph.split()):
+                console.out(textwrap.fill(text, _help_width(options), break_on_hyphens=False) + "\n", highlight=False)
+
+    def __call__(self, console: Console, options: ConsoleOptions, panel: HelpPanel) -> None:
+        """Print one panel."""
+        if panel.entries:
+            lines = [line for entry in panel.entries for line in _help_entry(entry, _help_width(options))]
+            console.out("\n".join([f"{_plain_help(panel.title)}:", *lines, ""]), highlight=False)
+
+
+def _help_width(options: ConsoleOptions) -> int:
+    return min(_HELP_WIDTH, max(40, options.max_width))
+
+
+def _help_entry(entry: HelpEntry, width: int) -> list[str]:
+    notes = [f"choices: {', '.join(entry.choices)}"] if entry.choices else []
+    if entry.default is not None and entry.default not in ("", "()"):
+        notes.append(f"default: {entry.default}")
+    head = "  " + " ".join(entry.display_labels_with_metavar) + (f"   [{'; '.join(notes)}]" if notes else "")
+    text = " ".join(_plain_help(entry.description).split())
+    indent = " " * 6
+    wrapped = textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+    return [head, *wrapped]
+
+
+def _plain_help(text: Any) -> str:
+    """A renderable of cyclopts' plain text, without the marks of code in docstrings."""
+    if isinstance(text, InlineText):
+        text = " ".join(str(part) for part in (text.primary_renderable, *text.texts))
+    return str(text or "").replace("``", "").strip()
+
 
 _SHARED: dict[str, Any] = {
     "default_parameter": Parameter(name_transform=lambda name: name, negative_bool="no_", negative_iterable=()),

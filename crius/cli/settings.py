@@ -59,7 +59,8 @@ def show(
 ) -> int:
     """Print every setting of a run, its value and where it came from. Takes the flags of train."""
     if run.parallelism.auto:
-        run = facts_of(run, nproc, None, is_dry=True).config
+        resolved = facts_of(run, nproc, None, is_dry=True).config
+        run = dataclasses.replace(resolved, data=run.data)  # a checkpoint may have the last word there
     for problem in rules.not_built(run):
         raise problem
     values = _shown(flatten(run))

@@ -1,11 +1,11 @@
 """``Facts``: what the rules between sections look at: a resolved run, its models and its machine."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from crius.config.resolve import Resolved
-from crius.errors import CriusError
+from crius.errors import ConfigError, CriusError
 
 
 class _Spec(Protocol):
@@ -72,3 +72,17 @@ class Facts(Resolved):
 
 Violations = Iterator[CriusError]
 Rule = Callable[[Facts], Violations]
+
+
+def without_effect(facts: Facts, rows: Iterable[tuple[str, str, str]], why: str = "") -> Violations:
+    """Errors about settings that are on the command line and do nothing in this run.
+
+    Args:
+        facts: of the run.
+        rows: of each such setting its name, with or without dashes, the end of the sentence, and what to type instead.
+        why: of all of them.
+    """
+    for shown, reason, fix in rows:
+        name = shown.removeprefix("--")
+        if facts.origin(name) == "command line":
+            yield ConfigError(f"{shown} has no effect{reason}.", where=facts.flag(name), why=why, fix=fix)

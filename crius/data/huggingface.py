@@ -12,7 +12,7 @@ from crius.data.source import HeldOut
 from crius.data.stream import Row, ShardReader, StreamSample, StreamSource
 from crius.data.tokenizer import Tokenizer
 from crius.errors import DataError, EnvironmentError
-from crius.install import install_line
+from crius.plugins import install_line
 
 
 class Split:

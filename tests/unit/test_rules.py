@@ -13,8 +13,7 @@ from crius.config import rules
 from crius.config.facts import Facts
 from crius.config.rules_pipeline import PIPELINE_RULES
 from crius.config.rules_quantize import QUANTIZE_RULES
-from crius.config.rules_reproducible import REPRODUCIBLE_RULES
-from crius.config.rules_training import KERNEL_RULES, OPTIMIZER_RULES, STABILITY_RULES
+from crius.config.rules_training import KERNEL_RULES, OPTIMIZER_RULES, REPRODUCIBLE_RULES, STABILITY_RULES
 from crius.errors import ConfigError
 from crius.launch import environment
 from crius.models.registry import SPECS
