@@ -2,20 +2,10 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from crius.config.resolve import Resolved
 from crius.errors import ConfigError, CriusError
-
-
-class _Spec(Protocol):
-    @property
-    def flavors(self) -> Mapping[str, Any]: ...
-
-    @property
-    def known_flavors(self) -> tuple[str, ...]: ...
-
-    def describe(self, flavor: str, **sizes: Any) -> Any: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +14,7 @@ class Facts(Resolved):
 
     Attributes:
         origin: where the value of a dotted field came from, as a phrase.
-        specs: the models by name.
+        specs: the models by name (``crius.models.spec.ModelSpec``).
         num_ranks: processes the run will have.
         asked_ranks: processes that ``--nproc``, torchrun or Slurm fixed; 0 when the degrees decide.
         asked_by: who fixed them, as a phrase.
@@ -35,7 +25,7 @@ class Facts(Resolved):
     """
 
     origin: Callable[[str], str]
-    specs: Mapping[str, _Spec]
+    specs: Mapping[str, Any]
     num_ranks: int
     asked_ranks: int
     asked_by: str
