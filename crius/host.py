@@ -1,8 +1,9 @@
-"""What this host has: instructions of its CPU, and its memory."""
+"""What this host has: instructions of its CPU, its memory, and the ranks of a run. No torch."""
 
 import os
 import platform
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 _CPUINFO = Path("/proc/cpuinfo")
@@ -12,6 +13,30 @@ BFLOAT16_FLAGS = ("amx_bf16", "avx512_bf16")
 
 ATTENTION_BLOCK = 32
 """Queries of a sequence whose scores are computed together, so that they stay in the caches: docs/kernels.md."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Where a run is.
+
+    Attributes:
+        device: ``cuda`` or ``cpu``.
+        name: of the GPU or the CPU; empty where it does not matter.
+        ranks: of the run.
+        local_ranks: of them on a host.
+        threads: of a rank on a CPU.
+    """
+
+    device: str
+    name: str = ""
+    ranks: int = 1
+    local_ranks: int = 1
+    threads: int = 1
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether it is on GPUs."""
+        return self.device == "cuda"
 
 
 def cpu_name() -> str:

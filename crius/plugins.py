@@ -1,10 +1,12 @@
-"""Models, data sources and sinks of installed packages, loaded where they are named and not before. Torch-free.
+"""What installed packages add, loaded where it is named: models, data sources and sinks; and what installs a package.
 
 A package lists them as entry points of the groups below (https://packaging.python.org/specifications/entry-points);
 docs/plugins.md has an example.
 """
 
 import importlib.metadata
+import shlex
+import sys
 import traceback
 from collections.abc import Callable
 from typing import TypeVar
@@ -72,3 +74,24 @@ def imported(load: Callable[[], T], what: str, where: str, fix: str, *, done: st
             why=f"raised in {last.filename}, line {last.lineno}" if last else "",
             fix=fix,
         ) from None
+
+
+# optional package to what to install; pyproject.toml's extras say the same
+REQUIREMENTS = {
+    "datasets": "datasets>=3.1",
+    "tokenizers": "tokenizers>=0.20",
+    "tensorboard": "tensorboard>=2.15",
+    "torchao": "torchao>=0.18",
+    "matplotlib": "matplotlib>=3.8",
+}
+
+
+def install_line(*requirements: str) -> str:
+    """A shell command that installs ``requirements`` for the Python that runs this: one made by uv has no pip."""
+    python = shlex.quote(sys.executable)
+    names = " ".join(map(shlex.quote, requirements))
+    # not find_spec("pip"): setuptools' import hook takes that for a run of pip and hands this process the standard
+    # library's distutils from then on, after which torch.utils.cpp_extension, and so torch.compile, cannot be imported
+    if not any(importlib.metadata.distributions(name="pip")):
+        return f"uv pip install --python {python} {names}"
+    return f"{python} -m pip install {names}"

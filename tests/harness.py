@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import fork_server
+import torch
 
 from crius.cli.settings import run_of
 from crius.cli.train import run_tools
@@ -19,6 +20,7 @@ from crius.config.layout import apply_layout, parse_layout
 from crius.config.run import RunConfig
 from crius.config.toml_file import differences
 from crius.config.training import TrainingConfig
+from crius.host import Machine
 from crius.launch.crew import Supervision
 from crius.launch.environment import Placement
 from crius.launch.local import run_workers
@@ -28,6 +30,7 @@ from crius.models.registry import SPECS
 from crius.models.spec import described
 from crius.parallel.runtime import World
 from crius.train import job
+from crius.train.inputs import resolve, saved_settings
 from crius.train.loop import Loop
 
 ROOT = Path(__file__).parent.parent
@@ -83,7 +86,10 @@ def run_job(
     placement: Placement,
     prepare: Callable[[Loop], Loop] = lambda loop: loop,
 ) -> None:
-    """``job.run`` with what the command line hands to it."""
+    """``job.run`` with what the command line decides and hands to it."""
+    on_gpu = config.training.device != "cpu" and torch.cuda.is_available()
+    machine = Machine(device="cuda" if on_gpu else "cpu", ranks=placement.world_size)
+    config = resolve(config, machine, saved=saved_settings(config, run_dir), rows_are_given=True).config
     tools = run_tools()
     both = replace(tools, prepare=lambda loop: prepare(tools.prepare(loop)))
     job.run(config, run_dir, started, placement, tools=both)

@@ -18,7 +18,7 @@ import fsspec
 from crius.checkpoint.manifest import Manifest
 from crius.checkpoint.names import MANIFEST, check_name, is_plain, is_set_aside, parse_step, step_name
 from crius.errors import CheckpointError, ConfigError, EnvironmentError
-from crius.install import install_line
+from crius.plugins import install_line
 
 PACKAGES = {
     **dict.fromkeys(("s3", "s3a"), ("s3fs",)),

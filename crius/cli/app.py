@@ -1,30 +1,36 @@
 """The command, the types of flags that verbs share, and what several verbs need. No torch here."""
 
 import dataclasses
+import functools
 import importlib.util
 import itertools
 import os
 import sys
+import textwrap
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
+from cyclopts.help import HelpEntry, HelpPanel, InlineText
+from rich.console import Console, ConsoleOptions
 
 from crius import __version__
 from crius.config.data import SOURCES as DATA_SOURCES
 from crius.config.facts import Facts
 from crius.config.load import RunSources
-from crius.config.model import ModelConfig
 from crius.config.rules import plain_name
-from crius.config.run import RunConfig
+from crius.config.run import ModelConfig, RunConfig, replace_fields
 from crius.errors import ConfigError, EnvironmentError
-from crius.help import PlainHelp
-from crius.install import install_line
+from crius.host import Machine
 from crius.models.huggingface import read_model_settings
 from crius.models.registry import FLAVORS, IMPORTED, SPECS, find_spec
+from crius.plugins import install_line
 from crius.redact import printable
+
+if TYPE_CHECKING:
+    from crius.models.description import ModelDescription
 
 Run = Annotated[RunConfig, Parameter(name="*")]
 Recipe = Annotated[str, Parameter(help="A run that comes with Crius; llama3_debug where no --config is given.")]
@@ -47,6 +53,7 @@ DryRunRank = Annotated[int, Parameter(help="Rank that --dry_run shows.")]
 Json = Annotated[bool, Parameter(name="--json", negative=(), help="Print JSON.")]
 
 STARTED = time.monotonic()
+AUTO = "parallelism.auto"
 
 
 def _read_model(path: str, name: str, where: str) -> tuple[str, dict[str, Any]]:
@@ -61,6 +68,55 @@ def _read_model(path: str, name: str, where: str) -> tuple[str, dict[str, Any]]:
 SOURCES = RunSources({"model.name": SPECS, "model.flavor": FLAVORS, "data.source": DATA_SOURCES}, _read_model)
 COMMAND: list[str] = []
 """Verb and flags of this command, as ``normalized_argv`` gives them."""
+
+_HELP_WIDTH = 110
+
+
+class PlainHelp:
+    """Prints cyclopts' help as plain text, for its format ``plaintext``: rich's markup takes longer than all else.
+
+    A flag is on a line of its own, never broken, with its explanation indented below it.
+    """
+
+    def render_usage(self, console: Console, options: ConsoleOptions, usage: object) -> None:
+        """Print how a command is called."""
+        if text := _plain_help(usage):
+            console.out(f"{text}\n", highlight=False)
+
+    def render_description(self, console: Console, options: ConsoleOptions, description: object) -> None:
+        """Print what a command does: the docstring's paragraphs, filled anew."""
+        for paragraph in _plain_help(description).split("\n\n"):
+            if text := " ".join(paragraph.split()):
+                console.out(textwrap.fill(text, _help_width(options), break_on_hyphens=False) + "\n", highlight=False)
+
+    def __call__(self, console: Console, options: ConsoleOptions, panel: HelpPanel) -> None:
+        """Print one panel."""
+        if panel.entries:
+            lines = [line for entry in panel.entries for line in _help_entry(entry, _help_width(options))]
+            console.out("\n".join([f"{_plain_help(panel.title)}:", *lines, ""]), highlight=False)
+
+
+def _help_width(options: ConsoleOptions) -> int:
+    return min(_HELP_WIDTH, max(40, options.max_width))
+
+
+def _help_entry(entry: HelpEntry, width: int) -> list[str]:
+    notes = [f"choices: {', '.join(entry.choices)}"] if entry.choices else []
+    if entry.default is not None and entry.default not in ("", "()"):
+        notes.append(f"default: {entry.default}")
+    head = "  " + " ".join(entry.display_labels_with_metavar) + (f"   [{'; '.join(notes)}]" if notes else "")
+    text = " ".join(_plain_help(entry.description).split())
+    indent = " " * 6
+    wrapped = textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+    return [head, *wrapped]
+
+
+def _plain_help(text: Any) -> str:
+    """A renderable of cyclopts' plain text, without the marks of code in docstrings."""
+    if isinstance(text, InlineText):
+        text = " ".join(str(part) for part in (text.primary_renderable, *text.texts))
+    return str(text or "").replace("``", "").strip()
+
 
 _SHARED: dict[str, Any] = {
     "default_parameter": Parameter(name_transform=lambda name: name, negative_bool="no_", negative_iterable=()),
@@ -101,30 +157,42 @@ def emit(text: str) -> None:
     sys.stdout.write(printable(text) + "\n")
 
 
-def facts_of(run: RunConfig, nproc: int, placement: Any, is_dry: bool = False) -> Facts:
-    """What the rules look at, of ``run`` on this machine."""
+def facts_of(
+    run: RunConfig, nproc: int, placement: Any, is_dry: bool = False, saved: Mapping[str, Any] | None = None
+) -> Facts:
+    """``run`` as this machine trains it, with what the rules look at.
+
+    Args:
+        run: as it was asked for.
+        nproc: processes that were asked for; 0: what the degrees multiply to.
+        placement: of this process (``crius.launch.environment.Placement``); None: nothing has started it.
+        is_dry: nothing is started.
+        saved: settings of the checkpoint that the run resumes from.
+    """
     from crius.launch.environment import visible_gpus
-    from crius.train.inputs import describe_known_model, settled, with_dtype, with_tokens
+    from crius.train.inputs import resolve
 
     num_gpus = 0 if run.training.device == "cpu" else visible_gpus(os.environ)
     stands_for_gpu = is_dry and run.training.device != "cpu"
     on_gpu = num_gpus > 0 or run.training.device == "cuda" or stands_for_gpu
     asked = placement.world_size if placement else nproc
-    run = with_tokens(with_dtype(_with_flavor(run), on_gpu=on_gpu), rows_are_given=SOURCES.rows_are_given())
-    if run.parallelism.auto:
-        local_ranks = placement.local_world_size if placement else asked or num_gpus or 1
-        run = _with_layout(
-            run, asked or num_gpus or 1, local_ranks, on_gpu, is_dry, not placement or placement.rank == 0
-        )
-    run = settled(run)
-    model = describe_known_model(run)
-    parallelism = run.parallelism
-    here = asked or parallelism.total_ranks(num_gpus or 1)
+    ranks = asked or num_gpus or 1
+    local_ranks = placement.local_world_size if placement else ranks
+    machine = Machine(device="cuda" if on_gpu else "cpu", ranks=ranks, local_ranks=local_ranks)
+    resolved = resolve(
+        with_flavor(run),
+        machine,
+        saved=saved,
+        rows_are_given=SOURCES.rows_are_given(),
+        lay_out=functools.partial(_lay_out, machine, is_dry),
+    )
+    if AUTO in resolved.reasons and (not placement or placement.rank == 0):
+        sys.stderr.write(resolved.reasons[AUTO] + "\n")
+    here = asked or resolved.config.parallelism.total_ranks(num_gpus or 1)
     return Facts(
-        config=run,
+        **vars(resolved),
         origin=SOURCES.origin,
         specs=SPECS,
-        model=model,
         num_ranks=here,
         asked_ranks=asked,
         asked_by=placement.launcher if placement else "--nproc (command line)" if nproc else "",
@@ -135,38 +203,28 @@ def facts_of(run: RunConfig, nproc: int, placement: Any, is_dry: bool = False) -
     )
 
 
-def _with_flavor(run: RunConfig) -> RunConfig:
+def with_flavor(run: RunConfig) -> RunConfig:
     """``run`` with the first flavor of a model that was asked for without one, where it lacks that of the defaults."""
     name, spec = "model.flavor", find_spec(run.model.name)
     is_open = SOURCES.origin(name) in ("default", f"recipe {SOURCES.recipe}")
-    if (
-        spec is None
-        or run.model.flavor in spec.known_flavors
-        or not is_open
-        or SOURCES.origin("model.name") == "default"
-    ):
+    is_default = SOURCES.origin("model.name") == "default"
+    if spec is None or run.model.flavor in spec.known_flavors or not is_open or is_default:
         return run
-    first = next(iter(spec.flavors))
     SOURCES.origins[name] = f"the first of {run.model.name}"
-    return dataclasses.replace(run, model=dataclasses.replace(run.model, flavor=first))
+    return replace_fields(run, {name: next(iter(spec.flavors))})
 
 
-def _with_layout(
-    run: RunConfig, num_ranks: int, local_ranks: int, on_gpu: bool, is_dry: bool, speaks: bool
-) -> RunConfig:
-    """``run`` with the layout that ``parallelism.auto`` finds; says which and why, on stderr."""
-    from crius.tools.plan.auto import FLAG, fill, hardware_here
-    from crius.train.inputs import describe_known_model
+def _lay_out(machine: Machine, is_dry: bool, run: RunConfig, model: "ModelDescription") -> tuple[dict[str, Any], str]:
+    """The layout that ``parallelism.auto`` means, and why: what the planner recommends."""
+    from crius.tools.plan.auto import fill, hardware_here
 
-    facts = describe_known_model(run)
-    if facts is None:
-        return run  # a rule says that there is no such model
-    hardware = hardware_here(on_gpu=on_gpu, num_ranks=num_ranks, local_ranks=local_ranks, is_dry=is_dry)
-    filled = fill(run, facts, hardware, num_ranks, SOURCES.origin)
-    SOURCES.origins |= dict.fromkeys((FLAG, *filled.overrides), FLAG)
-    if speaks:
-        sys.stderr.write("\n".join(filled.lines) + "\n")
-    return filled.config
+    hardware = hardware_here(
+        on_gpu=machine.on_gpu, num_ranks=machine.ranks, local_ranks=machine.local_ranks, is_dry=is_dry
+    )
+    filled = fill(run, model, hardware, machine.ranks, SOURCES.origin)
+    changes = {**filled.overrides, AUTO: False}  # so that its TOML is this layout wherever it is read
+    SOURCES.origins |= dict.fromkeys(changes, AUTO)
+    return changes, "\n".join(filled.lines)
 
 
 def _base_name(run: RunConfig) -> str:
@@ -209,9 +267,14 @@ def _run_name(run: RunConfig, placement: Any) -> str:
     )
 
 
-def run_dir(run: RunConfig, placement: Any) -> Path:
-    """The folder of a run, made and found writable."""
-    folder = Path(run.job.run_dir or Path("runs") / (run.job.name or _run_name(run, placement)))
+def folder_of(run: RunConfig, placement: Any) -> Path:
+    """Where the folder of a run is, or is going to be."""
+    return Path(run.job.run_dir or Path("runs") / (run.job.name or _run_name(run, placement)))
+
+
+def run_dir(run: RunConfig, placement: Any, folder: Path | None = None) -> Path:
+    """The folder of a run, if it is known already; made and found writable."""
+    folder = folder or folder_of(run, placement)
     probe = folder / "logs" / f".writable-{os.uname().nodename}-{os.getpid()}"
     try:
         probe.parent.mkdir(parents=True, exist_ok=True)

@@ -29,17 +29,16 @@ _LEFT = ("metrics.jsonl", "summary.json", "run.toml", "logs/")
 _SHARD = "parallelism.data_parallel_shard_degree"
 
 
-def say_next(facts: Facts, run: RunConfig, folder: Path, placement: Placement | None, code: int) -> None:
+def say_next(facts: Facts, folder: Path, placement: Placement | None, code: int) -> None:
     """Print where the run and its newest checkpoint are, and what to type next.
 
     Args:
-        facts: of the run, as it was asked for.
-        run: as it was trained.
+        facts: of the run.
         folder: of the run.
         placement: of this process; None: started here.
         code: exit code of the run; after a failure only what is saved is told.
     """
-    has_failed = bool(code) and code not in STOPPED
+    run, has_failed = facts.config, bool(code) and code not in STOPPED
     if has_failed and not (run.checkpoint.is_enabled and (folder / "run.toml").exists()):
         return
     present = ", ".join(name for name in _LEFT if (folder / name).exists())
@@ -50,7 +49,7 @@ def say_next(facts: Facts, run: RunConfig, folder: Path, placement: Placement | 
         if saved:
             emit(f"go on from there: {continued(run, folder, placement)}")
     elif run.model.flavor == "debug" and placement is None:
-        rows = list(_next_commands(facts, run, folder))
+        rows = list(_next_commands(facts, folder))
         width = max(len(what) for what, _ in rows)
         emit("\n".join(["try next:", *(f"  {what:<{width}}   {command}" for what, command in rows)]))
 
@@ -125,15 +124,16 @@ def _joined(words: list[str]) -> str:
     return redact(shlex.join(words))
 
 
-def _next_commands(facts: Facts, run: RunConfig, folder: Path) -> Iterator[tuple[str, str]]:
+def _next_commands(facts: Facts, folder: Path) -> Iterator[tuple[str, str]]:
     """Three commands that a new user may want, and what they do."""
+    run = facts.config
     flags = [flag for flag in _flags() if flag != "--strict"]
     show = "every setting and its origin", _joined([*_program("config"), "show", *flags])
     done = 0  # may be more than was asked, where an earlier start went further
     with contextlib.suppress(CriusError):
         done = max(_steps(run, folder), default=0)
     longer = "--training.steps", str(2 * max(run.training.steps, done))
-    number, layout = _workers(facts, run) if _keeps_own(run) else (0, [])
+    number, layout = _workers(facts) if _keeps_own(run) else (0, [])
     if number:
         elsewhere = ["--job.run_dir", f"{folder}-{number}-workers"] if _is_named(run) else []
         yield f"the same curve on {number} workers", command(*layout, *elsewhere)
@@ -149,10 +149,10 @@ def _next_commands(facts: Facts, run: RunConfig, folder: Path) -> Iterator[tuple
             yield show
 
 
-def _workers(facts: Facts, run: RunConfig) -> tuple[int, list[str]]:
+def _workers(facts: Facts) -> tuple[int, list[str]]:
     """More workers than one on which the run is possible, and the flags for them; 0 where there are none."""
     for number in (4, 2) if facts.num_ranks == 1 else ():
-        placed = replace_fields(run, {_SHARD: number})
+        placed = replace_fields(facts.config, {_SHARD: number})
         more = dataclasses.replace(facts, config=placed, num_ranks=number, local_ranks=number, asked_ranks=0)
         if not any(True for rule in RULES for _ in rule(more)):
             return number, [f"--{_SHARD}", str(number)]

@@ -33,6 +33,7 @@ from crius.config.names import WrongSettings, explain
 from crius.config.run import RunConfig, replace_fields
 from crius.config.toml_file import flatten
 from crius.errors import ConfigError, CriusError
+from crius.host import Machine
 from crius.models.registry import SPECS
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ def _case(run: RunConfig, gpu: str, gpus: int | None, nodes: int | None, precisi
     from crius.tools.plan.hardware import hardware, shared
     from crius.tools.plan.legal import Case
     from crius.tools.plan.shapes import shape_named
-    from crius.train.inputs import with_dtype, with_tokens
+    from crius.train.inputs import resolve
 
     refuse_given(UNPLANNED, SPLIT)
     found = hardware(gpu)
@@ -142,8 +143,10 @@ def _case(run: RunConfig, gpu: str, gpus: int | None, nodes: int | None, precisi
     changes: dict[str, Any] = dict(PRECISIONS.get(precision, {})) | ({} if on_gpu else {"training.device": "cpu"})
     if "training.seq_len" not in pinned:
         changes["training.seq_len"] = DEFAULT_SEQ_LEN
-    run = with_dtype(replace_fields(run, changes), on_gpu=on_gpu)
-    run = with_tokens(run, rows_are_given=SOURCES.rows_are_given())
+    run = replace_fields(run, changes)
+    machine = Machine(device="cuda" if on_gpu else "cpu", ranks=num_gpus)
+    resolved = resolve(run, machine, rows_are_given=SOURCES.rows_are_given())
+    run = dataclasses.replace(resolved.config, parallelism=run.parallelism)  # its stages are searched
     facts = facts_of(run, 0, None, is_dry=True)
     problems = [*_open_flavor(run, pinned), *(_missing_precision(run, found, precision) if on_gpu else ())]
     problems += rules.sizes(facts)
@@ -299,17 +302,16 @@ def _checked(case: "Case", plan: "Plan") -> "CheckReport":
 
 def _run_of_row(settings: Mapping[str, str]) -> tuple[RunConfig, "ModelDescription"]:
     """A run with these settings and the defaults of all others, as it would be on a GPU, and its model."""
-    from crius.train.inputs import describe_known_model, with_dtype
+    from crius.train.inputs import resolve
 
     try:
         run = run_of("--config", os.devnull, *(f"--{name}={value}" for name, value in settings.items()))
     except (CycloptsError, WrongSettings) as error:
         raise ConfigError(explain(error).what) from None
-    run = with_dtype(run, on_gpu=run.training.device != "cpu")
-    model = describe_known_model(run)
-    if model is None:
+    resolved = resolve(run, Machine(device="cpu" if run.training.device == "cpu" else "cuda"), rows_are_given=True)
+    if resolved.model is None:
         raise ConfigError(f"there is no model {run.model.name}/{run.model.flavor} of these sizes.")
-    return run, model
+    return resolved.config, resolved.model
 
 
 def _validate(file: Path, as_json: bool) -> int:

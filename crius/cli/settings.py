@@ -39,6 +39,7 @@ from crius.config.load import OF_MODEL, normalized_argv, recipe_names
 from crius.config.run import RunConfig
 from crius.config.toml_file import differences, flatten
 from crius.errors import ConfigError, CriusError
+from crius.host import Machine
 from crius.redact import redact_value
 from crius.units import GIB
 
@@ -58,7 +59,8 @@ def show(
 ) -> int:
     """Print every setting of a run, its value and where it came from. Takes the flags of train."""
     if run.parallelism.auto:
-        run = facts_of(run, nproc, None, is_dry=True).config
+        resolved = facts_of(run, nproc, None, is_dry=True).config
+        run = dataclasses.replace(resolved, data=run.data)  # a checkpoint may have the last word there
     for problem in rules.not_built(run):
         raise problem
     values = _shown(flatten(run))
@@ -155,7 +157,7 @@ def _leave(number: int, frame: FrameType | None) -> NoReturn:
 def _train_flags(out: Path, data: DataConfig, tokenizer: TokenizerConfig) -> list[str]:
     """Flags with which ``crius train`` takes the folder ``out``: those that it needs, and no more."""
     from crius.errors import DataError
-    from crius.train.inputs import open_run_corpus, with_tokens
+    from crius.train.inputs import open_run_corpus, resolve
 
     flags = ["--data.source", "tokens", "--data.path", str(out)]
     for section, config, names in (
@@ -171,7 +173,7 @@ def _train_flags(out: Path, data: DataConfig, tokenizer: TokenizerConfig) -> lis
     for seq_len, off in ((seq_len, off) for off in ([], without_validation) for seq_len in lengths):
         more = [*flags, *(flag("training.seq_len", seq_len) if seq_len != run.training.seq_len else []), *off]
         with contextlib.suppress(DataError):  # too few tokens for sequences of this length
-            open_run_corpus(with_tokens(run_of(*more), rows_are_given=False), 1)
+            open_run_corpus(resolve(run_of(*more), Machine(device="cpu")).config, 1)
             return more
     return flags
 

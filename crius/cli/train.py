@@ -23,9 +23,11 @@ from crius.cli.app import (
     check_save_ops,
     emit,
     facts_of,
+    folder_of,
     need_torch,
     run_dir,
     silence_stdout,
+    with_flavor,
 )
 from crius.config import rules
 from crius.config.facts import Facts
@@ -71,16 +73,16 @@ def train(
             where="command line",
             fix="leave out --nproc",
         )
-    facts = facts_of(run, nproc, placement)
-    asked, run = run, facts.config
+    from crius.train.inputs import saved_settings
+
+    run = with_flavor(run)
+    folder = folder_of(run, placement)
+    facts = facts_of(run, nproc, placement, saved=saved_settings(run, folder))
+    run = facts.config
     rules.check(facts)
     need_torch()
     check_save_ops(run)
-    folder = run_dir(run, placement)
-    from crius.train.inputs import resumed_dtype
-
-    run = resumed_dtype(asked, run, folder)
-    rules.check(dataclasses.replace(facts, config=run))
+    run_dir(run, placement, folder)
 
     with contextlib.ExitStack() as stack:
         locks = _own(run, folder, stack) if placement is None or placement.rank == 0 else []
@@ -91,7 +93,7 @@ def train(
 
             open_run_corpus(run, facts.data_parallel_ranks)
         code = _start(run, folder, placement, facts.num_ranks, strict, locks)
-    return _end(facts, run, folder, placement, code)
+    return _end(facts, folder, placement, code)
 
 
 def run_tools() -> "Tools":
@@ -167,14 +169,14 @@ def _start(
     return code
 
 
-def _end(facts: Facts, run: RunConfig, folder: Path, placement: Placement | None, code: int) -> int:
+def _end(facts: Facts, folder: Path, placement: Placement | None, code: int) -> int:
     """Say what the run left and what to do next; returns the exit code."""
     from crius.cli.next_steps import say_next
     from crius.launch.report import leave
 
     if placement is None or placement.rank == 0:
         try:
-            say_next(facts, run, folder, placement, code)
+            say_next(facts, folder, placement, code)
         except BrokenPipeError:  # the run is what it is
             silence_stdout()
     if code and placement:

@@ -56,7 +56,7 @@ behind the end of a document, which saw the next document's first token as its l
 
 
 TAKEN_OVER = ("data.add_bos",)
-"""Settings that a resume takes from the checkpoint where they are not set, as ``train.inputs.with_boundaries`` does."""
+"""Settings that a resume takes from the checkpoint where they are not set, as ``train.inputs.resolve`` does."""
 
 
 @dataclass(frozen=True)

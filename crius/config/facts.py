@@ -1,32 +1,20 @@
-"""``Facts``: what the rules between sections look at beside the config."""
+"""``Facts``: what the rules between sections look at: a resolved run, its models and its machine."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from crius.config.run import RunConfig
-from crius.errors import CriusError
-
-
-class _Spec(Protocol):
-    @property
-    def flavors(self) -> Mapping[str, Any]: ...
-
-    @property
-    def known_flavors(self) -> tuple[str, ...]: ...
-
-    def describe(self, flavor: str, **sizes: Any) -> Any: ...
+from crius.config.resolve import Resolved
+from crius.errors import ConfigError, CriusError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
-    """What the rules need to know beside the config.
+class Facts(Resolved):
+    """A resolved run, and what else the rules need to know.
 
     Attributes:
-        config: the run.
         origin: where the value of a dotted field came from, as a phrase.
-        specs: the models by name.
-        model: of this run (``crius.models.description.ModelDescription``); None where there is no such model.
+        specs: the models by name (``crius.models.spec.ModelSpec``).
         num_ranks: processes the run will have.
         asked_ranks: processes that ``--nproc``, torchrun or Slurm fixed; 0 when the degrees decide.
         asked_by: who fixed them, as a phrase.
@@ -36,10 +24,8 @@ class Facts:
         is_dry: nothing is started: one process stands for any number of ranks.
     """
 
-    config: RunConfig
     origin: Callable[[str], str]
-    specs: Mapping[str, _Spec]
-    model: Any
+    specs: Mapping[str, Any]
     num_ranks: int
     asked_ranks: int
     asked_by: str
@@ -76,3 +62,17 @@ class Facts:
 
 Violations = Iterator[CriusError]
 Rule = Callable[[Facts], Violations]
+
+
+def without_effect(facts: Facts, rows: Iterable[tuple[str, str, str]], why: str = "") -> Violations:
+    """Errors about settings that are on the command line and do nothing in this run.
+
+    Args:
+        facts: of the run.
+        rows: of each such setting its name, with or without dashes, the end of the sentence, and what to type instead.
+        why: of all of them.
+    """
+    for shown, reason, fix in rows:
+        name = shown.removeprefix("--")
+        if facts.origin(name) == "command line":
+            yield ConfigError(f"{shown} has no effect{reason}.", where=facts.flag(name), why=why, fix=fix)

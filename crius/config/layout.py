@@ -1,16 +1,21 @@
-"""``Layout``: degrees, their arithmetic and spelling, such as ``hsdp2x2_tp2`` or ``pp4+zbv_zero_bubble``."""
+"""``Layout``: degrees, their arithmetic and spelling, such as ``hsdp2x2_tp2``, and the flag ``--layout``."""
 
 import dataclasses
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
+
+from cyclopts.argument import Argument, Token
 
 from crius.config.names import did_you_mean
 from crius.config.parallelism import ParallelismConfig, Schedule
 from crius.config.pipeline import microbatch_unit
 from crius.config.resolve import batch_sizes
 from crius.config.run import RunConfig, replace_fields
-from crius.errors import ConfigError, LayoutError
+from crius.errors import ConfigError, CriusError, LayoutError
+
+FLAG = "--layout"
 
 DEGREES = {
     "pp": "parallelism.pipeline_parallel_degree",
@@ -251,3 +256,54 @@ def _unknown(kind: str, written: str, text: str, hint: str) -> ConfigError:
         why="a layout is degrees joined by _ and options behind +" if kind == "term" else "",
         fix=f"write for example {_EXAMPLES}{number}" if kind == "term" else f"options are {names}",
     )
+
+
+def spread_layout(named: Mapping[str, Argument]) -> Iterator[CriusError]:
+    """Give the degrees and options of the layout on the command line to their arguments, before files are read.
+
+    Args:
+        named: arguments by their flag.
+    """
+    text = _layout_text(named)
+    if not text:
+        return
+    try:
+        layout = parse_layout(text)
+    except ConfigError as error:
+        yield error
+        return
+    yield from _give_layout(named, layout.settings(), text)
+
+
+def spread_microbatches(named: Mapping[str, Argument]) -> Iterator[CriusError]:
+    """Give the sizes of the batch that ``accumN`` of a layout means to their arguments, after files are read."""
+    text = _layout_text(named)
+    if "accum" not in text:
+        return
+    total = named["--training.global_batch_size"].tokens
+    try:
+        given = {"training.global_batch_size": int(total[0].value)} if total else {}
+        placed = apply_layout(replace_fields(RunConfig(), given), parse_layout(text))
+    except ConfigError as error:
+        yield error
+        return
+    except ValueError:
+        return  # reported as what it is
+    named["--training.global_batch_size"].tokens = []
+    sizes = ("global_batch_size", "local_batch_size")
+    yield from _give_layout(named, {f"training.{name}": getattr(placed.training, name) for name in sizes}, text)
+
+
+def _give_layout(named: Mapping[str, Argument], changes: Mapping[str, Any], text: str) -> Iterator[CriusError]:
+    for name, value in changes.items():
+        argument = named[f"--{name}"]
+        if any(token.source == "cli" for token in argument.tokens):
+            yield ConfigError(
+                f"--{name} and {FLAG} {text} both set {name}.", where="command line", fix=f"leave out --{name}"
+            )
+            continue
+        argument.tokens = [Token(keyword=f"--{name}", value=str(value), source="cli")]
+
+
+def _layout_text(named: Mapping[str, Argument]) -> str:
+    return named[FLAG].tokens[-1].value if FLAG in named and named[FLAG].tokens and "--recipe" in named else ""

@@ -19,7 +19,7 @@ from cyclopts.argument import Argument, Token
 
 from crius import plugins
 from crius.config.data import check_source
-from crius.config.layout_flag import spread_layout, spread_microbatches
+from crius.config.layout import spread_layout, spread_microbatches
 from crius.config.names import ALIASES, PLAN_SHORT, SHORT, WrongSettings, conversion, did_you_mean, unknown
 from crius.config.run import RunConfig
 from crius.config.toml_file import COMMAND_LINE_ONLY, choices_of, flatten, takes, toml_table, wrong_kind

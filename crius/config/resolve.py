@@ -1,7 +1,11 @@
-"""What ``auto`` and -1 come to: dtype, what attention keeps, chunks of the loss, sizes of the batch."""
+"""What ``auto`` and -1 come to: ``Resolved``, and the rules of dtype, attention, chunks of the loss, batch sizes.
 
-from dataclasses import dataclass
-from typing import Literal
+``crius.train.inputs.resolve`` asks these rules, the model, the tokenizer and the checkpoint: docs/decisions/035.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from crius.config.parallelism import ParallelismConfig
 from crius.config.run import RunConfig
@@ -10,6 +14,23 @@ from crius.host import ATTENTION_BLOCK, BFLOAT16_FLAGS, bfloat16_instructions, i
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
 """Bytes of a number."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resolved:
+    """A run with its open settings decided, once and before anything is built.
+
+    Attributes:
+        asked: the run as it was asked for.
+        config: the run that is trained.
+        reasons: why, by the dotted field of each setting that was decided.
+        model: its ``crius.models.description.ModelDescription``; None where there is no such model.
+    """
+
+    asked: RunConfig
+    config: RunConfig
+    reasons: Mapping[str, str]
+    model: Any
 
 
 def auto_dtype(*, on_gpu: bool) -> tuple[Literal["float32", "bfloat16"], str]:
@@ -24,6 +45,13 @@ def auto_dtype(*, on_gpu: bool) -> tuple[Literal["float32", "bfloat16"], str]:
     if instructions:
         return "bfloat16", f"a CPU with {instructions}"
     return "float32", f"a CPU without {' or '.join(BFLOAT16_FLAGS)}"
+
+
+def with_dtype(config: RunConfig, *, on_gpu: bool) -> RunConfig:
+    """``config`` with ``training.mixed_precision_param`` decided as on a GPU, or on the CPU of this host."""
+    if config.training.mixed_precision_param != "auto":
+        return config
+    return replace(config, training=replace(config.training, mixed_precision_param=auto_dtype(on_gpu=on_gpu)[0]))
 
 
 MOST_TOKENS = 512

@@ -11,17 +11,22 @@ from typing import Any
 
 from crius import plugins
 from crius.config.data import SOURCES
-from crius.config.facts import Facts, Rule, Violations
+from crius.config.facts import Facts, Rule, Violations, without_effect
 from crius.config.load import did_you_mean
 from crius.config.rules_layout import LAYOUT_RULES, divisors
 from crius.config.rules_pipeline import PIPELINE_RULES
 from crius.config.rules_quantize import QUANTIZE_RULES
-from crius.config.rules_reproducible import REPRODUCIBLE_RULES
-from crius.config.rules_training import CHECKPOINT_RULES, KERNEL_RULES, OPTIMIZER_RULES, STABILITY_RULES
+from crius.config.rules_training import (
+    CHECKPOINT_RULES,
+    KERNEL_RULES,
+    OPTIMIZER_RULES,
+    REPRODUCIBLE_RULES,
+    STABILITY_RULES,
+)
 from crius.config.run import RunConfig
 from crius.config.toml_file import flatten, imports_of
 from crius.errors import ConfigError
-from crius.install import REQUIREMENTS, install_line
+from crius.plugins import REQUIREMENTS, install_line
 
 
 def known_model(facts: Facts) -> Violations:
@@ -277,13 +282,10 @@ def data_flags_have_effect(facts: Facts) -> Violations:
         "virtual_shards": ("huggingface",),
         "shuffle": ("stdlib", "text", "jsonl", "tokens"),
     }
-    for name, sources in owners.items():
-        if facts.origin(f"data.{name}") == "command line" and like_jsonl not in sources:
-            yield ConfigError(
-                f"data.{name} has no effect with data.source {source}.",
-                where=facts.flag(f"data.{name}"),
-                fix=f"leave it out, or --data.source {sources[0]}",
-            )
+    vain = {f"data.{name}": sources[0] for name, sources in owners.items() if like_jsonl not in sources}
+    reason = f" with data.source {source}"
+    rows = [(name, reason, f"leave it out, or --data.source {owner}") for name, owner in vain.items()]
+    return without_effect(facts, rows)
 
 
 def virtual_shards_split(facts: Facts) -> Violations:

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from crius.config.facts import Facts, Rule, Violations
+from crius.config.facts import Facts, Rule, Violations, without_effect
 from crius.config.load import did_you_mean
 from crius.config.pipeline import microbatch_unit
 from crius.config.resolve import batch_sizes
@@ -260,11 +260,8 @@ def compile_flags_have_effect(facts: Facts) -> Violations:
         yield ConfigError(
             "compile.loss needs compile.enable.", where=facts.flag("compile.loss"), fix="--compile.enable"
         )
-    for name in ("compile.backend", "compile.cache_dir", "compile.max_recompiles"):
-        if facts.origin(name) == "command line" and not compile_.enable:
-            yield ConfigError(
-                f"{name} has no effect without compile.enable.", where=facts.flag(name), fix="--compile.enable"
-            )
+    names = () if compile_.enable else ("compile.backend", "compile.cache_dir", "compile.max_recompiles")
+    yield from without_effect(facts, [(name, " without compile.enable", "--compile.enable") for name in names])
 
 
 def activation_checkpoint_options(facts: Facts) -> Violations:

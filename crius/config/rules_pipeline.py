@@ -1,6 +1,6 @@
 """Rules about the pipeline: stages, microbatches, schedule files, and what does not go with a split backward."""
 
-from crius.config.facts import Facts, Rule, Violations
+from crius.config.facts import Facts, Rule, Violations, without_effect
 from crius.config.parallelism import ParallelismConfig
 from crius.config.pipeline import (
     V_SCHEDULES,
@@ -15,7 +15,7 @@ from crius.config.pipeline import (
 )
 from crius.config.resolve import batch_sizes
 from crius.config.schedule import PREFIX, read_schedule
-from crius.errors import ConfigError, LayoutError
+from crius.errors import LayoutError
 
 _DEFAULTS = ParallelismConfig()
 
@@ -40,14 +40,11 @@ def pipeline_flags_have_effect(facts: Facts) -> Violations:
         found = [(field, "a schedule file, which says both") for field in ("schedule", "stages_per_rank")]
     if parallelism.pipeline_parallel_module_names_per_stage and parallelism.pipeline_parallel_degree > 1:
         found += [(field, "explicit modules of each stage") for field in less]
+    values, defaults = vars(parallelism), vars(_DEFAULTS)
     for field, reason in found:
-        name = PREFIX + field
-        value = getattr(parallelism, f"pipeline_parallel_{field}")
-        is_default = value == getattr(_DEFAULTS, f"pipeline_parallel_{field}")
-        if facts.origin(name) == "command line" and not is_default:
-            yield ConfigError(
-                f"--{name} has no effect with {reason}.", where=facts.flag(name), fix=f"leave out --{name}"
-            )
+        flag = f"--{PREFIX}{field}"
+        if values[f"pipeline_parallel_{field}"] != defaults[f"pipeline_parallel_{field}"]:
+            yield from without_effect(facts, [(flag, f" with {reason}", f"leave out {flag}")])
 
 
 def schedule_file_runs(facts: Facts) -> Violations:

@@ -5,7 +5,7 @@ import re
 import shlex
 from collections.abc import Iterable
 
-from crius.config.facts import Facts, Rule, Violations
+from crius.config.facts import Facts, Rule, Violations, without_effect
 from crius.config.low_precision import (
     LAYER_NUMBER,
     LinearChoice,
@@ -23,7 +23,8 @@ from crius.config.param_groups import fits, fits_any, nearest
 from crius.config.pipeline import microbatch_unit
 from crius.config.resolve import batch_sizes
 from crius.config.rules_layout import sequence_divides, tensor_parallel_divides
-from crius.config.training import DenseQuantizeConfig, Float8Config, MXFP8Config
+from crius.config.run import RunConfig
+from crius.config.toml_file import flatten
 from crius.errors import ConfigError, LayoutError
 
 _DENSE = "quantize.dense."
@@ -168,20 +169,19 @@ def quantize_flags_have_effect(facts: Facts) -> Violations:
     """What was given on the command line for one precision is not given to none or to another."""
     dense = facts.config.quantize.dense
     float8, mxfp8 = f"{_DENSE}float8.", f"{_DENSE}mxfp8."
-    rows: list[tuple[str, str, object, object, bool, str]] = []
-    for field in ("recipe", "enable_fsdp_float8_all_gather", "precompute_scale", "emulate"):
-        values = (getattr(dense.float8, field), getattr(Float8Config(), field))
-        rows.append((float8, field, *values, dense.float8.enable, f"--{float8}enable"))
-    rows.append((mxfp8, "emulate", dense.mxfp8.emulate, MXFP8Config().emulate, dense.mxfp8.enable, f"--{mxfp8}enable"))
-    for field in ("exclude", "include", "auto_filter", "pad_inner_dim"):
-        values = (getattr(dense, field), getattr(DenseQuantizeConfig(), field))
-        rows.append((_DENSE, field, *values, is_enabled(dense), f"--{float8}enable"))
-    for prefix, field, value, default, is_on, fix in rows:
-        name = f"{prefix}{field}"
-        if facts.origin(name) == "command line" and value != default and not is_on:
-            yield ConfigError(
-                f"--{name} has no effect without {fix}.", where=facts.flag(name), fix=f"{fix}, or leave out --{name}"
-            )
+    fields_of_float8 = ("recipe", "enable_fsdp_float8_all_gather", "precompute_scale", "emulate")
+    fields: list[tuple[str, Iterable[str], bool, str]] = [
+        (float8, fields_of_float8, dense.float8.enable, float8),
+        (mxfp8, ("emulate",), dense.mxfp8.enable, mxfp8),
+        (_DENSE, ("exclude", "include", "auto_filter", "pad_inner_dim"), is_enabled(dense), float8),
+    ]
+    values, defaults = flatten(facts.config), flatten(RunConfig())
+    for prefix, names, is_on, owner in fields:
+        changed = [] if is_on else [prefix + name for name in names if values[prefix + name] != defaults[prefix + name]]
+        fix = f"--{owner}enable"
+        yield from without_effect(
+            facts, [(f"--{name}", f" without {fix}", f"{fix}, or leave out --{name}") for name in changed]
+        )
 
 
 def float8_gather_suits(facts: Facts) -> Violations:

@@ -14,7 +14,7 @@ from crius.data.source import NO_LABEL, Boundary, HeldOut, TokenSource
 from crius.data.tokenizer import Tokenizer, build_tokenizer
 from crius.data.tokens import IndexedSource, TokenFile
 from crius.errors import DataError, EnvironmentError
-from crius.install import install_line
+from crius.plugins import install_line
 
 
 @dataclass(frozen=True)

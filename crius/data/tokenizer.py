@@ -17,7 +17,7 @@ import numpy.typing as npt
 from crius.config.data import TokenizerConfig
 from crius.data.source import TokenArray
 from crius.errors import DataError, EnvironmentError
-from crius.install import install_line
+from crius.plugins import install_line
 
 EOS_NAMES = (
     "<|end_of_text|>",  # Llama 3

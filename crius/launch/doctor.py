@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import crius
-from crius.install import REQUIREMENTS, install_line
+from crius.plugins import REQUIREMENTS, install_line
 
 try:
     import torch

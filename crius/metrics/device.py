@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from crius.host import cpu_with_cores
-from crius.machine import Machine
+from crius.host import Machine, cpu_with_cores
 from crius.units import GIB
 
 # Dense bf16 peak in TFLOP/s, without sparsity, from the vendors' data sheets. The first name that fits counts.

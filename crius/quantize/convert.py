@@ -18,7 +18,7 @@ from torch import nn
 from crius.config.low_precision import LinearChoice, kind
 from crius.config.training import DenseQuantizeConfig
 from crius.errors import EnvironmentError, PlanError
-from crius.install import REQUIREMENTS, install_line
+from crius.plugins import REQUIREMENTS, install_line
 from crius.silence import quiet_torchao
 
 _NEED = REQUIREMENTS["torchao"]  # docs/decisions/014-torchao.md

@@ -1,10 +1,11 @@
-"""What a run needs before torch: sizes of the model and the corpus. Torch-free, so that bad data shows at once."""
+"""What a run needs before torch: its decisions, its model, its corpus. Torch-free, so that bad data shows at once."""
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from crius.checkpoint.disk import open_disk
 from crius.checkpoint.folder import CheckpointFolder, read_manifest
@@ -12,13 +13,14 @@ from crius.checkpoint.names import step_name
 from crius.checkpoint.state import read_state
 from crius.config.changes import FIRST_BOUNDARIES, changes, check_changes
 from crius.config.pipeline import microbatch_unit, settle_stages
-from crius.config.resolve import BatchSizes, auto_dtype, batch_sizes
-from crius.config.run import RunConfig
+from crius.config.resolve import ITEMSIZE, BatchSizes, Resolved, auto_dtype, batch_sizes
+from crius.config.run import RunConfig, replace_fields
 from crius.config.toml_file import shown
 from crius.data.corpus import Corpus, open_corpus
 from crius.data.tokenizer import build_tokenizer
 from crius.data.tokens import META, TokenMeta
 from crius.errors import CheckpointError, ConfigError, CriusError, EnvironmentError
+from crius.host import Machine
 from crius.models.description import ModelDescription, ModuleFacts
 from crius.models.registry import SPECS, find_spec
 
@@ -50,54 +52,102 @@ def describe_known_model(config: RunConfig) -> ModelDescription | None:
         return None
 
 
-def settled(config: RunConfig) -> RunConfig:
-    """``config`` with what it leaves to the size of the model decided: the stages of a pipeline rank."""
-    facts = describe_known_model(config)
-    return replace(config, parallelism=settle_stages(config.parallelism, facts.num_layers)) if facts else config
+Decision = tuple[dict[str, Any], str]
+"""Dotted fields and the values that are decided for them, and why; none where nothing was left open."""
+
+LayOut = Callable[[RunConfig, ModelDescription], Decision]
+"""Chooses what ``parallelism.auto`` leaves open."""
 
 
-def with_dtype(config: RunConfig, *, on_gpu: bool) -> RunConfig:
-    """``config`` with ``training.mixed_precision_param`` decided.
+def resolve(
+    asked: RunConfig,
+    machine: Machine,
+    *,
+    saved: Mapping[str, Any] | None = None,
+    rows_are_given: bool = False,
+    lay_out: LayOut | None = None,
+) -> Resolved:
+    """Decide what ``asked`` leaves open: dtype, rows of the embedding, layout, stages, where a document starts.
+
+    What cannot be read stays open: the room that opens it says why. What only the ranks know, they decide together in
+    ``crius.train.setup``: the kernels of their device, and the recomputation that its memory needs.
 
     Args:
-        config: the run.
-        on_gpu: where it computes; else on the CPU of this host.
+        asked: the run.
+        machine: where it is trained.
+        saved: settings of the checkpoint that it resumes from: the curve belongs to the run, not to the machine.
+        rows_are_given: whether ``model.vocab_size`` stays, however many ids the tokenizer has.
+        lay_out: asked under ``parallelism.auto``; without it the layout stays open.
     """
+    config, reasons = asked, dict[str, str]()
+    decisions: tuple[Callable[[RunConfig], Decision], ...] = (
+        lambda run: _dtype(run, machine, saved),
+        lambda run: _tokens(run, rows_are_given),
+        lambda run: _layout(run, lay_out),
+        _stages,
+        lambda run: _boundaries(run, saved),
+    )
+    for decide in decisions:
+        changes, why = decide(config)
+        config = replace_fields(config, changes)
+        reasons |= dict.fromkeys(changes, why)
+    return Resolved(asked=asked, config=config, reasons=reasons, model=describe_known_model(config))
+
+
+def _dtype(config: RunConfig, machine: Machine, saved: Mapping[str, Any] | None) -> Decision:
+    name = "training.mixed_precision_param"
     if config.training.mixed_precision_param != "auto":
-        return config
-    return _with_dtype(config, auto_dtype(on_gpu=on_gpu)[0])
+        return {}, ""
+    if saved and saved.get(name) in ITEMSIZE:
+        return {name: saved[name]}, "as the checkpoint has it"
+    dtype, why = auto_dtype(on_gpu=machine.on_gpu)
+    return {name: dtype}, why
 
 
-def _with_dtype(config: RunConfig, dtype: Literal["float32", "bfloat16"]) -> RunConfig:
-    return replace(config, training=replace(config.training, mixed_precision_param=dtype))
-
-
-def with_tokens(config: RunConfig, *, rows_are_given: bool) -> RunConfig:
-    """``config`` with its tokenizer and the rows of the embedding decided.
-
-    A token folder is read with the tokenizer that wrote it, and a model has a row for each id. What cannot be read is
-    left as it is: what opens the corpus says why.
-
-    Args:
-        config: the run.
-        rows_are_given: whether ``model.vocab_size`` stays, however many ids there are.
-    """
+def _tokens(config: RunConfig, rows_are_given: bool) -> Decision:
+    """A token folder is read with the tokenizer that wrote it, and a model has a row for each id."""
     source, path = config.data.source, config.tokenizer.path
     rows_are_given = rows_are_given and config.model.vocab_size != -1
+    changes: dict[str, Any] = {}
     try:
         if source == "tokens" and config.data.path:
             meta = TokenMeta.from_file(Path(config.data.path[0]).expanduser() / META)
             number = meta.vocab_size
             if path == "byte" and meta.tokenizer_name != "byte":
-                config = replace(config, tokenizer=replace(config.tokenizer, path=meta.tokenizer_name))
+                changes["tokenizer.path"] = meta.tokenizer_name
         else:
             number = 0 if rows_are_given else build_tokenizer(config.tokenizer).vocab_size
     except CriusError:
-        return config
+        return {}, ""
     facts = describe_known_model(config)
-    if facts is None or rows_are_given or number <= facts.vocab_size:
-        return config
-    return replace(config, model=replace(config.model, vocab_size=-(-number // ROWS) * ROWS))
+    if facts and not rows_are_given and number > facts.vocab_size:
+        changes["model.vocab_size"] = -(-number // ROWS) * ROWS
+    return changes, f"{number:,} token ids"
+
+
+def _layout(config: RunConfig, lay_out: LayOut | None) -> Decision:
+    facts = describe_known_model(config) if config.parallelism.auto else None
+    return lay_out(config, facts) if facts and lay_out else ({}, "")
+
+
+def _stages(config: RunConfig) -> Decision:
+    facts = describe_known_model(config)
+    found = settle_stages(config.parallelism, facts.num_layers) if facts else config.parallelism
+    number = found.pipeline_parallel_stages_per_rank
+    changes = {"parallelism.pipeline_parallel_stages_per_rank": number} if found != config.parallelism else {}
+    return changes, "the model has no layers for two stages a rank"
+
+
+def _boundaries(config: RunConfig, saved: Mapping[str, Any] | None) -> Decision:
+    name = "data.add_bos"
+    if config.data.add_bos is not None:
+        return {}, ""
+    add_bos = None if saved is None else (FIRST_BOUNDARIES | dict(saved)).get(name)
+    if isinstance(add_bos, bool):
+        return {name: add_bos}, "as the checkpoint has it"
+    with contextlib.suppress(CriusError):
+        return {name: build_tokenizer(config.tokenizer).adds_bos}, "as the tokenizer does"
+    return {}, ""
 
 
 def describe_rows(config: RunConfig, rows: int, number: int) -> str:
@@ -170,37 +220,10 @@ def own_checkpoint_folder(config: RunConfig, run_dir: Path) -> Path | None:
     return folder
 
 
-def resumed_dtype(asked: RunConfig, config: RunConfig, run_dir: Path) -> RunConfig:
-    """``config`` with the ``training.mixed_precision_param`` of the checkpoint that it would go on from.
-
-    The curve belongs to the run and not to the machine on which it goes on, so that ``auto`` decides once.
-
-    Args:
-        asked: the run as it was asked for; unless it says auto, ``config`` stays.
-        config: the same, decided on this machine.
-        run_dir: folder of the run.
-    """
-    if asked.training.mixed_precision_param != "auto":
-        return config
+def saved_settings(config: RunConfig, run_dir: Path) -> Mapping[str, Any] | None:
+    """Settings of the checkpoint that a run would resume from; None without one, or where another trainer saved it."""
     found = _resumed(config, run_dir)
-    dtype = found.settings.get("training.mixed_precision_param") if found else None
-    return _with_dtype(config, dtype) if dtype in ("float32", "bfloat16") else config
-
-
-def with_boundaries(config: RunConfig, run_dir: Path) -> RunConfig:
-    """``config`` with ``data.add_bos`` decided: that of the checkpoint it would resume from, else the tokenizer's.
-
-    Raises:
-        DataError: there is no such tokenizer.
-    """
-    if config.data.add_bos is not None:
-        return config
-    found = _resumed(config, run_dir)
-    settings = None if found is None or found.is_import else FIRST_BOUNDARIES | dict(found.settings)
-    add_bos = settings.get("data.add_bos") if settings else None
-    if not isinstance(add_bos, bool):
-        add_bos = build_tokenizer(config.tokenizer).adds_bos
-    return replace(config, data=replace(config.data, add_bos=add_bos))
+    return None if found is None or found.is_import else found.settings
 
 
 def check_resume(config: RunConfig, run_dir: Path) -> None:

@@ -41,7 +41,7 @@ from crius.train.build import Built, Job, build_gradients, build_model, build_ru
 from crius.train.checkpoints import Checkpoints, Parts
 from crius.train.effects import EffectWatch
 from crius.train.guard import UpdateGuard
-from crius.train.inputs import describe_model, describe_rows, open_run_corpus, with_boundaries
+from crius.train.inputs import describe_model, describe_rows, open_run_corpus
 from crius.train.loop import Loop, Preempted, Validation
 from crius.train.reports import Meter, Recovery, StepReports, is_complete, write_summary
 from crius.train.saving import log_save_plan
@@ -65,7 +65,7 @@ def run(
     """Train ``config`` as one of the ranks of ``placement``.
 
     Args:
-        config: the run; its rules have been checked.
+        config: the run, resolved; its rules have been checked.
         run_dir: folder of the run.
         started: ``time.monotonic()`` at the start of the command on this machine.
         placement: this process among the ranks.
@@ -75,7 +75,6 @@ def run(
     Raises:
         CriusError: whatever the user can mend, see ``crius.errors``.
     """
-    config = with_boundaries(config, run_dir)
     start_logging(placement.rank, run_dir, is_own_file=placement.launcher == "local" and placement.rank > 0)
     # before anything slow, so that a signal during the start is not lost
     stop = catch_stop_signals(has_launcher=placement.launcher == "local", scratch=placement.scratch)

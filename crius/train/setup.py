@@ -24,7 +24,6 @@ from crius.models.description import ModelDescription
 from crius.parallel.runtime import World
 from crius.redact import printable, redact
 from crius.run_file import RunFile
-from crius.train.inputs import with_dtype
 
 log = logging.getLogger("crius.train")
 
@@ -162,19 +161,18 @@ USABLE = 0.9
 
 
 def decide(config: RunConfig, facts: ModelDescription, ranks: World, recomputation: Recomputation | None) -> RunConfig:
-    """``config`` with every ``auto`` that depends on the machine decided; says what and why.
+    """``config`` with the recomputation that its ranks agree on; says in which dtype they compute, and why.
 
     Args:
-        config: the run; its rules have been checked.
+        config: the run, resolved; its rules have been checked.
         facts: of its model.
         ranks: all ranks, which decide alike.
         recomputation: decides what is recomputed; without it nothing is.
 
     Raises:
-        ConfigError: ``auto`` means another dtype on another rank.
+        ConfigError: another rank computes in another dtype.
     """
     on_gpu = ranks.device.type == "cuda"
-    config = with_dtype(config, on_gpu=on_gpu)
     _check_one_dtype(config, ranks)
     dtype, why = auto_dtype(on_gpu=on_gpu)
     stored, param = config.training.dtype, config.training.mixed_precision_param

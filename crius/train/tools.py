@@ -10,15 +10,13 @@ import torch
 
 from crius.config.run import RunConfig
 from crius.errors import CriusError, OutOfMemoryError
-from crius.host import free_host_bytes
+from crius.host import Machine, free_host_bytes
 from crius.launch.environment import Placement
 from crius.launch.status import status
-from crius.machine import Machine
 from crius.metrics.ledger import TimeLedger
 from crius.metrics.record import PlanSink
 from crius.models.description import ModelDescription
 from crius.redact import redact
-from crius.train.inputs import with_dtype
 from crius.train.loop import Loop
 from crius.train.setup import Recomputation
 
@@ -54,8 +52,7 @@ class Story:
 
     def begin(self, device: torch.device, machine: Machine, config: RunConfig, facts: ModelDescription) -> None:
         """Note what a run knows before it takes memory."""
-        self.device, self.machine, self.facts = device, machine, facts
-        self.config = with_dtype(config, on_gpu=machine.on_gpu)
+        self.device, self.machine, self.config, self.facts = device, machine, config, facts
         if machine.on_gpu:
             self.capacity = float(torch.cuda.get_device_properties(device).total_memory)
         else:

@@ -10,6 +10,7 @@ import pytest
 from harness import SMALL, parse, read_metrics, run_job, steps_of
 from test_rules import facts_of
 
+from crius.config.resolve import with_dtype
 from crius.config.rules_layout import activation_checkpoint_options
 from crius.config.run import replace_fields
 from crius.launch.local import run_workers
@@ -22,7 +23,7 @@ from crius.tools.verify.parameters import Shards
 from crius.tools.verify.run import run as run_task
 from crius.tools.verify.worker import Task
 from crius.train import setup
-from crius.train.inputs import describe_model, with_dtype
+from crius.train.inputs import describe_model
 
 MODE = "activation_checkpoint.mode"
 MODES = ("none", "selective", "full")

@@ -16,10 +16,9 @@ from harness import GOLDEN, parse
 
 from crius import cli
 from crius.config.data import DataConfig
-from crius.config.model import ModelConfig
 from crius.config.names import ALIASES, MOVED, NOTHING, nearest_typo
 from crius.config.resolve import BatchSizes, batch_sizes
-from crius.config.run import RunConfig
+from crius.config.run import ModelConfig, RunConfig
 from crius.config.toml_file import command_line_flags, flatten, to_toml
 from crius.config.training import TrainingConfig
 

@@ -18,6 +18,7 @@ from crius.data.source import NO_LABEL, Boundary
 from crius.data.stream import ShardReader
 from crius.data.tokenizer import ByteTokenizer, build_tokenizer
 from crius.errors import ConfigError, DataError
+from crius.host import Machine
 from crius.train import inputs
 
 TEXTS = [f"<{number}> " + "the cat and the dog " * (number * 7 % 5) for number in range(400)]
@@ -204,10 +205,12 @@ def test_a_run_resumes_with_the_rule_that_it_began_with(tmp_path, monkeypatch, r
     found = resumed and inputs._Resumed(resumed, "step-1", 1, is_import=False, is_own=True)
     monkeypatch.setattr(inputs, "_resumed", lambda config, run_dir: found)
     config = RunConfig(tokenizer=tokenizer)
-    decided = inputs.with_boundaries(config, tmp_path)
-    assert decided == dataclasses.replace(config, data=dataclasses.replace(config.data, add_bos=want))
+    saved = inputs.saved_settings(config, tmp_path)
+    decided = inputs.resolve(config, Machine(device="cpu"), saved=saved)
+    assert decided.config.data == dataclasses.replace(config.data, add_bos=want)
+    assert decided.reasons["data.add_bos"] == ("as the checkpoint has it" if resumed else "as the tokenizer does")
     asked = dataclasses.replace(config, data=DataConfig(add_bos=False))
-    assert inputs.with_boundaries(asked, tmp_path) == asked
+    assert inputs.resolve(asked, Machine(device="cpu"), saved=saved).config.data == asked.data
 
 
 def test_another_rule_than_that_of_the_checkpoint_is_refused_with_the_flag_that_allows_it():

@@ -24,7 +24,8 @@ from crius.data.prepare import prepare
 from crius.data.tokenizer import ByteTokenizer
 from crius.data.tokens import TokenFile
 from crius.errors import DataError
-from crius.train.inputs import open_run_corpus, with_tokens
+from crius.host import Machine
+from crius.train.inputs import open_run_corpus, resolve
 
 BYTE = TokenizerConfig()
 FILES = ["documents.bin", "hashes.bin", "meta.json", "token_bytes.bin", "tokens.bin"]
@@ -119,7 +120,7 @@ def test_the_train_command_that_is_printed_works_as_printed(tmp_path, monkeypatc
     flags = command[command.index("train") + 1 :]
     assert {"tok", "my data", "</s>", "--data.no_add_bos"} <= set(flags)
     assert ("--training.seq_len" in flags) == (words < 6000) and ("--validation.interval" in flags) == (words == 5)
-    config = with_tokens(parse(flags), rows_are_given=False)
+    config = resolve(parse(flags), Machine(device="cpu")).config
     assert config.model.vocab_size == 640  # of the 600 ids, in sixty-fours
     open_run_corpus(config, 1)
 

@@ -8,9 +8,10 @@ from harness import SMALL, Alone, parse, train
 
 from crius import host
 from crius.config import resolve as dtype_rule
-from crius.config.resolve import auto_dtype
+from crius.config.resolve import auto_dtype, with_dtype
 from crius.errors import ConfigError
-from crius.train.inputs import describe_model, resumed_dtype, with_dtype
+from crius.host import Machine
+from crius.train.inputs import describe_model, resolve, saved_settings
 from crius.train.setup import decide
 
 PARAM = "--training.mixed_precision_param"
@@ -63,11 +64,14 @@ def test_a_run_says_what_it_took_and_goes_on_with_it_on_another_machine(tmp_path
     written = tomllib.loads((tmp_path / "run.toml").read_text())
     assert written["training"]["mixed_precision_param"] == "float32"
     asked = parse([*flags, "--training.steps", "4", "--checkpoint.interval", "2", PARAM, "auto"])
-    here = with_dtype(asked, on_gpu=True)
-    assert here.training.mixed_precision_param == "bfloat16"
-    assert resumed_dtype(asked, here, tmp_path).training.mixed_precision_param == "float32"
-    assert resumed_dtype(here, here, tmp_path) == here  # asked for by name
-    assert resumed_dtype(asked, here, tmp_path / "new") == here
+
+    def decided(config, run_dir):
+        resolved = resolve(config, Machine(device="cuda"), saved=saved_settings(config, run_dir))
+        return resolved.config.training.mixed_precision_param, resolved.reasons.get(PARAM[2:])
+
+    assert decided(asked, tmp_path) == ("float32", "as the checkpoint has it")
+    assert decided(with_dtype(asked, on_gpu=True), tmp_path) == ("bfloat16", None)  # asked for by name
+    assert decided(asked, tmp_path / "new") == ("bfloat16", "a GPU")
 
 
 def test_ranks_that_decide_on_different_dtypes_are_refused(monkeypatch):

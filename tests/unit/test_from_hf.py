@@ -14,6 +14,7 @@ from crius.config.changes import kind_of
 from crius.config.rules import plain_name
 from crius.config.toml_file import to_toml
 from crius.errors import ConfigError
+from crius.host import Machine
 from crius.models.config import RopeScaling
 from crius.train import inputs
 from crius.train.inputs import describe_model, describe_rows
@@ -208,11 +209,11 @@ def test_names_beside_it_are_taken_ignoring_case_and_hyphens(tmp_path):
 
 
 def test_a_written_minus_one_leaves_the_rows_to_the_tokenizer(tmp_path, monkeypatch):
-    monkeypatch.setattr(inputs, "build_tokenizer", lambda config: SimpleNamespace(vocab_size=900))
+    monkeypatch.setattr(inputs, "build_tokenizer", lambda config: SimpleNamespace(vocab_size=900, adds_bos=False))
     (tmp_path / "run.toml").write_text("[model]\nvocab_size = -1\n")
     config = parse(["--config", str(tmp_path / "run.toml"), "--checkpoint.no_enable"])
     assert SOURCES.rows_are_given()
-    assert inputs.with_tokens(config, rows_are_given=True).model.vocab_size == 960
+    assert inputs.resolve(config, Machine(device="cpu"), rows_are_given=True).config.model.vocab_size == 960
 
 
 def test_the_path_of_the_file_is_no_reason_against_going_on():

@@ -15,9 +15,9 @@ ROOT = Path(__file__).parent.parent.parent
 
 TOOLS = ("plan", "dry_run", "verify", "bench", "faults", "report", "data_audit")
 LAYER = {
-    **{"config": 0, "models": 1, "kernels": 1, "__main__": 6, "cli": 5, "help": 0},
-    **dict.fromkeys(("host", "install", "plugins", "redact", "run_file", "shards", "signals"), -1),
-    **dict.fromkeys(("machine", "units", "silence", "strict_json", "table"), -1),
+    **{"config": 0, "models": 1, "kernels": 1, "__main__": 6, "cli": 5},
+    **dict.fromkeys(("host", "plugins", "redact", "run_file", "shards", "signals"), -1),
+    **dict.fromkeys(("units", "silence", "strict_json", "table"), -1),
     **dict.fromkeys(("parallel", "quantize", "data", "optim", "checkpoint", "metrics"), 2),
     "interop": 3,
     **dict.fromkeys(("train", "launch"), 3),
@@ -76,7 +76,6 @@ TORCH_FREE = (
     "units.py",
     *("models/registry.py", "models/spec.py", "models/*/__init__.py", "launch/*.py", "data/*.py", "train/inputs.py"),
     "train/saving.py",
-    "machine.py",
     "tools/plan/*.py",
 )
 NEEDS_TORCH = (
@@ -119,7 +118,7 @@ def may_import(importer: str, target: str) -> bool:
         return True
     if any(importer == a and is_below(target, b) for a, b in CLOSED):
         return False
-    if importer == "launch" and package not in ("config", "install", "redact", "run_file", "signals", "table"):
+    if importer == "launch" and package not in ("config", "plugins", "redact", "run_file", "signals", "table"):
         return False
     return importer in LAYER and package in LAYER and LAYER[package] < LAYER[importer]
 

@@ -14,6 +14,7 @@ from planner.trainers import TRAINERS
 from crius.config.layout import Layout
 from crius.config.parallelism import ParallelismConfig
 from crius.config.pipeline import is_layer, split_stages
+from crius.config.resolve import with_dtype
 from crius.launch.local import run_workers
 from crius.models.registry import SPECS
 from crius.tools.dry_run.run import dry_run
@@ -22,7 +23,7 @@ from crius.tools.plan.holdings import held_by, model_parameters, rank_layers, st
 from crius.tools.plan.memory import MEMORY, layer_bytes, loss_bytes, memory, rank_bytes
 from crius.tools.plan.shapes import NOT_TRAINABLE_YET
 from crius.tools.plan.workload import Workload, from_config
-from crius.train.inputs import describe_model, with_dtype
+from crius.train.inputs import describe_model
 
 ROWS = Path(__file__).parent.parent.parent / "benchmarks" / "planner" / "measurements.csv"
 LLAMA = {flavor: llama(flavor) for flavor in SPECS["llama3"].flavors}

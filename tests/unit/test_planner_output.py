@@ -7,13 +7,14 @@ import pytest
 from harness import commands, llama, parse
 
 from crius import cli
+from crius.config.resolve import with_dtype
 from crius.launch.local import run_workers
 from crius.tools.plan.hardware import hardware, shared
 from crius.tools.plan.legal import violations
 from crius.tools.plan.memory import memory
 from crius.tools.plan.plan import PLAN_RULES
 from crius.tools.plan.workload import from_config
-from crius.train.inputs import describe_known_model, with_dtype
+from crius.train.inputs import describe_known_model
 
 SMALL = ["--flavor", "8b", "--gpus", "8"]
 NO_CP = ["--parallelism.context_parallel_degree", "1"]

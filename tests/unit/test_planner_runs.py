@@ -12,9 +12,8 @@ from harness import SMALL, parse
 
 from crius.config.toml_file import flatten
 from crius.errors import ConfigError, LayoutError, OutOfMemoryError
-from crius.host import cpu_with_cores
+from crius.host import Machine, cpu_with_cores
 from crius.launch.status import status
-from crius.machine import Machine
 from crius.metrics.ledger import TimeLedger
 from crius.metrics.record import StepMetrics
 from crius.tools.plan import auto

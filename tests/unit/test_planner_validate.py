@@ -17,6 +17,7 @@ from planner.validate import main, validate, validate_file
 
 from crius import cli
 from crius.config.layout import Layout
+from crius.config.resolve import with_dtype
 from crius.config.run import replace_fields
 from crius.errors import ConfigError
 from crius.tools.plan.compare import validated_range
@@ -25,7 +26,6 @@ from crius.tools.plan.rates import TIME, TimeConstants
 from crius.tools.plan.time import tokens_per_second
 from crius.tools.plan.validate import Errors
 from crius.tools.plan.workload import Workload, from_config
-from crius.train.inputs import with_dtype
 
 ROOT = Path(__file__).parent.parent.parent
 ROWS = ROOT / "benchmarks" / "planner" / "measurements.csv"

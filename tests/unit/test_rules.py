@@ -13,8 +13,7 @@ from crius.config import rules
 from crius.config.facts import Facts
 from crius.config.rules_pipeline import PIPELINE_RULES
 from crius.config.rules_quantize import QUANTIZE_RULES
-from crius.config.rules_reproducible import REPRODUCIBLE_RULES
-from crius.config.rules_training import KERNEL_RULES, OPTIMIZER_RULES, STABILITY_RULES
+from crius.config.rules_training import KERNEL_RULES, OPTIMIZER_RULES, REPRODUCIBLE_RULES, STABILITY_RULES
 from crius.errors import ConfigError
 from crius.launch import environment
 from crius.models.registry import SPECS
@@ -38,7 +37,9 @@ def facts_of(flags, *, ranks=0, num_gpus=0, is_dry=False):
     model = describe_known_model(config)
     num_ranks = ranks or config.parallelism.total_ranks(num_gpus or 1)
     return Facts(
+        asked=config,
         config=config,
+        reasons={},
         origin=cli.SOURCES.origin,
         specs=SPECS,
         model=model,

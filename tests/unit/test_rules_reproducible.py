@@ -5,7 +5,7 @@ from test_rules import facts_of
 
 from crius.config import rules
 from crius.config.resolve import batch_sizes
-from crius.config.rules_reproducible import (
+from crius.config.rules_training import (
     REPRODUCIBLE_RULES,
     reproducible_excludes,
     sdc_checks_have_an_object,

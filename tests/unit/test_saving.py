@@ -5,6 +5,7 @@ import dataclasses
 import shlex
 import shutil
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -166,10 +167,12 @@ def test_a_run_with_a_folder_of_its_own_goes_on_with_the_same_command(monkeypatc
 
 def test_twice_as_long_is_longer_than_what_is_done(monkeypatch, tmp_path):
     (tmp_path / "checkpoints" / "step-00000006").mkdir(parents=True)
-    monkeypatch.setattr(next_steps, "_workers", lambda facts, run: (0, []))
+    monkeypatch.setattr(next_steps, "_workers", lambda facts: (0, []))
     started(monkeypatch, "/usr/bin/crius", "train", "--training.steps", "2")
     run = RunConfig(training=dataclasses.replace(RunConfig().training, steps=2))
-    [longer] = [line for what, line in next_steps._next_commands(None, run, tmp_path) if "twice" in what]
+    [longer] = [
+        line for what, line in next_steps._next_commands(SimpleNamespace(config=run), tmp_path) if "twice" in what
+    ]
     assert "--training.steps 12" in longer
 
 
@@ -195,9 +198,9 @@ def test_under_a_launcher_the_command_is_the_launchers(local, want, monkeypatch)
 )
 def test_the_same_curve_on_more_workers_is_offered_where_it_starts_anew(more, is_offered, monkeypatch, tmp_path):
     config = run_of(*more)
-    monkeypatch.setattr(next_steps, "_workers", lambda facts, run: (4, ["--layout", "fsdp4"]))
+    monkeypatch.setattr(next_steps, "_workers", lambda facts: (4, ["--layout", "fsdp4"]))
     started(monkeypatch, "/usr/bin/crius", "train", *more)
-    rows = dict(next_steps._next_commands(None, config, tmp_path))
+    rows = dict(next_steps._next_commands(SimpleNamespace(config=config), tmp_path))
     assert any("the same curve" in what for what in rows) == is_offered and len(rows) >= 2
 
 
@@ -207,7 +210,7 @@ def test_the_last_lines_name_what_is_there_and_never_end_a_good_run_as_failed(mo
     place = f"{tmp_path}/checkpoints"
 
     def said():
-        next_steps.say_next(None, run, tmp_path, None, 0)
+        next_steps.say_next(SimpleNamespace(config=run), tmp_path, None, 0)
         return capsys.readouterr().out.splitlines()
 
     assert said() == [f"run folder: {tmp_path}", "saved: nothing"]

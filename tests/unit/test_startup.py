@@ -13,8 +13,8 @@ from harness import ROOT
 
 import crius
 from crius import cli
-from crius.install import install_line
 from crius.launch import doctor
+from crius.plugins import install_line
 
 SHARE = 0.5  # of what importing torch alone takes on the same machine
 
@@ -115,7 +115,7 @@ def test_doctor_says_the_line_that_installs_a_missing_package(package, capsys, m
 
 def test_an_install_line_leaves_compiling_possible():
     """Whoever looks for the module pip makes setuptools' import hook choose the standard library's distutils."""
-    code = "from crius.install import install_line; print(install_line('a', 'b>1')); import torch.utils.cpp_extension"
+    code = "from crius.plugins import install_line; print(install_line('a', 'b>1')); import torch.utils.cpp_extension"
     done, _ = run("-c", code)
     assert done.returncode == 0, done.stderr
     assert "pip install" in done.stdout and "'b>1'" in done.stdout

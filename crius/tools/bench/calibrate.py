@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 
 import crius
+from crius.config.resolve import with_dtype
 from crius.config.run import RunConfig, replace_fields
 from crius.errors import EnvironmentError
 from crius.host import bfloat16_instructions, cpu_name, cpu_with_cores, free_host_bytes
@@ -32,7 +33,7 @@ from crius.tools.plan.hardware import KNOWN, Hardware, known_gpu, user_file, wri
 from crius.tools.plan.memory import memory
 from crius.tools.plan.time import step_time
 from crius.tools.plan.workload import Estimate, Workload, from_config
-from crius.train.inputs import describe_model, with_dtype
+from crius.train.inputs import describe_model
 from crius.units import GIB
 
 LIMIT_SECONDS = 58

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from crius.config.run import RunConfig, replace_fields
 from crius.errors import ConfigError
 from crius.host import free_host_bytes
-from crius.install import REQUIREMENTS, install_line
 from crius.models.description import ModelDescription
 from crius.models.plan import ShardingPlan
 from crius.optim.build import build_optimizer
 from crius.optim.storage import nbytes
 from crius.parallel.runtime import pick_device
+from crius.plugins import REQUIREMENTS, install_line
 from crius.table import aligned
 from crius.tools.bench.machine import Machine, PeakMemory, seconds_of
 from crius.tools.bench.result import Samples, show

@@ -27,7 +27,7 @@ from crius.tools.dry_run.memory import Values, kinds_of
 from crius.tools.dry_run.stages import pipeline, stage_report
 from crius.tools.dry_run.table import DryRunReport, RankReport, StageReport
 from crius.train.build import LowPrecision, on_meta, planned
-from crius.train.inputs import describe_model, run_modules, with_dtype
+from crius.train.inputs import describe_model, run_modules
 from crius.train.setup import run_kernels
 
 
@@ -37,7 +37,7 @@ def dry_run(config: RunConfig, num_ranks: int, rank: int, started: float, *, ext
     Nothing is allocated, no other process is started and no data is opened.
 
     Args:
-        config: the run; its rules have been checked.
+        config: the run, resolved; its rules have been checked.
         num_ranks: ranks of the layout.
         rank: the one to stand in for, from 0.
         started: ``time.monotonic()`` at the start of the command.
@@ -51,7 +51,7 @@ def dry_run(config: RunConfig, num_ranks: int, rank: int, started: float, *, ext
         raise LayoutError(
             f"there is no rank {rank} among {num_ranks}.", where="--dry_run_rank", fix=f"use 0 to {num_ranks - 1}"
         )
-    config, left_out = _eager(with_dtype(config, on_gpu=config.training.device != "cpu"))
+    config, left_out = _eager(config)
     layout = Layout.of(config.parallelism, num_ranks)
     device = torch.device("cpu" if config.training.device == "cpu" else "cuda")
     with fake_world(rank, num_ranks) as world, _quiet(), applied(run_kernels(config, device)):

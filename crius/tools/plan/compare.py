@@ -10,7 +10,7 @@ from typing import Any
 
 from crius.config.run import RunConfig
 from crius.errors import ConfigError
-from crius.machine import Machine
+from crius.host import Machine
 from crius.models.description import ModelDescription
 from crius.tools.plan.hardware import KNOWN, Hardware, of_machine, shared
 from crius.tools.plan.holdings import model_parameters

@@ -124,7 +124,9 @@ def violations(
         origin: where a dotted field came from.
     """
     known = Facts(
+        asked=config,
         config=config,
+        reasons={},
         origin=origin,
         specs=SPECS,
         model=facts,

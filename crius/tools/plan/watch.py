@@ -13,7 +13,7 @@ import torch
 
 from crius.config.run import RunConfig
 from crius.errors import ConfigError
-from crius.machine import Machine
+from crius.host import Machine
 from crius.metrics.ledger import TimeLedger
 from crius.metrics.record import Record, StepMetrics
 from crius.models.description import ModelDescription

@@ -11,7 +11,8 @@ from crius.config.operation import CheckpointConfig
 from crius.config.rules import RULES
 from crius.config.run import RunConfig, replace_fields
 from crius.errors import ConfigError, CriusError
-from crius.train.inputs import describe_known_model, open_run_corpus, settled
+from crius.host import Machine
+from crius.train.inputs import open_run_corpus, resolve
 
 LEAST_GLOBAL_BATCH = 16
 
@@ -137,18 +138,17 @@ def case(facts: Facts, config: RunConfig, layout: Layout) -> Case:
     if layout.num_ranks == 1:  # what means nothing on one device is no reason to refuse the reference
         config = replace_fields(config, _MEANINGLESS_ALONE)
     try:
-        placed = settled(apply_layout(config, layout))
+        resolved = resolve(apply_layout(config, layout), Machine(device="cpu"), rows_are_given=True)
     except ConfigError as error:
         return Case(layout, None, (error,))
     looked_at = dataclasses.replace(
         facts,
-        config=placed,
+        **vars(resolved),
         origin=lambda name: f"layout {layout}",
-        model=describe_known_model(placed),
         num_ranks=layout.num_ranks,
         asked_ranks=0,
         asked_by="",
         local_ranks=layout.num_ranks,
     )
     problems = tuple(problem for rule in RULES for problem in rule(looked_at))
-    return Case(layout, None if problems else placed, problems)
+    return Case(layout, None if problems else resolved.config, problems)

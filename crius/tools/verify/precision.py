@@ -17,7 +17,7 @@ from crius.config.load import did_you_mean
 from crius.config.run import RunConfig, replace_fields
 from crius.config.training import FORMATS, QuantizeConfig
 from crius.errors import ConfigError, EnvironmentError
-from crius.install import REQUIREMENTS, install_line
+from crius.plugins import REQUIREMENTS, install_line
 from crius.tools.verify import matrix, worker
 from crius.tools.verify.matrix import Case
 from crius.tools.verify.parameters import Shards
