@@ -103,10 +103,12 @@ def emit(text: str) -> None:
 
 def facts_of(run: RunConfig, nproc: int, placement: Any, is_dry: bool = False) -> Facts:
     """What the rules look at, of ``run`` on this machine."""
-    from crius.launch.environment import visible_gpus
+    from crius.launch.environment import sees_own_gpu, visible_gpus
     from crius.train.inputs import describe_known_model, settled, with_dtype, with_tokens
 
     num_gpus = 0 if run.training.device == "cpu" else visible_gpus(os.environ)
+    if num_gpus == 1 and placement and sees_own_gpu(placement, os.environ):
+        num_gpus = placement.local_world_size  # the other processes see the others
     stands_for_gpu = is_dry and run.training.device != "cpu"
     on_gpu = num_gpus > 0 or run.training.device == "cuda" or stands_for_gpu
     asked = placement.world_size if placement else nproc
