@@ -60,7 +60,7 @@ def imported_torchao():
 def pytest_collection_modifyitems(items):
     skip = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
-        if "gpu" in item.keywords and not torch.cuda.is_available():
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(skip)
 
 

@@ -157,6 +157,7 @@ def emit(text: str) -> None:
     sys.stdout.write(printable(text) + "\n")
 
 
+<<<<<<< HEAD
 def facts_of(
     run: RunConfig, nproc: int, placement: Any, is_dry: bool = False, saved: Mapping[str, Any] | None = None
 ) -> Facts:
@@ -171,8 +172,16 @@ def facts_of(
     """
     from crius.launch.environment import visible_gpus
     from crius.train.inputs import resolve
+=======
+def facts_of(run: RunConfig, nproc: int, placement: Any, is_dry: bool = False) -> Facts:
+    """What the rules look at, of ``run`` on this machine."""
+    from crius.launch.environment import sees_own_gpu, visible_gpus
+    from crius.train.inputs import describe_known_model, settled, with_dtype, with_tokens
+>>>>>>> h-gpu
 
     num_gpus = 0 if run.training.device == "cpu" else visible_gpus(os.environ)
+    if num_gpus == 1 and placement and sees_own_gpu(placement, os.environ):
+        num_gpus = placement.local_world_size  # the other processes see the others
     stands_for_gpu = is_dry and run.training.device != "cpu"
     on_gpu = num_gpus > 0 or run.training.device == "cuda" or stands_for_gpu
     asked = placement.world_size if placement else nproc

@@ -81,6 +81,7 @@ def resolve(
     *,
     device_type: str,
     capability: tuple[int, int] | None = None,
+    cudnn: int | None = None,
     has_mask: bool = False,
     keeps_probabilities: bool = False,
 ) -> Choice:
@@ -92,6 +93,7 @@ def resolve(
         attention: as in ``[kernels]``.
         device_type: ``cpu`` or ``cuda``.
         capability: of the GPU; None where there is none at hand.
+        cudnn: version of cuDNN, such as 91501; None where there is none at hand.
         has_mask: whether attention gets a mask besides the causal one.
         keeps_probabilities: whether attention on a CPU may keep its probabilities, see ``crius.config.resolve``.
 
@@ -100,7 +102,7 @@ def resolve(
     """
     found_linear, why_linear = _linear(linear, device_type)
     found_pointwise, why_pointwise = _pointwise(pointwise, device_type)
-    order, why_attention = _attention(attention, device_type, capability, has_mask, keeps_probabilities)
+    order, why_attention = _attention(attention, device_type, (capability, cudnn), has_mask, keeps_probabilities)
     return Choice(
         linear=found_linear,
         pointwise=found_pointwise,
@@ -137,7 +139,11 @@ def _is_auto(asked: str, field: str, fast: str, missing: str) -> bool:
 
 
 def _attention(
-    asked: str, device_type: str, capability: tuple[int, int] | None, has_mask: bool, keeps_probabilities: bool
+    asked: str,
+    device_type: str,
+    versions: tuple[tuple[int, int] | None, int | None],
+    has_mask: bool,
+    keeps_probabilities: bool,
 ) -> tuple[tuple[Attention, ...], str]:
     if asked != "auto":
         if device_type == "cpu" and asked not in ("flash", "math", "blocked"):
@@ -151,9 +157,25 @@ def _attention(
         return (), "auto: CPU"
     if has_mask:
         return ("flash", "efficient", "math"), "auto: mask"
-    if capability is not None and capability >= (9, 0):
-        return ("cudnn", "flash", "efficient", "math"), f"auto: sm{capability[0]}{capability[1]}"
-    return ("flash", "efficient", "math"), "auto: GPU before Hopper" if capability else "auto: GPU"
+    return _on_gpu(*versions)
+
+
+CUDNN_GENERATIONS = (9, 10)
+"""Major compute capabilities on which cuDNN's attention is the fastest: Hopper and the Blackwell of data centres."""
+CUDNN_ABOVE = 91500
+"""cuDNN 9.15.0, up to which it reads beyond its input at some sequence lengths (pytorch/pytorch#169849)."""
+
+
+def _on_gpu(capability: tuple[int, int] | None, cudnn: int | None) -> tuple[tuple[Attention, ...], str]:
+    """The order of backends without a mask, as torch itself guards cuDNN's; empty leaves it to torch."""
+    if capability is None:
+        return ("flash", "efficient", "math"), "auto: GPU"
+    if capability < (9, 0):
+        return ("flash", "efficient", "math"), "auto: GPU before Hopper"
+    here = f"auto: sm{capability[0]}{capability[1]}, cuDNN {cudnn or 'missing'}"
+    if capability[0] in CUDNN_GENERATIONS and (cudnn or 0) > CUDNN_ABOVE:
+        return ("cudnn", "flash", "efficient", "math"), here
+    return (), here
 
 
 def _missing_onednn(device_type: str) -> str:

@@ -77,7 +77,10 @@ def score_block(
         p_CV *= (total_C - whole_C).exp_()[:, None]
     if not with_gradient:
         return losses_C, None
-    if logits_CV.shape[1]:
+    if torch.compiler.is_compiling():  # a scatter would end the one kernel that writes no float32
+        columns_V = torch.arange(logits_CV.shape[1], device=logits_CV.device)
+        p_CV = p_CV - ((columns_V == place_C1) & is_here_C[:, None]).to(wide)
+    elif logits_CV.shape[1]:
         p_CV.scatter_add_(1, place_C1, -is_here_C.to(wide)[:, None])
     return losses_C, p_CV.to(logits_CV.dtype)
 

@@ -39,6 +39,13 @@ class Placement:
     without our launcher."""
 
 
+def sees_own_gpu(placement: Placement, environ: Mapping[str, str]) -> bool:
+    """Whether each process of this host is shown a GPU of its own and no other, as ``srun --gpus-per-task=1`` does."""
+    shown = environ.get("CUDA_VISIBLE_DEVICES", "").strip()
+    is_launched = placement.launcher in ("torchrun", "slurm") and placement.local_world_size > 1
+    return is_launched and bool(shown) and "," not in shown
+
+
 def single_placement() -> Placement:
     """The placement of a run that is one process."""
     return Placement(rank=0, local_rank=0, world_size=1, local_world_size=1, launcher="single")

@@ -9,9 +9,12 @@ import hashlib
 import itertools
 import math
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -82,14 +85,18 @@ def init_parameters(model: nn.Module, rules: list[tuple[str, Init]], seed: int) 
         if isinstance(rule, Constant):
             local.fill_(rule.value)
         elif local.numel():
-            rows = draw_rows(name, parameter.shape, offset[0], offset[0] + local.shape[0], seed, rule.limit)
-            for dim in range(1, local.dim()):
-                rows = rows.narrow(dim, offset[dim], local.shape[dim])
-            local.copy_(rows.mul_(rule.std))
+            first, *columns = (slice(start, start + size) for start, size in zip(offset, local.shape, strict=True))
+            drawn = draw_rows(name, parameter.shape, first.start, first.stop, seed, rule.limit, tuple(columns))
+            local.copy_(drawn.mul_(rule.std))
 
 
-def draw_rows(name: str, shape: torch.Size, first: int, last: int, seed: int, limit: float) -> Tensor:
+def draw_rows(
+    name: str, shape: torch.Size, first: int, last: int, seed: int, limit: float, columns: tuple[slice, ...] = ()
+) -> Tensor:
     """Rows ``[first, last)`` of a standard normal parameter, clamped to ``[-limit, limit]``; float32 on the CPU.
+
+    Blocks are drawn by as many threads as torch has. A block is drawn whole, also where only some of its columns are
+    wanted: one generator makes its numbers in turn.
 
     Args:
         name: full name of the parameter.
@@ -98,19 +105,35 @@ def draw_rows(name: str, shape: torch.Size, first: int, last: int, seed: int, li
         last: row after the last.
         seed: seed of the run.
         limit: largest magnitude, in standard deviations.
+        columns: what is wanted of the other dims; empty: all.
     """
-    row_shape = shape[1:]
-    block_rows = max(1, BLOCK_NUMEL // math.prod(row_shape))
-    generator = torch.Generator()
-    out = torch.empty((last - first, *row_shape))
-    for block in range(first // block_rows, -(-last // block_rows)):
+    block_rows = max(1, BLOCK_NUMEL // math.prod(shape[1:]))
+    widths = [dim.stop - dim.start for dim in columns] or shape[1:]
+    out = torch.empty((last - first, *widths))
+    blocks = range(first // block_rows, -(-last // block_rows))
+
+    def fill(block: int) -> None:
         start, stop = block * block_rows, min((block + 1) * block_rows, shape[0])
-        key = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=8).digest()
-        generator.manual_seed(int.from_bytes(key, "little") >> 1)
-        rows = torch.randn((stop - start, *row_shape), generator=generator).clamp_(-limit, limit)
         low, high = max(start, first), min(stop, last)
-        out[low - first : high - first] = rows[low - start : high - start]
+        drawn = _draw_block(f"{seed}/{name}/{block}", (stop - start, *shape[1:]), limit)
+        # numpy's copy stays in this thread; torch's would call threads of its own
+        out[low - first : high - first].numpy()[...] = drawn[(slice(low - start, high - start), *columns)]
+
+    num_threads = min(len(blocks), torch.get_num_threads())
+    if num_threads <= 1:
+        for block in blocks:
+            fill(block)
+    else:
+        with ThreadPoolExecutor(num_threads) as pool:
+            list(pool.map(fill, blocks))
     return out
+
+
+def _draw_block(key: str, shape: tuple[int, ...], limit: float) -> "np.ndarray[Any, Any]":
+    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    drawn: np.ndarray[Any, Any] = torch.randn(shape, generator=generator).numpy()
+    return np.clip(drawn, -limit, limit, out=drawn)
 
 
 @contextmanager

@@ -4,7 +4,6 @@ import datetime
 import json
 import os
 import socket
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,12 +12,14 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+import torch.distributed.distributed_c10d as c10d
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from crius.errors import EnvironmentError
+from crius.parallel.interface import GLOO, choose_interface
 
 # torch 2.13 deprecates these for names that 2.11 does not have
 _all_gather = getattr(functional, "all_gather_single_autograd", None) or functional.all_gather_tensor_autograd
@@ -92,14 +93,21 @@ class World:
         return [json.loads(part[: int(size)].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
 
 
-def pick_device(wanted: Literal["auto", "cpu", "cuda"], local_rank: int) -> torch.device:
+def pick_device(wanted: Literal["auto", "cpu", "cuda"], local_rank: int, *, sees_own_gpu: bool = False) -> torch.device:
     """The device of this process.
+
+    Args:
+        wanted: ``training.device``.
+        local_rank: counts the processes of this host; the index of the GPU.
+        sees_own_gpu: each process of this host is shown its own GPU alone, whose index is then 0.
 
     Raises:
         EnvironmentError: cuda is asked for and torch cannot use a GPU, or has fewer than local ranks.
     """
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
+    if sees_own_gpu and torch.cuda.device_count() == 1:
+        return torch.device("cuda", 0)
     if local_rank >= torch.cuda.device_count():
         raise EnvironmentError(
             f"local rank {local_rank} needs a GPU of its own, but torch {torch.__version__} can use "
@@ -135,11 +143,26 @@ def _tcp_store(host: str, port: int, rank: int, size: int, timeout: datetime.tim
     return dist.TCPStore(host, port, size, is_master=rank == 0, timeout=timeout, master_listen_fd=listener)
 
 
-def _is_one_machine(rendezvous: str, size: int) -> bool:
-    """Whether all ranks are on this host, as far as their meeting place says."""
+def _master(rendezvous: str, size: int) -> str | None:
+    """Host of rank 0; None where all ranks are on this host, as far as their meeting place says."""
     kind, _, place = rendezvous.partition(":")
-    host = place.rpartition(":")[0] if kind == "tcp" else os.environ.get("MASTER_ADDR") if kind == "env" else ""
-    return size == 1 or kind == "file" or host in _LOOPBACK
+    host = place.rpartition(":")[0] if kind == "tcp" else os.environ.get("MASTER_ADDR", "") if kind == "env" else ""
+    return None if size == 1 or kind == "file" or host in _LOOPBACK else host
+
+
+@contextmanager
+def _default_timeout(timeout: datetime.timedelta) -> Iterator[None]:
+    """Give ``timeout`` to each process group that is made inside without one: the axes of a mesh, and FSDP's own.
+
+    Otherwise torch gives them 10 or 30 minutes, whatever the default group has.
+    """
+    before = c10d.default_pg_timeout, c10d.default_pg_nccl_timeout
+    c10d.default_pg_timeout = timeout
+    c10d.default_pg_nccl_timeout = timeout if before[1] is not None else None
+    try:
+        yield
+    finally:
+        c10d.default_pg_timeout, c10d.default_pg_nccl_timeout = before
 
 
 @contextmanager
@@ -164,9 +187,7 @@ def world(rank: int, size: int, device: torch.device, rendezvous: str, timeout_s
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(device)
-    if _is_one_machine(rendezvous, size):  # then nothing listens on a network, and the host's name need not resolve
-        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            os.environ.setdefault(name, "lo0" if sys.platform == "darwin" else "lo")
+    interface = choose_interface(os.environ, _master(rendezvous, size))
     store = _store(rendezvous, rank, size, timeout)
     is_alone = size == 1 and not on_gpu and torch.__version__ >= "2.13"
     try:
@@ -179,20 +200,41 @@ def world(rank: int, size: int, device: torch.device, rendezvous: str, timeout_s
             device_id=device if on_gpu else None,
         )
     except RuntimeError as error:
-        if "Unable to find" not in str(error):
-            raise
-        raise EnvironmentError(
-            f"Gloo cannot use the network interface {os.environ.get('GLOO_SOCKET_IFNAME', 'of this host name')}.",
-            why=str(error).strip().splitlines()[0],
-            fix="bring it up (ip link set lo up), or export GLOO_SOCKET_IFNAME=<an interface that is up>",
-        ) from error
+        raise _no_meeting(error, interface) from error
     try:
-        yield World(rank, size, device, dist.PrefixStore("crius", store))
+        with _default_timeout(timeout):
+            yield World(rank, size, device, dist.PrefixStore("crius", store))
     except BaseException:
         if size == 1:
             dist.destroy_process_group()
         raise  # with peers, destroying could wait for their collectives: the failed process ends without
     dist.destroy_process_group()
+
+
+def _no_meeting(error: RuntimeError, interface: str) -> Exception:
+    """Why the process group cannot be made, as far as its error tells; ``error`` itself where that is not known."""
+    text = str(error).strip().splitlines()[0]
+    if "Duplicate GPU" in str(error):
+        return EnvironmentError(
+            "two ranks have the same GPU.",
+            where="CUDA_VISIBLE_DEVICES",
+            why=text,
+            fix="show each process a GPU of its own (srun --gpus-per-task=1), or all of them to every process",
+        )
+    if "Unable to find" in text:
+        return EnvironmentError(
+            f"Gloo cannot use the network interface {os.environ.get(GLOO, 'of this host name')}.",
+            why=text,
+            fix=f"bring it up (ip link set lo up), or export {GLOO}=<an interface that is up>",
+        )
+    if any(word in text for word in ("onnect", "timed out", "Timed out")):
+        return EnvironmentError(
+            f"the ranks cannot reach each other by the network interface {interface or 'of their host names'}.",
+            where=GLOO,
+            why=text,
+            fix=f"export {GLOO}=<the interface between the hosts, as ip route get HOST shows it> on every host",
+        )
+    return error
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch._inductor.config as inductor_config
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -156,6 +157,9 @@ def maker(dense: DenseQuantizeConfig, *, emulate: bool) -> Callable[[nn.Linear],
     if kind(dense) == "mxfp8":
         return functools.partial(MXFP8Linear, unit=unit, emulate=emulate)
     recipe = Float8LinearConfig.from_recipe_name(dense.float8.recipe)
+    if not emulate and dense.float8.recipe != "tensorwise":
+        # compiled, a scale of a row that was recomputed without the rounding between can be NaN (pytorch#150859)
+        inductor_config.emulate_precision_casts = True
     gathers = dense.float8.enable_fsdp_float8_all_gather
     config = replace(recipe, emulate=emulate, enable_fsdp_float8_all_gather=gathers)
     return functools.partial(Float8Linear, unit=unit, config=config)

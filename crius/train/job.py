@@ -23,7 +23,7 @@ from crius.data.sample_log import Attempt, SampleLog, next_attempt
 from crius.errors import LayoutError
 from crius.kernels import choice as kernels
 from crius.kernels.cpu.heap import keep_freed_memory
-from crius.launch.environment import Placement
+from crius.launch.environment import Placement, sees_own_gpu
 from crius.launch.stop import PREEMPTED, catch_stop_signals
 from crius.metrics.device import machine_of, peak_tflops, total_memory_gib
 from crius.metrics.ledger import TimeLedger
@@ -253,7 +253,8 @@ def set_up_torch(config: RunConfig, placement: Placement) -> torch.device:
     if config.debug.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    device = pick_device(config.training.device, placement.local_rank)
+    own_gpu = sees_own_gpu(placement, os.environ)
+    device = pick_device(config.training.device, placement.local_rank, sees_own_gpu=own_gpu)
     if config.compile.enable:
         for_cpu = device.type == "cpu"
         prepare_compile(config.compile, local_ranks=placement.local_world_size, for_cpu=for_cpu)

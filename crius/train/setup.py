@@ -117,6 +117,7 @@ def run_kernels(config: RunConfig, device: torch.device) -> choice.Choice:
         asked.attention,
         device_type=device.type,
         capability=torch.cuda.get_device_capability(device) if is_at_hand else None,
+        cudnn=torch.backends.cudnn.version() if is_at_hand else None,
         has_mask=config.model.attention_mask == "document",
         keeps_probabilities=keeps_probabilities(config),
     )

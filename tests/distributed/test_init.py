@@ -73,6 +73,18 @@ def test_any_range_of_rows_is_that_slice_of_the_whole(shape):
             assert torch.equal(draw(first, last), whole[first:last]), (first, last)
 
 
+@pytest.mark.parametrize("num_threads", [1, 4])
+def test_columns_and_threads_change_no_bit(num_threads):
+    size, before = torch.Size((900, 8, 200)), torch.get_num_threads()
+    whole = draw_rows("layers.0.w", size, 0, 900, 1, 3.0)
+    torch.set_num_threads(num_threads)
+    try:
+        part = draw_rows("layers.0.w", size, 30, 870, 1, 3.0, (slice(2, 7), slice(50, 150)))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(part, whole[30:870, 2:7, 50:150])
+
+
 def test_name_seed_and_block_each_give_other_numbers():
     size = torch.Size((2 * BLOCK_NUMEL, 1))
     base = draw_rows("a", size, 0, size[0], 1, 3.0)

@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import distributed_c10d
 from workers import RowFailed, Workers
 
+from crius.config.layout import Layout
+from crius.parallel.mesh import build_mesh
 from crius.parallel.runtime import world
 
 
@@ -83,3 +86,19 @@ def test_nothing_is_left_behind(two, tmp_path):
     before = two.run(pid, tmp_path)
     two.end()
     assert not any(map(is_alive, before))
+
+
+def timeouts(placement):
+    """Seconds after which a collective of each group of a mesh fails."""
+    place = placement.rank, placement.world_size, torch.device("cpu"), placement.rendezvous
+    with world(*place, 77):
+        build_mesh(Layout(dp_replicate=2, tp=2), "cpu")
+        return {
+            group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+            for group in distributed_c10d._world.pg_map
+        }
+
+
+def test_comm_timeout_seconds_reaches_the_group_of_every_axis(workers, tmp_path):
+    assert workers(4).run(timeouts, tmp_path) == [{77.0}] * 4
+    assert distributed_c10d.default_pg_timeout.total_seconds() != 77.0

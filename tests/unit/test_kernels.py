@@ -310,8 +310,16 @@ def test_a_fast_path_keeps_nothing_but_its_inputs(name, fast):
         (
             ("auto", "auto", "auto"),
             "cuda",
-            {"capability": (9, 0)},
+            {"capability": (9, 0), "cudnn": 91501},
             ("torch", "torch", ("cudnn", "flash", "efficient", "math")),
+        ),
+        (("auto", "auto", "auto"), "cuda", {"capability": (9, 0), "cudnn": 91002}, ("torch", "torch", ())),
+        (("auto", "auto", "auto"), "cuda", {"capability": (12, 0), "cudnn": 92000}, ("torch", "torch", ())),
+        (
+            ("auto", "auto", "auto"),
+            "cuda",
+            {"capability": (8, 0), "cudnn": 92000},
+            ("torch", "torch", ("flash", "efficient", "math")),
         ),
         (
             ("auto", "auto", "auto"),

@@ -3,7 +3,7 @@
 import pytest
 
 from crius.errors import EnvironmentError
-from crius.launch.environment import Placement, first_host, joined_placement, visible_gpus
+from crius.launch.environment import Placement, first_host, joined_placement, sees_own_gpu, visible_gpus
 
 TORCHRUN = {
     "RANK": "5",
@@ -32,6 +32,26 @@ def without(environ, *names):
 
 def test_torchrun_variables_are_the_placement():
     assert joined_placement(TORCHRUN) == Placement(5, 1, 8, 4, "torchrun", "env")
+
+
+@pytest.mark.parametrize(
+    ("environ", "shown", "want"),
+    [
+        (SRUN, "3", True),
+        (SRUN, "GPU-8f2a", True),
+        (TORCHRUN, "1", True),
+        (SRUN, "0,1,2,3", False),
+        (SRUN, "", False),
+        (
+            SRUN | {"SLURM_NTASKS": "2", "SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_LOCALID": "0", "SLURM_PROCID": "1"},
+            "0",
+            False,
+        ),
+    ],
+)
+def test_a_task_with_one_visible_gpu_among_many_sees_its_own(environ, shown, want):
+    environ = environ | {"CUDA_VISIBLE_DEVICES": shown}
+    assert sees_own_gpu(joined_placement(environ), environ) is want
 
 
 def test_torchrun_inside_a_slurm_step_wins():

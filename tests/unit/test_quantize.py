@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch._inductor.config as inductor_config
 from torch import nn
 
 from crius.config.low_precision import LinearChoice
@@ -202,3 +203,20 @@ def test_a_gpu_is_asked_what_it_can_multiply(kind, capability, missing, monkeypa
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     assert missing_matmuls(kind, "cuda") == missing
     assert missing_matmuls(kind, "cpu").startswith("this device has no")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "emulate", "want"),
+    [
+        ("rowwise", False, True),
+        ("rowwise_with_gw_hp", False, True),
+        ("tensorwise", False, False),
+        ("rowwise", True, False),
+    ],
+)
+def test_compiled_rowwise_float8_rounds_where_eager_code_does(recipe, emulate, want):
+    """Else a scale that recomputation makes anew differs from the first, and can be NaN (pytorch/pytorch#150859)."""
+    model = nn.ModuleDict({"w": nn.Linear(32, 16, bias=False, device="meta")})
+    with inductor_config.patch(emulate_precision_casts=False):
+        convert(model, [choice("w", (16, 32))], FLOAT8[recipe], emulate=emulate)
+        assert inductor_config.emulate_precision_casts is want

@@ -1,0 +1,84 @@
+"""What a process does before its first CUDA call, on a machine without a GPU: torch's answers are patched."""
+
+import socket
+
+import pytest
+import torch
+
+from crius.errors import EnvironmentError
+from crius.parallel import interface, runtime
+from crius.parallel.interface import GLOO, NCCL, choose_interface
+from crius.parallel.runtime import pick_device
+
+
+@pytest.fixture
+def cards(monkeypatch):
+    def show(number):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: number > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: number)
+
+    return show
+
+
+def test_a_process_takes_the_gpu_of_its_local_rank(cards):
+    cards(8)
+    assert [pick_device("auto", rank).index for rank in range(8)] == list(range(8))
+
+
+def test_a_process_that_sees_its_own_gpu_alone_takes_that(cards):
+    cards(1)
+    assert [pick_device("auto", rank, sees_own_gpu=True).index for rank in range(8)] == [0] * 8
+
+
+def test_a_process_without_a_gpu_of_its_own_is_refused(cards):
+    cards(1)
+    with pytest.raises(EnvironmentError, match="local rank 3 needs a GPU of its own, but torch .* can use 1"):
+        pick_device("auto", 3)
+
+
+@pytest.fixture
+def host(monkeypatch):
+    """A host with a loopback and two cards, whose packets leave by the second."""
+    addresses = {"lo": "127.0.0.1", "eth0": "10.0.0.7", "ib0": "10.1.0.7", "down": ""}
+    monkeypatch.setattr(interface, "_address", addresses.__getitem__)
+    monkeypatch.setattr(socket, "if_nameindex", lambda: list(enumerate(addresses, 1)))
+    monkeypatch.setattr(interface, "_source", {"node-0": "10.1.0.7", "me": "127.0.1.1", "192.0.2.1": "10.0.0.7"}.get)
+
+
+@pytest.mark.parametrize(
+    ("environ", "master", "want"),
+    [
+        ({}, None, "lo"),
+        ({}, "node-0", "ib0"),
+        ({}, "me", "eth0"),
+        ({}, "nobody-knows", "eth0"),
+        ({NCCL: "ib"}, "me", "ib0"),
+        ({NCCL: "=ib0,eth0"}, "me", "ib0"),
+        ({NCCL: "^lo"}, "node-0", "ib0"),
+        ({NCCL: "ib0", GLOO: "eth0"}, "node-0", "eth0"),
+    ],
+)
+def test_gloo_binds_the_interface_of_nccl_or_of_the_route_to_rank_0(environ, master, want, host):
+    environ = dict(environ)
+    assert choose_interface(environ, master).startswith(want)
+    assert environ[GLOO] == want
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 3b000", "two ranks have the same GPU"),
+        ("Gloo connectFullMesh failed with timed out connecting", "by the network interface eth0"),
+        ("[enforce] Unable to find address for: eth9", "Gloo cannot use the network interface"),
+    ],
+)
+def test_a_group_that_cannot_be_made_names_what_to_change(text, words):
+    error = runtime._no_meeting(RuntimeError(text), "eth0 (the route to node-0)")
+    assert isinstance(error, EnvironmentError)
+    assert words in str(error)
+    assert text.splitlines()[0] in str(error)
+
+
+def test_an_error_that_nobody_knows_stays():
+    error = RuntimeError("something else")
+    assert runtime._no_meeting(error, "") is error
