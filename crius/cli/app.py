@@ -157,7 +157,6 @@ def emit(text: str) -> None:
     sys.stdout.write(printable(text) + "\n")
 
 
-<<<<<<< HEAD
 def facts_of(
     run: RunConfig, nproc: int, placement: Any, is_dry: bool = False, saved: Mapping[str, Any] | None = None
 ) -> Facts:
@@ -170,14 +169,8 @@ def facts_of(
         is_dry: nothing is started.
         saved: settings of the checkpoint that the run resumes from.
     """
-    from crius.launch.environment import visible_gpus
-    from crius.train.inputs import resolve
-=======
-def facts_of(run: RunConfig, nproc: int, placement: Any, is_dry: bool = False) -> Facts:
-    """What the rules look at, of ``run`` on this machine."""
     from crius.launch.environment import sees_own_gpu, visible_gpus
-    from crius.train.inputs import describe_known_model, settled, with_dtype, with_tokens
->>>>>>> h-gpu
+    from crius.train.inputs import resolve
 
     num_gpus = 0 if run.training.device == "cpu" else visible_gpus(os.environ)
     if num_gpus == 1 and placement and sees_own_gpu(placement, os.environ):
