@@ -1,4 +1,4 @@
-"""``make_plan``: a search and what is told of it; ``recommend``: its winner alone; ``alternatives``: cases that fit.
+"""``make_plan``: a search with all that is told of it; ``recommend``: its winner; ``alternatives``: cases that fit.
 
 Torch-free.
 """
