@@ -61,8 +61,8 @@ class StagedPlanner(DefaultSavePlanner):
             self._planned = items
         return self._plan, self._metadata
 
-    def stage(self) -> int:
-        """Copy this rank's part to host memory, over the copies of the last time; returns bytes. Waits for the device.
+    def stage(self) -> None:
+        """Copy this rank's part to host memory, over the copies of the last time. Waits for the device.
 
         From now on ``resolve_data`` gives the copies.
         """
@@ -72,11 +72,9 @@ class StagedPlanner(DefaultSavePlanner):
             copy = old.pop(item.index, None)
             if copy is None or (copy.shape, copy.dtype) != (source.shape, source.dtype):
                 copy = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
-            copies = copy.copy_(source, non_blocking=source.is_cuda)
-            self._copies[item.index] = copies
+            self._copies[item.index] = copy.copy_(source, non_blocking=source.is_cuda)
         if any(copy.is_pinned() for copy in self._copies.values()):
             torch.cuda.current_stream().synchronize()
-        return sum(copy.numel() * copy.element_size() for copy in self._copies.values())
 
     @property
     def has_copies(self) -> bool:

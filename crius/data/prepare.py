@@ -261,23 +261,17 @@ def _workers(config: TokenizerConfig, temporary: Path, number: int) -> Iterator[
     """
     # not fork: the parent may have threads (torch, a tokenizer), and a forked child can then wait for ever
     context = multiprocessing.get_context("forkserver")
-    processes, ends = [], []
-    try:
+    ends: list[Worker] = []
+    with contextlib.ExitStack() as stack:  # at the end of the work too it kills: nobody needs what they are at
         for _ in range(number):
             here, there = context.Pipe()
-            ends.append(here)
-            processes.append(context.Process(target=_work, args=(there, config, temporary), daemon=True))
-            processes[-1].start()
+            ends.append(stack.enter_context(here))
+            process = context.Process(target=_work, args=(there, config, temporary), daemon=True)
+            process.start()
+            stack.callback(process.join)
+            stack.callback(process.kill)
             there.close()
         yield ends
-    finally:  # at the end of the work too: nobody needs what they are at
-        started = [process for process in processes if process.pid is not None]
-        for process in started:
-            process.kill()
-        for process in started:
-            process.join()
-        for end in ends:
-            end.close()
 
 
 def _receive(worker: Worker, num_workers: int) -> Encoded:
