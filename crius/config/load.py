@@ -225,22 +225,19 @@ def _plain(text: str) -> str:
 
 
 def _config_file(path: str) -> tuple[str, dict[str, Any]]:
-    return path, read_toml(Path(path))
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file.
+    """The name of a TOML file and its tables.
 
     Raises:
         ConfigError: no such file, or not TOML; names the file and, where known, the line.
     """
+    file = Path(path)
     try:
-        return toml_table(path)
+        return path, toml_table(file)
     except OSError as error:
-        what = f"{path} cannot be read: {error.strerror}."
+        what = f"{file} cannot be read: {error.strerror}."
         raise ConfigError(what, where="--config", fix="give a TOML file") from None
     except ValueError as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}.", fix="mend that line") from None
+        raise ConfigError(f"{file} is not valid TOML: {error}.", fix="mend that line") from None
 
 
 def recipe_settings(name: str) -> dict[str, Any]:

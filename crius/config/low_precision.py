@@ -72,21 +72,6 @@ def block(dense: DenseQuantizeConfig) -> int:
     return MXFP8_BLOCK if kind(dense) == "mxfp8" else FLOAT8_BLOCK
 
 
-def local_shape(style: str, shape: tuple[int, int], num_kv_heads: int, degree: int) -> tuple[int, int]:
-    """``(out_features, in_features)`` that one rank multiplies; the largest, where the split is uneven.
-
-    Args:
-        style: the layer's row of the sharding plan; empty where it has none, and is not split.
-        shape: of the whole layer.
-        num_kv_heads: key/value heads of the model; where they are fewer than the ranks, each rank computes one.
-        degree: tensor-parallel ranks.
-
-    Raises:
-        PlanError: nothing is known of how the style splits a linear layer.
-    """
-    return _largest_share(shape, parts(style, num_kv_heads, degree))
-
-
 def split(name: str, plan: Any, num_kv_heads: int, degree: int) -> tuple[int, int]:
     """Into how many parts tensor parallelism splits ``(out_features, in_features)`` of the linear layer ``name``.
 
@@ -227,7 +212,16 @@ def _is_small(dense: DenseQuantizeConfig, local: tuple[int, int]) -> bool:
 
 
 def parts(style: str, num_kv_heads: int, degree: int) -> tuple[int, int]:
-    """Into how many parts a style splits ``(out_features, in_features)``."""
+    """Into how many parts a style splits ``(out_features, in_features)``.
+
+    Args:
+        style: the layer's row of the sharding plan; empty where it has none, and is not split.
+        num_kv_heads: key/value heads of the model; where they are fewer than the ranks, each rank computes one.
+        degree: tensor-parallel ranks.
+
+    Raises:
+        PlanError: nothing is known of how the style splits a linear layer.
+    """
     if degree <= 1 or not style:
         return 1, 1
     if style not in _SPLIT_DIM:

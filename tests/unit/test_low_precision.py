@@ -7,7 +7,7 @@ import pytest
 from harness import llama, parse
 from rule_cases import FLOAT8, TENSOR
 
-from crius.config.low_precision import FLOAT8_BLOCK, MXFP8_BLOCK, linear_choices, local_shape, summary, table
+from crius.config.low_precision import FLOAT8_BLOCK, MXFP8_BLOCK, linear_choices, parts, summary, table
 from crius.errors import PlanError
 from crius.train.inputs import describe_known_model
 
@@ -153,12 +153,13 @@ def test_a_tied_output_layer_is_converted_on_demand(flag):
     ],
 )
 def test_a_style_splits_the_dim_it_is_named_for(style, heads, degree, wanted):
-    assert local_shape(style, (64, 32), heads, degree) == wanted
+    outs, ins = parts(style, heads, degree)
+    assert (-(-64 // outs), -(-32 // ins)) == wanted
 
 
 def test_a_style_that_splits_an_unknown_dim_is_refused():
     with pytest.raises(PlanError, match="which dim of a linear layer the style diagonal splits is not known"):
-        local_shape("diagonal", (64, 32), 4, 2)
+        parts("diagonal", 4, 2)
 
 
 def test_rows_of_the_plan_are_whole_names_and_a_layer_without_one_is_not_split():
