@@ -40,7 +40,7 @@ class WatchdogConfig:
 
     limit_seconds: float = 0.0
     """Longest time in a phase, but for start and load. 0: in the phases of a step 3 times the 99th percentile of the
-    steps so far, at least 10 s; in the others, and until 10 steps are done, startup_seconds."""
+    steps so far, at least 10 s, on GPUs 100 s; in the others, and until 10 steps are done, startup_seconds."""
 
     startup_seconds: float = 600.0
     """Longest time in start and load, and without limit_seconds in the first steps with their compilation, a save, a

@@ -102,8 +102,8 @@ class History:
 def reason_to_stop(root: Failure, history: History, launch: LaunchConfig) -> str:
     """Why the run is not started again after ``root`` failed; empty where it is.
 
-    A ``CriusError`` says what the user has to mend, so it would come again; a device that computes wrong numbers or a
-    rank that hangs is for a person to look at.
+    A ``CriusError`` says what the user has to mend, so it would come again; a device that computes wrong numbers is for
+    a person to look at.
     """
     if root.blame is Blame.ERROR and root.rendered:
         return "it would fail again"

@@ -131,7 +131,7 @@ class _Run:
         with contextlib.suppress(OSError):
             self.log_dir.mkdir(parents=True, exist_ok=True)  # somebody may have removed it since the last attempt
         self.folder.mkdir()
-        self.crew, self.started = Crew(), time.monotonic()
+        self.crew, self.started, self.hang = Crew(), time.monotonic(), None
         target, num_ranks, watch = self.target, self.num_ranks, None
         if self.supervision:
             if self.supervision.assignment:
@@ -196,9 +196,9 @@ class _Run:
     def can_go_on(self) -> bool:
         """Whether a new attempt makes sense; then what failed is said, counted and written for it."""
         failures = self.failures()
-        if self.supervision is None or self.stops or self.hang or not failures:
+        if self.supervision is None or self.stops or not (failures or self.hang):
             return False
-        root = root_cause(failures)
+        root = self.hang.failure if self.hang else root_cause(failures)
         step = max((beat.step or 0 for beat in self.beats(self.crew.exits).values()), default=0)
         cause = f"rank {root.rank}: {root.headline.splitlines()[0]}"
         now = time.monotonic()
@@ -209,7 +209,7 @@ class _Run:
             self.supervision.on_failure(ended)
         if reason_to_stop(root, self.history, self.supervision.launch):
             return False
-        say(render(failures, self.log_dir))
+        say(self.hang.publish(self.run_dir / "incidents") if self.hang else render(failures, self.log_dir))
         self.number += 1
         say(f"restarting from the newest checkpoint ({self.number} of {self.supervision.launch.max_restarts})")
         shutil.rmtree(self.scratch / f"attempt-{self.number - 1}", ignore_errors=True)
@@ -218,7 +218,8 @@ class _Run:
     def conclude(self) -> int:
         """Print what is to be said and choose the exit code."""
         if self.hang:
-            say(self.hang.publish(self.run_dir / "incidents"))
+            tries = self._tries(self.hang.failure)
+            say(self.hang.publish(self.run_dir / "incidents") + (f"\n  {'tries':<6} {tries}" if tries else ""))
             return self.hang.error.exit_code
         failures, stops = self.failures(), self.stops
         root = root_cause(failures) if failures else None

@@ -1,8 +1,9 @@
 """Where this process is in the run, for error reports and the watchdog: one object that the training loop updates."""
 
+import contextlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
@@ -10,7 +11,13 @@ from crius.run_file import Mirror
 
 _RECORD_BYTES = 128
 
-PHASES = ("start", "load", "data", "forward", "backward", "pipeline", "optimizer", "save", "validation")
+ALONE_PHASES = ("compile", "profiler", "gc")
+"""Work of one rank for which the others may wait in their step: while it lasts, none of them is late."""
+
+PHASES = (
+    *("start", "load", *ALONE_PHASES),
+    *("data", "forward", "backward", "pipeline", "optimizer", "save", "validation"),
+)
 """What a rank can be at. ``pipeline`` is forward and backward under a schedule; the schedule mixes them."""
 
 STEP_PHASES = ("data", "forward", "backward", "pipeline", "optimizer")
@@ -60,6 +67,16 @@ class Status(Heartbeat):
             self._mirror.write(astuple(self))
         for listener in self._listeners:
             listener(self.step, self.phase)
+
+    @contextlib.contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """Be in ``phase`` inside, and then again in the phase of before."""
+        before = self.phase
+        self.update(phase=phase)
+        try:
+            yield
+        finally:
+            self.update(phase=before)
 
     def mirror_to(self, path: Path) -> None:
         """Keep ``path`` equal to this status from now on."""

@@ -17,8 +17,8 @@ from pathlib import Path
 from crius.config.operation import WatchdogConfig
 from crius.errors import HangError
 from crius.launch.environment import Placement
-from crius.launch.report import leave, report_of, report_to_torchrun, say, write_json, write_report
-from crius.launch.status import PHASES, STEP_PHASES, Heartbeat, mirror_path, read_mirror, status
+from crius.launch.report import Blame, Failure, leave, report_of, report_to_torchrun, say, write_json, write_report
+from crius.launch.status import ALONE_PHASES, PHASES, STEP_PHASES, Heartbeat, mirror_path, read_mirror, status
 from crius.launch.witness import (
     QUESTIONS,
     STACKS,
@@ -137,6 +137,20 @@ class Hang:
     folder: Path
     """With the dumps of the flight recorder."""
 
+    @property
+    def failure(self) -> Failure:
+        """The hang as a failure of the rank that is named, which is counted as any other."""
+        culprit, headline = choose_culprit(self.witnesses), f"HangError: {self.error.what}"
+        now = time.monotonic()
+        return Failure(
+            rank=culprit.rank,
+            step=culprit.step,
+            phase=culprit.phase,
+            headline=headline,
+            blame=Blame.SIGNAL,
+            monotonic=now,
+        )
+
     def publish(self, incidents: Path) -> str:
         """Write the whole report to ``hang-N.txt`` and ``hang-N.json`` and return the block to print."""
         number = next(number for number in range(10**6) if not (incidents / f"hang-{number}.json").exists())
@@ -180,7 +194,9 @@ class Watch:
         self._looked = now
         # twice: a beat that is read while it is written says nothing
         was_late = self._was_late
-        self._was_late = any(self._seconds(beat, now) > limit_seconds(beat, self._config) for beat in beats.values())
+        late = {rank for rank, beat in beats.items() if self._seconds(beat, now) > limit_seconds(beat, self._config)}
+        works_alone = any(beat.phase in ALONE_PHASES for rank, beat in beats.items() if rank not in late)
+        self._was_late = bool(late) and not works_alone
         return was_late and self._was_late
 
     def _seconds(self, beat: Heartbeat, now: float) -> float:

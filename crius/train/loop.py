@@ -308,7 +308,7 @@ def _tidied(interval: int, device: torch.device, ledger: TimeLedger) -> Iterator
         if not settled and device.type == "cpu":
             keep_freed_memory()
         if interval and (not settled or step % interval == 0):
-            with ledger.phase("gc"):
+            with ledger.phase("gc"), status.during("gc"):
                 gc.collect(1 if settled else 2)
                 gc.disable()
         settled = True

@@ -33,16 +33,22 @@ from crius.train.step import Late
 log = logging.getLogger("crius.train")
 
 FACTOR = 3.0
-LEAST_SECONDS = 10.0
+LEAST_SECONDS = {"cpu": 10.0, "cuda": 100.0}
+"""Least limit of a phase: GPUs make steps of a second, in which a network or a file system may be gone for ten."""
 LEAST_STEPS = 10
 _WARM_STEPS = 2  # with compilation and first allocations in them
 _WINDOW = 1000
 
 
 class Pace:
-    """The times of the last steps."""
+    """The times of the last steps.
 
-    def __init__(self) -> None:
+    Args:
+        device_type: where the steps are computed.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        self._least_seconds = LEAST_SECONDS.get(device_type, LEAST_SECONDS["cuda"])
         self._done = 0
         self._seconds: deque[float] = deque(maxlen=_WINDOW)
 
@@ -53,11 +59,11 @@ class Pace:
             self._seconds.append(seconds)
 
     def limit_seconds(self) -> float:
-        """3 times the 99th percentile, at least 10 s; 0 while fewer than 10 steps are done."""
+        """3 times the 99th percentile, at least ``LEAST_SECONDS``; 0 while fewer than 10 steps are done."""
         if self._done < LEAST_STEPS:
             return 0.0
         ordered = sorted(self._seconds)
-        return max(LEAST_SECONDS, FACTOR * ordered[int(0.99 * (len(ordered) - 1))])
+        return max(self._least_seconds, FACTOR * ordered[int(0.99 * (len(ordered) - 1))])
 
 
 PACE_INTERVAL = 20
@@ -72,6 +78,7 @@ class Meter:
 
     def __init__(self, flops_per_token: float, peak_tflops: float | None, world: World) -> None:
         self._flops, self._peak, self._world = flops_per_token, peak_tflops, world
+        self.device_type = world.device.type
         self._tokens = self._steps = 0
         self._seconds = self._data_seconds = 0.0
 
@@ -165,7 +172,8 @@ class StepReports:
     def __init__(self, meter: Meter, ledger: TimeLedger, guard: UpdateGuard) -> None:
         self.meter, self.sinks = meter, list[Sink]()
         self._ledger, self._guard = ledger, guard
-        self._clock, self._pace = Clock(), Pace()  # the pace tells the watchdog how long a step takes
+        self._clock = Clock()
+        self._pace = Pace(meter.device_type)  # tells the watchdog how long a step takes
         self._unwritten: list[_Report] = []
 
     def start(self) -> float:

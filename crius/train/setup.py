@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from torch.profiler import ProfilerActivity, profile, schedule
+from torch._dynamo.callback import callback_handler
+from torch.profiler import ProfilerAction, ProfilerActivity, profile, schedule
 
 from crius.config.operation import ProfilerConfig
 from crius.config.resolve import auto_dtype, keeps_probabilities
@@ -20,6 +21,7 @@ from crius.config.run import RunConfig, replace_fields
 from crius.errors import ConfigError
 from crius.host import free_host_bytes
 from crius.kernels import choice
+from crius.launch.status import status
 from crius.models.description import ModelDescription
 from crius.parallel.runtime import World
 from crius.redact import printable, redact
@@ -123,6 +125,21 @@ def run_kernels(config: RunConfig, device: torch.device) -> choice.Choice:
     )
 
 
+def beat_while_compiling() -> None:
+    """Tell the watchdog of each compilation in this process while it lasts: a late one takes 20 to 60 s on a GPU."""
+    phases: list[str] = []
+
+    def begin(*_: object) -> None:
+        phases.append(status.phase)
+        status.update(phase="compile")
+
+    def end(*_: object) -> None:
+        status.update(phase=phases.pop())
+
+    callback_handler.register_start_callback(begin)
+    callback_handler.register_end_callback(end)
+
+
 @contextmanager
 def profiler(config: ProfilerConfig, run_dir: Path, rank: int) -> Iterator[Callable[[], None]]:
     """Call what this yields after each step; steps ``start_step`` and on are written to ``traces/rank-N.json``."""
@@ -137,7 +154,15 @@ def profiler(config: ProfilerConfig, run_dir: Path, rank: int) -> Iterator[Calla
         schedule=schedule(wait=max(0, before - 1), warmup=min(1, before), active=config.num_steps, repeat=1),
         on_trace_ready=lambda trace: trace.export_chrome_trace(str(folder / f"rank-{rank}.json")),
     ) as active:
-        yield active.step
+
+        def step() -> None:
+            was_at_work = active.current_action is not ProfilerAction.NONE
+            with status.during("profiler"):  # it starts CUPTI, or writes the trace: 5 to 60 s on a GPU
+                active.step()
+            if was_at_work or active.current_action is not ProfilerAction.NONE:
+                status.limit_seconds = 0.0  # in the next step the ranks wait for the slowest trace
+
+        yield step
 
 
 class Recomputation(Protocol):

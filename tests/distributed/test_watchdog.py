@@ -24,6 +24,7 @@ from crius.launch.report import leave
 from crius.launch.status import Heartbeat, status
 from crius.launch.watchdog import Hang, Watch, Witness, choose_culprit, hang_error, limit_seconds
 from crius.launch.witness import Collective
+from crius.train.reports import Pace
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -56,9 +57,9 @@ def steps(phase, hang, place):
             dist.all_reduce(torch.ones(3, 5))
 
 
-def watched(target, run_dir, num_ranks=3, **limits):
+def watched(target, run_dir, num_ranks=3, restarts=0, **limits):
     config = WatchdogConfig(**({"limit_seconds": LIMIT, "startup_seconds": 30.0} | limits))
-    how = Supervision(launch=LaunchConfig(), watchdog=config)
+    how = Supervision(launch=LaunchConfig(max_restarts=restarts), watchdog=config)
     return run_workers(target, num_ranks, run_dir, supervision=how, threads=1)
 
 
@@ -232,6 +233,46 @@ def test_a_beat_that_cannot_be_read_once_is_no_hang():
     beats = {now: Heartbeat(5, "forward", now) for now in times} | {15.0: Heartbeat()}
     assert not any(watch.is_late({0: beats[now]}, now) for now in times)
     assert [watch.is_late({0: Heartbeat()}, now) for now in (20.0, 20.1)] == [False, True]
+
+
+def test_ranks_that_wait_for_a_compilation_of_another_are_not_late():
+    watch = Watch(WatchdogConfig(startup_seconds=60), 0.0)
+    beats = {0: Heartbeat(15, "forward", 0.0, 10.0), 1: Heartbeat(15, "compile", 0.0, 10.0)}
+    times = [float(second) for second in range(64)]
+    assert [now for now in times if watch.is_late(beats, now)] == [62.0, 63.0]  # longer than it may take itself
+    assert choose_culprit([witness(0, step=15, pending=WAITS), witness(1, step=15, phase="compile")]).rank == 1
+
+
+@pytest.mark.parametrize(("device_type", "least"), [("cpu", 10.0), ("cuda", 100.0)])
+def test_steps_of_a_tenth_of_a_second_may_stall_for_10_s_on_a_cpu_and_100_on_gpus(device_type, least):
+    pace = Pace(device_type)
+    for _ in range(20):
+        pace.count(0.1)
+    assert pace.limit_seconds() == least
+
+
+def hang_first(times, note, place):
+    """Rank 2 hangs in the first ``times`` attempts."""
+    steps("backward", sleep_long if place.attempt < times else lambda: None, place)
+    if place.rank == 0:
+        note.touch()
+
+
+def test_a_hang_is_restarted_and_the_run_ends(tmp_path, capfd):
+    note = tmp_path / "done"
+    assert watched(functools.partial(hang_first, 1, note), tmp_path, restarts=3) == 0
+    assert note.exists()
+    error = capfd.readouterr().err
+    assert error.startswith("\nHangError: rank 2 does not go on: in backward of step 2 for ")
+    assert "restarting from the newest checkpoint (1 of 3)" in error
+    assert len(list((tmp_path / "incidents").glob("hang-*.txt"))) == 1
+
+
+def test_a_hang_at_the_same_step_twice_is_given_up(tmp_path, capfd):
+    assert watched(functools.partial(hang_first, 9, tmp_path / "done"), tmp_path, restarts=3) == 1
+    error = capfd.readouterr().err
+    assert error.count("HangError: rank 2 does not go on") == 2
+    assert "  tries  2, given up: 2 failures in a row at step 2 (launch.max_failures_at_step)" in error
 
 
 def test_a_full_disk_does_not_hide_the_report(tmp_path):

@@ -4,11 +4,16 @@ import socket
 
 import pytest
 import torch
+from torch._dynamo.callback import callback_handler
+from torch.profiler import profile
 
+from crius.config.operation import ProfilerConfig
 from crius.errors import EnvironmentError
+from crius.launch.status import status
 from crius.parallel import interface, runtime
 from crius.parallel.interface import GLOO, NCCL, choose_interface
 from crius.parallel.runtime import pick_device
+from crius.train.setup import beat_while_compiling, profiler
 
 
 @pytest.fixture
@@ -82,3 +87,36 @@ def test_a_group_that_cannot_be_made_names_what_to_change(text, words):
 def test_an_error_that_nobody_knows_stays():
     error = RuntimeError("something else")
     assert runtime._no_meeting(error, "") is error
+
+
+def test_a_trace_is_written_in_a_phase_of_its_own_and_the_next_step_may_wait_for_it(tmp_path, monkeypatch):
+    phases = []
+    monkeypatch.setattr(status, "phase", "start")
+    monkeypatch.setattr(profile, "export_chrome_trace", lambda self, path: phases.append(status.phase))
+    monkeypatch.setattr(status, "limit_seconds", 10.0)
+    limits = []
+    with profiler(ProfilerConfig(enable=True, start_step=3, num_steps=1), tmp_path, 0) as step:
+        for _ in range(6):
+            status.update(phase="optimizer")
+            step()
+            limits.append(status.limit_seconds)
+            status.limit_seconds = 10.0  # as the reports say at the end of a step
+    assert phases == ["profiler"]
+    assert status.phase == "optimizer"
+    assert limits == [0.0, 0.0, 0.0, 10.0, 10.0, 10.0]  # from the step before the trace, in which it warms up
+
+
+def test_a_compilation_is_a_phase_of_its_own(monkeypatch):
+    monkeypatch.setattr(status, "phase", "start")
+    monkeypatch.setattr(callback_handler, "start_callbacks", [])
+    monkeypatch.setattr(callback_handler, "end_callbacks", [])
+    beat_while_compiling()
+    status.update(phase="forward")
+    phases = []
+
+    def backend(graph, inputs):
+        phases.append(status.phase)
+        return graph
+
+    torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
+    assert (phases, status.phase) == (["compile"], "forward")
