@@ -12,7 +12,7 @@ from harness import TIED
 from torch.nn import functional as F
 
 from crius.data.loader import Batch, BatchLoader
-from crius.parallel import context, gradients, init, pipeline, tensor, ties
+from crius.parallel import context, gradients, init, pipeline, tensor
 from crius.parallel.fsdp import GradientSync
 from crius.parallel.gradients import Gradients
 from crius.tools.verify import worker
@@ -261,14 +261,14 @@ def draw_other_bits_on_one_rank(patch):
 
 
 def average_the_copies_of_a_tied_weight(patch):
-    original = ties.TiedStages.sum_gradients
+    original = pipeline.TiedStages.sum_gradients
 
     def sum_gradients(self):
         original(self)
         for parameter in sum(self._pairs, []):
             parameter.grad *= 0.5
 
-    patch.setattr(ties.TiedStages, "sum_gradients", sum_gradients)
+    patch.setattr(pipeline.TiedStages, "sum_gradients", sum_gradients)
 
 
 def count_both_copies_of_a_tied_weight(patch):
