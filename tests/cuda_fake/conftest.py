@@ -1,0 +1,61 @@
+"""The process that runs cases on a fake GPU: one for a test session, started again where a case ended it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cuda_fake.library import NoCompiler, shim_library
+
+TESTS = Path(__file__).parents[1]
+
+
+class FakeGpu:
+    """Asks the server of ``cuda_fake.server`` for steps on fake tensors of device cuda."""
+
+    def __init__(self, library: Path) -> None:
+        self._library = library
+        self._process: subprocess.Popen | None = None
+
+    def step(self, argv: list[str], rank: int = 0) -> dict:
+        """What the steady step of a run with the flags ``argv`` did on ``rank``: the fields of ``watch.Seen``."""
+        process = self._process = self._running()
+        process.stdin.write(json.dumps({"flags": argv, "rank": rank}) + "\n")
+        process.stdin.flush()
+        line = process.stdout.readline()
+        assert line, f"the process with the fake GPU ended with {process.wait()} in {argv}"
+        answer = json.loads(line)
+        assert "error" not in answer, answer["error"]
+        return answer
+
+    def _running(self) -> subprocess.Popen:
+        if self._process is not None and self._process.poll() is None:
+            return self._process
+        path = os.pathsep.join(map(str, (TESTS.parent, TESTS)))
+        command = [sys.executable, "-m", "cuda_fake.server", str(self._library)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, **pipes)
+
+    def stop(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.stdin.close()
+            self._process.wait(timeout=60)
+
+
+@pytest.fixture(scope="session")
+def shim():
+    """The shim's library."""
+    try:
+        return shim_library()
+    except NoCompiler as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def fake_gpu(shim):
+    server = FakeGpu(shim)
+    yield server
+    server.stop()
