@@ -1,4 +1,4 @@
-"""The layouts and features whose steps are looked at: flags as a user types them, and the attention kernels they take."""
+"""The runs whose steps are looked at: flags as a user types them, and the attention kernels that they take."""
 
 import shlex
 from dataclasses import dataclass, field

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from cuda_fake.library import NoCompiler, shim_library
 
 TESTS = Path(__file__).parents[1]

@@ -25,7 +25,12 @@ PROPERTIES = _Properties(NAME, 9, 0, 80 << 30, 132, 50 << 20, "", "fake")
 
 @dataclass
 class Waits:
-    """What the host waits for. ``step``: the present one; ``seen``: of each wait its step, and that of what it was for."""
+    """What the host waits for.
+
+    Attributes:
+        step: the present one.
+        seen: for each wait the step it was in, and the step of the work that it waited for.
+    """
 
     step: int = 0
     seen: list[tuple[int, int]] = field(default_factory=list)

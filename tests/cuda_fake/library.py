@@ -1,4 +1,4 @@
-"""The shim's shared library: compiled once for a torch and a source, kept in the ignored folder ``build/``. No torch."""
+"""The shim's shared library, compiled once for a torch and a source and kept in ``build/``. Imports no torch."""
 
 import fcntl
 import hashlib

@@ -1,4 +1,4 @@
-"""Runs cases for the tests in one process: a line of JSON in, a line of JSON out. ``python -m cuda_fake.server SHIM``."""
+"""Runs cases in one process, a line of JSON in, a line of JSON out: ``python -m cuda_fake.server SHIM``."""
 
 import ctypes
 import json

@@ -14,13 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cuda_fake.device import CUDA, WAITS, FakeFactories, FakeMode
-from cuda_fake.watch import Watch
 from harness import num_ranks, parse
 from torch.distributed.pipelining import PipelineStage
 
 from crius.config.layout import Layout
-from crius.config.resolve import auto_dtype
 from crius.kernels import choice
 from crius.metrics.ledger import TimeLedger
 from crius.parallel.mesh import build_mesh
@@ -33,6 +30,8 @@ from crius.tools.dry_run.run import _axes
 from crius.train import build, job
 from crius.train.inputs import describe_model, open_run_corpus, with_boundaries
 from crius.train.setup import decide, run_kernels
+from cuda_fake.device import CUDA, WAITS, FakeFactories, FakeMode
+from cuda_fake.watch import Watch
 
 STEPS = 3
 STEADY = 2

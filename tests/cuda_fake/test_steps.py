@@ -1,10 +1,11 @@
-"""The real training loop on fake tensors of device cuda: no mix of devices, no wait of the host, the kernels that run."""
+"""The real training loop on fake tensors of device cuda: devices, waits of the host, kernels, collectives, memory."""
 
 import re
 import threading
 from collections import Counter
 
 import pytest
+
 from cuda_fake.cases import CASES, CONTEXT, FSDP, Case
 from cuda_fake.library import shim_library
 

@@ -1,4 +1,4 @@
-"""A dispatch mode over fake tensors of device cuda: what the host reads of them, what crosses devices, which kernels run.
+"""A dispatch mode over fake CUDA tensors: what the host reads of them, what crosses devices, which kernels run.
 
 What the host reads it gets, so that the code runs on: 1 for a number, True for a bool.
 """
