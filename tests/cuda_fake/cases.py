@@ -12,12 +12,14 @@ class Case:
         flags: of ``crius train``, beside a small model in bfloat16.
         attention: how often each kernel runs forward in a step of this rank; None where another may come to be better.
         ops: how often other operators run.
+        may_wait: the host may have to know the loss before the update; else it looks at it one step later.
         is_slow: it repeats, joined in another way, what others show.
     """
 
     flags: str
     attention: dict[str, int] | None = field(default_factory=lambda: {"cudnn": 2})
     ops: dict[str, int] = field(default_factory=dict)
+    may_wait: bool = False
     is_slow: bool = False
 
     @property
@@ -86,6 +88,11 @@ CASES = {
     "tp4_loss_not_chunked": Case(
         "--p.tensor_parallel_degree 4 --p.data_parallel_shard_degree 2 --kernels.linear_cross_entropy off", is_slow=True
     ),
+    "tied_embeddings": Case(f"{FSDP} --model.tied_embeddings"),
+    "flash_attention": Case(f"{FSDP} --kernels.attention flash", {"flash": 2}, is_slow=True),
+    "skip_what_is_not_finite": Case(f"{FSDP} --stability.nonfinite skip", may_wait=True),
+    "reproducible": Case(f"{FSDP} --training.reproducible", None, may_wait=True),
+    "reproducible_hsdp": Case(f"{HSDP} --training.reproducible", None, may_wait=True, is_slow=True),
     "qwen3": Case(f"--model.name qwen3 --model.flavor debug {FSDP}"),
     "qwen3_tp2": Case(
         "--model.name qwen3 --model.flavor debug --p.data_parallel_shard_degree 4 --p.tensor_parallel_degree 2",

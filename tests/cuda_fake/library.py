@@ -23,7 +23,7 @@ def shim_library(cache: Path = CACHE, source: Path = SOURCE) -> Path:
 
     Raises:
         NoCompiler: there is no C++ compiler, or torch has no headers.
-        subprocess.CalledProcessError: the source does not compile with this torch.
+        RuntimeError: the source does not compile with this torch.
     """
     torch = _torch_folder()
     compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
@@ -41,7 +41,9 @@ def shim_library(cache: Path = CACHE, source: Path = SOURCE) -> Path:
             lib = torch / "lib"
             links = [f"-I{torch / 'include'}", f"-L{lib}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{lib}"]
             command = [compiler, *_FLAGS, str(source), *links, "-o", str(unfinished)]
-            subprocess.run(command, check=True, capture_output=True, text=True)
+            result = subprocess.run(command, capture_output=True, text=True, check=False)
+            if result.returncode:
+                raise RuntimeError(f"{' '.join(command)} failed:\n{result.stderr}")
             unfinished.rename(library)
     return library
 

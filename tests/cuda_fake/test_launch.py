@@ -18,6 +18,4 @@ def test_the_launcher_calls_nothing_of_cuda_before_it_forks(tmp_path):
     subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, check=True, timeout=280, stdout=subprocess.DEVNULL)
     lines = calls.read_text().splitlines()
     assert [line for line in lines if line.startswith("parent")] == []
-    assert any(line.startswith("worker is_available") for line in lines), (
-        "the probe sees workers look for a GPU"
-    )
+    assert any(line.startswith("worker is_available") for line in lines), "the probe sees workers look for a GPU"
