@@ -1,4 +1,4 @@
-"""The process that runs cases on a fake GPU: one for a test session, started again where a case ended it."""
+"""The process that runs cases on a fake GPU: one for a test session, forked for each case."""
 
 import json
 import os
@@ -22,18 +22,16 @@ class FakeGpu:
 
     def step(self, argv: list[str], rank: int = 0) -> dict:
         """What the steady step of a run with the flags ``argv`` did on ``rank``: the fields of ``watch.Seen``."""
-        process = self._process = self._running()
+        process = self._process = self._process or self._started()
         process.stdin.write(json.dumps({"flags": argv, "rank": rank}) + "\n")
         process.stdin.flush()
         line = process.stdout.readline()
-        assert line, f"the process with the fake GPU ended with {process.wait()} in {argv}"
+        assert line, f"the process with the fake GPU ended with {process.wait()}"
         answer = json.loads(line)
         assert "error" not in answer, answer["error"]
         return answer
 
-    def _running(self) -> subprocess.Popen:
-        if self._process is not None and self._process.poll() is None:
-            return self._process
+    def _started(self) -> subprocess.Popen:
         path = os.pathsep.join(map(str, (TESTS.parent, TESTS)))
         command = [sys.executable, "-m", "cuda_fake.server", str(self._library)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

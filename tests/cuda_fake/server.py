@@ -1,4 +1,4 @@
-"""Runs cases in one process, a line of JSON in, a line of JSON out: ``python -m cuda_fake.server SHIM``."""
+"""Runs each case in a fork of this process, JSON in and JSON out by lines: ``python -m cuda_fake.server SHIM``."""
 
 import ctypes
 import json
@@ -17,14 +17,25 @@ def main(library: str) -> None:
     device.stand_in(library)
     from cuda_fake import steps
 
+    steps.preload()
     for line in sys.stdin:
-        request = json.loads(line)
-        try:
-            with tempfile.TemporaryDirectory() as folder:
-                answer = steps.run(request["flags"], request["rank"], folder)
-        except BaseException:
-            answer = {"error": traceback.format_exc()}
-        print(json.dumps(answer), file=answers, flush=True)
+        child = os.fork()  # process groups, DTensor's caches and the threads of autograd are the case's own
+        if not child:
+            answer = _answer(steps.run, json.loads(line))
+            print(json.dumps(answer), file=answers, flush=True)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        if status:
+            died = f"the process of the case ended with {os.waitstatus_to_exitcode(status)}"
+            print(json.dumps({"error": died}), file=answers, flush=True)
+
+
+def _answer(run, request: dict) -> dict:
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            return run(request["flags"], request["rank"], folder)
+    except BaseException:
+        return {"error": traceback.format_exc()}
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ weights are allocated and not drawn, and a stage of a pipeline is told the shape
 
 import contextlib
 import functools
+import importlib
 import logging
 import time
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from crius.metrics.ledger import TimeLedger
 from crius.parallel.mesh import build_mesh
 from crius.parallel.runtime import World, fake_world
 from crius.parallel.ties import allocate
+from crius.quantize.convert import usable_torchao
 from crius.tools.dry_run.counters import collective
 from crius.tools.dry_run.measure import hidden_shape
 from crius.tools.dry_run.memory import Timeline
@@ -51,6 +53,15 @@ class _Ranks(World):
         return [value] * self.size
 
 
+def preload() -> None:
+    """Import what the cases need, so that their forks have it."""
+    importlib.import_module("torch._dynamo")
+    with usable_torchao():
+        importlib.import_module("crius.quantize.backend")
+    with FakeMode():
+        torch.empty(2, device=CUDA) + 1
+
+
 def run(flags: list[str], rank: int, folder: str) -> dict[str, Any]:
     """Train for ``STEPS`` steps as ``rank`` of the layout that ``flags`` ask for; what the steady step did.
 
@@ -77,10 +88,10 @@ def run(flags: list[str], rank: int, folder: str) -> dict[str, Any]:
         fake = FakeMode()
         stack.enter_context(_weights_are_fake(fake, watch, timeline, stack))
         stack.enter_context(_stages_know_shapes(part))
-        stack.enter_context(FakeFactories(fake))
         corpus = open_run_corpus(config, layout.batch)
         WAITS.step, WAITS.seen = 1, []
-        loop = job.assemble(part, corpus, Path(folder), TimeLedger(time.monotonic()), [], stack)
+        with FakeFactories(fake):
+            loop = job.assemble(part, corpus, Path(folder), TimeLedger(time.monotonic()), [], stack)
 
         def after_step(step: int, done: int) -> None:
             loop.after_step(step, done)

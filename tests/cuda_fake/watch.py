@@ -57,6 +57,11 @@ class Watch(TorchDispatchMode):
         self.is_on = False
         self._timeline, self._collective = timeline, collective
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Dynamo may compile what runs below, as below the fake mode."""
+        return True
+
     def next_step(self) -> None:
         """A step begins; what came before the first one is step 0."""
         self._timeline.segment(str(len(self.steps)))
