@@ -20,10 +20,13 @@ class FakeGpu:
         self._library = library
         self._process: subprocess.Popen | None = None
 
-    def step(self, argv: list[str], rank: int = 0) -> dict:
-        """What the steady step of a run with the flags ``argv`` did on ``rank``: the fields of ``watch.Seen``."""
+    def step(self, argv: list[str], rank: int = 0, *, compiles: bool = False) -> dict:
+        """What the steady step of a run with the flags ``argv`` did on ``rank``: the fields of ``watch.Seen``.
+
+        With ``compiles`` also the ``code`` that Inductor generated, a text for each graph.
+        """
         process = self._process = self._process or self._started()
-        process.stdin.write(json.dumps({"flags": argv, "rank": rank}) + "\n")
+        process.stdin.write(json.dumps({"flags": argv, "rank": rank, "compiles": compiles}) + "\n")
         process.stdin.flush()
         line = process.stdout.readline()
         assert line, f"the process with the fake GPU ended with {process.wait()}"
@@ -32,7 +35,7 @@ class FakeGpu:
         return answer
 
     def _started(self) -> subprocess.Popen:
-        path = os.pathsep.join(map(str, (TESTS.parent, TESTS)))
+        path = os.pathsep.join(map(str, (TESTS.parent, TESTS, os.environ.get("PYTHONPATH", ""))))
         command = [sys.executable, "-m", "cuda_fake.server", str(self._library)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, **pipes)

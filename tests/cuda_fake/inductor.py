@@ -5,7 +5,6 @@ fake tensors; a Triton kernel does nothing.
 """
 
 import functools
-import sys
 from unittest import mock
 
 import torch
@@ -43,6 +42,10 @@ def _zero():
     return lambda *args, **options: 0
 
 
+def _reinterpret_tensor(tensor, size, stride, offset=0):
+    return tensor.as_strided(size, stride, tensor.storage_offset() + offset)
+
+
 class _DeviceGuard:
     def __init__(self, index):
         pass
@@ -74,27 +77,16 @@ def stand_in() -> None:
     torch._C._cuda_isInBadFork = lambda: False
     torch._C._cuda_getArchFlags = lambda: "sm_90"
     torch.version.cuda = "13.0"
-    torch._C._dynamo.guards._empty_strided_cuda = lambda size, stride, dtype: torch.empty_strided(
-        size, stride, dtype=dtype, device=CUDA
-    )
-    of_worker = {
-        "get_device_properties": lambda device=None: properties,
-        "current_device": _zero(),
-        "set_device": _zero(),
-    }
-    _set(interface.CudaInterface.Worker, static=True, **of_worker)
+    guards = torch._C._dynamo.guards  # whose own would make tensors without the fake mode
+    guards._empty_strided_cuda = lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=CUDA)
+    guards._reinterpret_tensor = _reinterpret_tensor
     _set(
         interface.CudaInterface,
         static=True,
-        **{
-            "is_available": lambda: True,
-            "current_device": _zero(),
-            "device_count": lambda: 1,
-            "get_raw_stream": _zero(),
-        },
+        **{"is_available": lambda: True, "device_count": lambda: 1, "current_device": _zero(), "synchronize": _zero()},
         **{"get_compute_capability": lambda device=None: 90, "is_triton_capable": lambda device=None: True},
-        **{"raise_if_triton_unavailable": lambda device=None: None, "synchronize": lambda device=None: None},
-        **{"get_raw_stream": _zero(), "exchange_device": _zero(), "maybe_exchange_device": _zero()},
+        **{"raise_if_triton_unavailable": lambda device=None: None, "get_raw_stream": _zero()},
+        **{"exchange_device": _zero(), "maybe_exchange_device": _zero()},
     )
     async_compile.AsyncCompile.triton = lambda self, name, source, device_str="cuda": _Kernel()
     _set(triton, triton_hash_with_backend=lambda: "none", triton_hash=lambda: "none", triton_backend=lambda: None)
@@ -118,15 +110,3 @@ def stand_in() -> None:
 def _set(owner, *, static: bool = False, **values) -> None:
     for name, value in values.items():
         setattr(owner, name, staticmethod(value) if static else value)
-
-
-def generated() -> list[str]:
-    """The code since the last call."""
-    code = list(CODE)
-    CODE.clear()
-    return code
-
-
-def is_there() -> bool:
-    """Whether Triton can be imported."""
-    return "triton" in sys.modules or __import__("importlib.util").util.find_spec("triton") is not None
