@@ -19,6 +19,7 @@ from harness import num_ranks, parse
 from torch.distributed.pipelining import PipelineStage
 
 from crius.config.layout import Layout
+from crius.config.run import RunConfig
 from crius.kernels import choice
 from crius.metrics.ledger import TimeLedger
 from crius.parallel.mesh import build_mesh
@@ -28,7 +29,7 @@ from crius.quantize.convert import usable_torchao
 from crius.tools.dry_run.counters import collective
 from crius.tools.dry_run.measure import hidden_shape
 from crius.tools.dry_run.memory import Timeline
-from crius.tools.dry_run.run import _axes
+from crius.tools.dry_run.run import _axes, dry_run
 from crius.train import build, job
 from crius.train.inputs import describe_model, open_run_corpus, with_boundaries
 from crius.train.setup import decide, run_kernels
@@ -62,6 +63,19 @@ def preload() -> None:
         torch.empty(2, device=CUDA) + 1
 
 
+def dry_run_peak(flags: list[str]) -> int:
+    """Bytes of rank 0 at the peak of a step, as ``crius train --dry_run`` counts them."""
+    config = _config(flags)
+    report = dry_run(config, num_ranks(config), 0, time.monotonic(), extrapolate=False)
+    return report.ranks[0].peak.total()
+
+
+def _config(flags: list[str]) -> RunConfig:
+    given = {flag.removeprefix("--") for flag in flags}
+    small = [part for name, value in _SETTINGS.items() if name not in given for part in (f"--{name}", str(value))]
+    return parse([*small, *flags])
+
+
 def run(flags: list[str], rank: int, folder: str) -> dict[str, Any]:
     """Train for ``STEPS`` steps as ``rank`` of the layout that ``flags`` ask for; what the steady step did.
 
@@ -70,9 +84,7 @@ def run(flags: list[str], rank: int, folder: str) -> dict[str, Any]:
         rank: from 0.
         folder: of the run.
     """
-    given = {flag.removeprefix("--") for flag in flags}
-    small = [part for name, value in _SETTINGS.items() if name not in given for part in (f"--{name}", str(value))]
-    config = with_boundaries(parse([*small, *flags]), Path(folder))
+    config = with_boundaries(_config(flags), Path(folder))
     logging.getLogger("crius").setLevel(logging.WARNING)
     with contextlib.ExitStack() as stack:
         alone = stack.enter_context(fake_world(rank, num_ranks(config)))

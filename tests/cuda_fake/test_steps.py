@@ -44,7 +44,7 @@ def cases(*, but: tuple[str, ...] = ()) -> list:
 def test_a_step_reads_nothing_and_moves_only_the_batch_and_the_loss(case: Case, fake_gpu):
     """What mixes devices fails. The host waits for numbers of the step before, never for those of the present one."""
     seen = fake_gpu.step(case.argv)
-    assert seen["reads"] == []
+    assert seen["reads"] == [] and seen["of_host"] == []
     to_gpu, to_host = [], []
     for what, where in seen["copies"]:
         (to_gpu if what.startswith("cpu->cuda int64") else to_host).append((re.sub(r"\[.*\]", "[]", what), where))
@@ -107,3 +107,13 @@ def test_recomputation_and_chunks_of_the_loss_lower_the_peak(fake_gpu):
     }
     peaks = {name: fake_gpu.step(Case(f"{long} {flags}").argv)["peak"] for name, flags in modes.items()}
     assert peaks["full"] < peaks["op"] < peaks["none"] < peaks["all logits"], peaks
+
+
+@pytest.mark.parametrize(
+    "layout", ["--p.data_parallel_shard_degree 8", CASES["tp4_fsdp2"].flags], ids=["fsdp8", "tp4_fsdp2"]
+)
+def test_a_dry_run_counts_the_bytes_of_a_gpu(layout, fake_gpu):
+    """It runs on fake tensors of the host. What differs is what the loop keeps of the step before: less than 1 %."""
+    long = "--training.seq_len 1024 --model.num_layers 3"
+    seen = fake_gpu.step(Case(f"{layout} {long}").argv, dry_run=True)
+    assert seen["dry_run_peak"] == pytest.approx(seen["peak"], rel=0.01)

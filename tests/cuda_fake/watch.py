@@ -29,6 +29,7 @@ class Seen:
             called.
         ops: how often each operator ran on the GPU.
         collectives: kind, mesh axis and bytes of each, in order.
+        of_host: likewise, of those over tensors of the host, for which NCCL is none.
         peak: most bytes of tensors on the GPU at once.
     """
 
@@ -36,6 +37,7 @@ class Seen:
     copies: list[tuple[str, str]] = field(default_factory=list)
     ops: Counter[str] = field(default_factory=Counter)
     collectives: list[tuple[str, str, int]] = field(default_factory=list)
+    of_host: list[tuple[str, str, int]] = field(default_factory=list)
     peak: int = 0
 
 
@@ -80,8 +82,8 @@ class Watch(TorchDispatchMode):
             self._note_copy(name, args, kwargs, result)
         if on_gpu or _is_on_gpu(result):
             now.ops[name] += 1
-            if found := self._collective(func, args, kwargs, result):
-                now.collectives.append(found)
+        if found := self._collective(func, args, kwargs, result):
+            (now.collectives if on_gpu else now.of_host).append(found)
         for item in tree_iter(result):
             if _is_on_gpu(item) and type(item) in _PLAIN:
                 self._timeline.see(item)
