@@ -1,0 +1,164 @@
+"""Some steps of the real training loop on fake tensors of device cuda. All that these tests know of Crius is here.
+
+The job is assembled as ``crius train`` does it, with three things in other places: the ranks are a fake process group,
+weights are allocated and not drawn, and a stage of a pipeline is told the shapes that it would ask its neighbour for.
+"""
+
+import contextlib
+import functools
+import importlib
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import num_ranks, parse
+from torch.distributed.pipelining import PipelineStage
+
+from crius.config.layout import Layout
+from crius.config.run import RunConfig
+from crius.kernels import choice
+from crius.metrics.ledger import TimeLedger
+from crius.parallel.mesh import build_mesh
+from crius.parallel.runtime import World, fake_world
+from crius.parallel.ties import allocate
+from crius.quantize.convert import usable_torchao
+from crius.tools.dry_run.counters import collective
+from crius.tools.dry_run.measure import hidden_shape
+from crius.tools.dry_run.memory import Timeline
+from crius.tools.dry_run.run import _axes, dry_run
+from crius.train import build, job
+from crius.train.inputs import describe_model, open_run_corpus, with_boundaries
+from crius.train.setup import decide, run_kernels
+from cuda_fake.device import CUDA, WAITS, FakeFactories, FakeMode
+from cuda_fake.watch import Watch
+
+STEPS = 3
+STEADY = 2
+"""The step that tests look at: the first one makes state, the last one reports."""
+
+_SETTINGS = {
+    **{"model.num_layers": 2, "training.seq_len": 128, "training.global_batch_size": 8, "training.steps": STEPS},
+    **{"training.mixed_precision_param": "bfloat16", "validation.interval": 0, "training.device": "cuda"},
+}
+
+
+@dataclass(frozen=True)
+class _Ranks(World):
+    """All of them say the same words."""
+
+    def gather_json(self, value: Any) -> list[Any]:
+        return [value] * self.size
+
+
+def preload() -> None:
+    """Import what the cases need, so that their forks have it."""
+    importlib.import_module("torch._dynamo")
+    with usable_torchao():
+        importlib.import_module("crius.quantize.backend")
+    with FakeMode():
+        torch.empty(2, device=CUDA) + 1
+
+
+def dry_run_peak(flags: list[str]) -> int:
+    """Bytes of rank 0 at the peak of a step, as ``crius train --dry_run`` counts them."""
+    config = _config(flags)
+    report = dry_run(config, num_ranks(config), 0, time.monotonic(), extrapolate=False)
+    return report.ranks[0].peak.total()
+
+
+def _config(flags: list[str]) -> RunConfig:
+    given = {flag.removeprefix("--") for flag in flags}
+    small = [part for name, value in _SETTINGS.items() if name not in given for part in (f"--{name}", str(value))]
+    return parse([*small, *flags])
+
+
+def run(flags: list[str], rank: int, folder: str) -> dict[str, Any]:
+    """Train for ``STEPS`` steps as ``rank`` of the layout that ``flags`` ask for; what the steady step did.
+
+    Args:
+        flags: of ``crius train``.
+        rank: from 0.
+        folder: of the run.
+    """
+    config = with_boundaries(_config(flags), Path(folder))
+    logging.getLogger("crius").setLevel(logging.WARNING)
+    with contextlib.ExitStack() as stack:
+        alone = stack.enter_context(fake_world(rank, num_ranks(config)))
+        ranks = _Ranks(alone.rank, alone.size, CUDA)
+        layout = Layout.of(config.parallelism, ranks.size)
+        stack.enter_context(choice.applied(run_kernels(config, CUDA)))
+        mesh, facts = build_mesh(layout, "cuda"), describe_model(config)
+        config = decide(config, facts, ranks, None)
+        part = job.Job(config, facts, mesh, ranks)
+        timeline = Timeline()
+        axes = _axes(mesh)
+        watch = Watch(timeline, functools.partial(_on_axis, axes))
+        fake = FakeMode()
+        stack.enter_context(_weights_are_fake(fake, watch, timeline, stack))
+        stack.enter_context(_stages_know_shapes(part))
+        corpus = open_run_corpus(config, layout.batch)
+        WAITS.step, WAITS.seen = 1, []
+        with FakeFactories(fake):
+            loop = job.assemble(part, corpus, Path(folder), TimeLedger(time.monotonic()), [], stack)
+
+        def after_step(step: int, done: int) -> None:
+            loop.after_step(step, done)
+            watch.next_step()
+            WAITS.step = step + 1
+
+        watch.next_step()
+        replace(loop, after_step=after_step).run()
+    seen = watch.steps[STEADY]
+    peaks = [sum(peak.values()) for label, _, peak in timeline.peaks() if label == (str(STEADY),)]
+    return {
+        **vars(seen),
+        "peak": max(peaks),
+        "waits": [step for when, step in WAITS.seen if when == STEADY],
+    }
+
+
+def _on_axis(axes: dict[str, str], *operator: Any) -> tuple[str, str, int] | None:
+    found = collective(*operator)
+    return found and (found[0], axes.get(found[1], found[1]), found[2])
+
+
+@contextlib.contextmanager
+def _weights_are_fake(fake: FakeMode, watch: Watch, timeline: Timeline, stack: contextlib.ExitStack) -> Iterator[None]:
+    """Enter the fake mode when the first part is laid out: the mesh and ``fully_shard`` do not work inside it."""
+
+    def materialize(part: torch.nn.Module, rules: Any, world: World, config: Any) -> None:
+        if not watch.is_on:
+            watch.is_on = True
+            for mode in (fake, watch, timeline.watching_resizes()):
+                stack.enter_context(mode)
+        allocate(part, "cpu" if config.training.enable_cpu_offload else world.device, buffers=world.device)
+
+    original, build.materialize = build.materialize, materialize
+    try:
+        yield
+    finally:
+        build.materialize = original
+
+
+@contextlib.contextmanager
+def _stages_know_shapes(part: job.Job) -> Iterator[None]:
+    """Stages of a pipeline with shapes given, which they would ask the rank of the stage before."""
+    original = PipelineStage.__init__
+
+    def init(stage: PipelineStage, module: Any, index: int, count: int, device: Any, **options: Any) -> None:
+        dtype = getattr(torch, part.config.training.mixed_precision_param)
+        hidden = torch.empty(hidden_shape(part), dtype=dtype, device=device, requires_grad=True)
+        tokens = torch.empty((part.sizes.local, part.num_tokens), dtype=torch.int64, device=device)
+        loss = torch.empty((), dtype=torch.float64, device=device, requires_grad=True)
+        options |= {"input_args": hidden if index else tokens, "output_args": hidden if index < count - 1 else loss}
+        original(stage, module, index, count, device, **options)
+
+    PipelineStage.__init__ = init
+    try:
+        yield
+    finally:
+        PipelineStage.__init__ = original

@@ -1,0 +1,73 @@
+"""What ``--compile.enable`` generates for a block of the 8B model on compute capability 9.0. Nothing of it runs.
+
+The counts are those of torch 2.13: as many matmuls and calls of attention as the model has, and as few other kernels.
+"""
+
+import importlib.util
+import re
+from collections import Counter
+
+import pytest
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("triton") is None, reason="needs the package triton: pip install triton"
+    ),
+]
+
+TOKENS = 8192
+BLOCK = (
+    f"--compile.enable --model.flavor 8b --model.num_layers 1 --model.vocab_size 16032 --training.seq_len {TOKENS} "
+    "--training.global_batch_size 1"
+).split()
+_CALL = re.compile(r"extern_kernels\.(mm)\(|torch\.ops\.aten\.(\w+)\.\w+\(|torch\.ops\._c10d_functional\.(\w+)\.")
+_ATTENTION = "_scaled_dot_product_cudnn_attention"
+
+
+def calls(code: str) -> Counter[str]:
+    """How often generated code calls each operator, and any Triton kernel, by the name ``triton``."""
+    lines = [line for line in code.splitlines() if not line.strip().startswith(("#", "assert", "import"))]
+    found = Counter(name for line in lines for name in map("".join, _CALL.findall(line)))
+    found["triton"] = sum(bool(re.match(r"\s*triton_\w+\.run\(", line)) for line in lines)
+    return found
+
+
+def generated(fake_gpu, *flags: str) -> list[str]:
+    seen = fake_gpu.step([*BLOCK, *flags], compiles=True)
+    assert seen["reads"] == []
+    return seen["code"]
+
+
+def test_a_block_is_its_matmuls_one_attention_and_six_kernels(fake_gpu):
+    """Backward twice the matmuls and eight kernels: norms, RoPE and SwiGLU are fused with what is beside them."""
+    forward, backward = map(calls, generated(fake_gpu))
+    assert (forward["mm"], forward[_ATTENTION]) == (7, 1)
+    assert (backward["mm"], backward[f"{_ATTENTION}_backward"], backward[_ATTENTION]) == (14, 1, 0)
+    assert forward["triton"] <= 6 and backward["triton"] <= 8
+
+
+def test_selective_recomputation_repeats_three_matmuls_and_no_attention(fake_gpu):
+    forward, backward = map(calls, generated(fake_gpu, "--activation_checkpoint.mode", "selective"))
+    assert (forward["mm"], forward[_ATTENTION]) == (7, 1)
+    assert (backward["mm"], backward[f"{_ATTENTION}_backward"], backward[_ATTENTION]) == (17, 1, 0)
+
+
+def test_tensor_parallelism_gathers_and_scatters_twice_in_each_direction(fake_gpu):
+    for code in generated(fake_gpu, "--parallelism.tensor_parallel_degree", "2"):
+        found = calls(code)
+        assert (found["all_gather_into_tensor"], found["reduce_scatter_tensor"], found["wait_tensor"]) == (2, 2, 4)
+
+
+def test_flex_attention_makes_no_matrix_of_all_pairs_of_tokens(fake_gpu):
+    """Two templates forward and backward; the mask is blocks of 128 x 128."""
+    flags = ("--model.attention_mask", "document", "--kernels.attention", "flex")
+    codes = generated(fake_gpu, *flags)
+    assert not [code for code in codes if f"{TOKENS}, {TOKENS})" in code]
+    assert [code for code in codes if re.search(r"triton_tem_\w*flex_attention", code)]
+    assert sum(calls(code)["mm"] for code in codes) == 21
+
+
+def test_a_compiled_loss_is_one_graph_without_a_matmul(fake_gpu):
+    *_, loss = map(calls, generated(fake_gpu, "--compile.loss"))
+    assert set(loss) == {"triton"} and loss["triton"] <= 3
