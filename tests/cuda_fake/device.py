@@ -118,11 +118,16 @@ _CUDA = {
 }
 
 
+CUDNN = 91900
+"""Version of cuDNN, 9.19: newer than those that Crius does not take for attention."""
+
+
 def stand_in(library: str) -> None:
     """Have this process believe in a GPU. ``library``, the shim, was loaded before torch."""
     ctypes.CDLL(library).crius_choose_attention()
     for name, value in _CUDA.items():
         setattr(torch.cuda, name, value)
+    torch.backends.cudnn.version = lambda: CUDNN
     Tensor.pin_memory = _pin_memory
     Tensor.is_pinned = _is_pinned
 

@@ -10,7 +10,7 @@ import importlib
 import logging
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +22,16 @@ from crius.config.layout import Layout
 from crius.config.run import RunConfig
 from crius.kernels import choice
 from crius.metrics.ledger import TimeLedger
+from crius.parallel.init import allocate
 from crius.parallel.mesh import build_mesh
 from crius.parallel.runtime import World, fake_world
-from crius.parallel.ties import allocate
 from crius.quantize.convert import usable_torchao
-from crius.tools.dry_run.counters import collective
 from crius.tools.dry_run.measure import hidden_shape
 from crius.tools.dry_run.memory import Timeline
+from crius.tools.dry_run.recorder import collective
 from crius.tools.dry_run.run import _axes, dry_run
 from crius.train import build, job
-from crius.train.inputs import describe_model, open_run_corpus, with_boundaries
+from crius.train.inputs import describe_model, open_run_corpus
 from crius.train.setup import decide, run_kernels
 from cuda_fake.device import CUDA, WAITS, FakeFactories, FakeMode
 from cuda_fake.watch import Watch
@@ -84,7 +84,7 @@ def run(flags: list[str], rank: int, folder: str) -> dict[str, Any]:
         rank: from 0.
         folder: of the run.
     """
-    config = with_boundaries(_config(flags), Path(folder))
+    config = _config(flags)
     logging.getLogger("crius").setLevel(logging.WARNING)
     with contextlib.ExitStack() as stack:
         alone = stack.enter_context(fake_world(rank, num_ranks(config)))
@@ -103,15 +103,15 @@ def run(flags: list[str], rank: int, folder: str) -> dict[str, Any]:
         corpus = open_run_corpus(config, layout.batch)
         WAITS.step, WAITS.seen = 1, []
         with FakeFactories(fake):
-            loop = job.assemble(part, corpus, Path(folder), TimeLedger(time.monotonic()), [], stack)
+            loop = job.assemble(part, corpus, Path(folder), TimeLedger(time.monotonic()), stack)
 
         def after_step(step: int, done: int) -> None:
-            loop.after_step(step, done)
             watch.next_step()
             WAITS.step = step + 1
 
         watch.next_step()
-        replace(loop, after_step=after_step).run()
+        loop.after_step.append(after_step)
+        loop.run()
     seen = watch.steps[STEADY]
     peaks = [sum(peak.values()) for label, _, peak in timeline.peaks() if label == (str(STEADY),)]
     return {

@@ -177,7 +177,8 @@ def remedies_of_shape(
                 continue
             smaller = replace(workload, **{field: value for _, values in some for field, value in values.items()})
             remedy = _remedy(changes, _fields(changes), smaller, before, hardware, target)
-            if remedy.saved >= LEAST_SAVED and (count == 1 or remedy.fits) and not _covers(remedy, found):
+            enough = [one for one in found if one.suffices]
+            if remedy.saved >= LEAST_SAVED and (count == 1 or remedy.fits) and not _covers(remedy, enough):
                 found.append(remedy)
     return sorted(found, key=lambda one: (not one.suffices, not one.fits, one.nbytes))
 
