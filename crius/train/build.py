@@ -68,6 +68,11 @@ class Job:
         return run_batch_sizes(self.config, self.mesh.layout.batch)
 
     @property
+    def device_type(self) -> Literal["cpu", "cuda"]:
+        """Where the run is computed."""
+        return "cuda" if self.ranks.device.type == "cuda" else "cpu"
+
+    @property
     def num_tokens(self) -> int:
         """Of a sequence, on one rank of its context-parallel group."""
         return self.config.training.seq_len // self.mesh.layout.cp
@@ -238,9 +243,8 @@ def build_part(
 def run_loss(job: Job, precision: LowPrecision | None) -> LossChunks:
     """How the run cuts its loss, the same on every rank."""
     in_low_precision = precision is not None and converts_output(precision.choices, job.facts.plan)
-    device: Literal["cpu", "cuda"] = "cuda" if job.mesh.fsdp.device_type == "cuda" else "cpu"
     tp, vocab_size = job.mesh.layout.tp, job.facts.vocab_size
-    return loss_chunks(job.config, vocab_size, device, num_ranks=tp, in_low_precision=in_low_precision)
+    return loss_chunks(job.config, vocab_size, job.device_type, num_ranks=tp, in_low_precision=in_low_precision)
 
 
 def build_model(job: Job) -> Built:

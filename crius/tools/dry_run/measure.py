@@ -4,7 +4,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,11 @@ class DryJob(Job):
     """What every measurement of a dry run shares: the run, and how the device that is stood in for would compute it."""
 
     precision: LowPrecision | None
+
+    @property
+    def device_type(self) -> Literal["cpu", "cuda"]:
+        """Of the device that is stood in for."""
+        return "cpu" if self.config.training.device == "cpu" else "cuda"
 
 
 def blocks_of(job: Job, model: nn.Module) -> list[nn.Module]:

@@ -293,7 +293,7 @@ def _loss(config: RunConfig, facts: ModelDescription, device: Device) -> dict[st
     chunks = loss_chunks(
         config,
         facts.vocab_size,
-        "cuda" if device == "cuda" else "cpu",
+        "cpu" if _on_cpu(config, device) else "cuda",
         num_ranks=config.parallelism.tensor_parallel_degree,
         in_low_precision=in_low_precision,
     )
