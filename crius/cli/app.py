@@ -182,13 +182,13 @@ def facts_of(
     local_ranks = placement.local_world_size if placement else ranks
     machine = Machine(device="cuda" if on_gpu else "cpu", ranks=ranks, local_ranks=local_ranks)
     resolved = resolve(
-        with_flavor(run),
+        _with_flavor(run),
         machine,
         saved=saved,
         rows_are_given=SOURCES.rows_are_given(),
         lay_out=functools.partial(_lay_out, machine, is_dry),
     )
-    if AUTO in resolved.reasons and (not placement or placement.rank == 0):
+    if AUTO in resolved.reasons and saved is None and (not placement or placement.rank == 0):  # else it was printed
         sys.stderr.write(resolved.reasons[AUTO] + "\n")
     here = asked or resolved.config.parallelism.total_ranks(num_gpus or 1)
     return Facts(
@@ -205,7 +205,7 @@ def facts_of(
     )
 
 
-def with_flavor(run: RunConfig) -> RunConfig:
+def _with_flavor(run: RunConfig) -> RunConfig:
     """``run`` with the first flavor of a model that was asked for without one, where it lacks that of the defaults."""
     name, spec = "model.flavor", find_spec(run.model.name)
     is_open = SOURCES.origin(name) in ("default", f"recipe {SOURCES.recipe}")
@@ -269,14 +269,9 @@ def _run_name(run: RunConfig, placement: Any) -> str:
     )
 
 
-def folder_of(run: RunConfig, placement: Any) -> Path:
-    """Where the folder of a run is, or is going to be."""
-    return Path(run.job.run_dir or Path("runs") / (run.job.name or _run_name(run, placement)))
-
-
-def run_dir(run: RunConfig, placement: Any, folder: Path | None = None) -> Path:
-    """The folder of a run, if it is known already; made and found writable."""
-    folder = folder or folder_of(run, placement)
+def run_dir(run: RunConfig, placement: Any) -> Path:
+    """The folder of a run, made and found writable."""
+    folder = Path(run.job.run_dir or Path("runs") / (run.job.name or _run_name(run, placement)))
     probe = folder / "logs" / f".writable-{os.uname().nodename}-{os.getpid()}"
     try:
         probe.parent.mkdir(parents=True, exist_ok=True)

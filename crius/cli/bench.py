@@ -1,5 +1,6 @@
 """``crius bench``."""
 
+import dataclasses
 import shlex
 import tempfile
 from pathlib import Path
@@ -192,7 +193,8 @@ def train(
     variants = [Variant("base", facts.config, facts.num_ranks)]
     with tempfile.TemporaryDirectory(prefix="crius-bench-") as folder:
         for flags in vs:
-            other = _variant(facts.config, flags, Path(folder))
+            # where documents start is decided anew: by the tokenizer of the variant
+            other = _variant(dataclasses.replace(facts.config, data=facts.asked.data), flags, Path(folder))
             variants.append(Variant(flags, other.config, other.num_ranks))
     return train(variants, schedule, overhead=overhead, as_json=as_json, out=out)
 

@@ -23,11 +23,9 @@ from crius.cli.app import (
     check_save_ops,
     emit,
     facts_of,
-    folder_of,
     need_torch,
     run_dir,
     silence_stdout,
-    with_flavor,
 )
 from crius.config import rules
 from crius.config.facts import Facts
@@ -73,16 +71,18 @@ def train(
             where="command line",
             fix="leave out --nproc",
         )
-    from crius.train.inputs import saved_settings
-
-    run = with_flavor(run)
-    folder = folder_of(run, placement)
-    facts = facts_of(run, nproc, placement, saved=saved_settings(run, folder))
-    run = facts.config
+    facts = facts_of(run, nproc, placement)
     rules.check(facts)
     need_torch()
-    check_save_ops(run)
-    run_dir(run, placement, folder)
+    check_save_ops(facts.config)
+    folder = run_dir(facts.config, placement)
+    from crius.train.inputs import saved_settings
+
+    saved = saved_settings(facts.config, folder)
+    if saved is not None:  # dtype and document boundaries are those of the checkpoint
+        facts = facts_of(run, nproc, placement, saved=saved)
+        rules.check(facts)
+    run = facts.config
 
     with contextlib.ExitStack() as stack:
         locks = _own(run, folder, stack) if placement is None or placement.rank == 0 else []

@@ -200,7 +200,9 @@ def world(rank: int, size: int, device: torch.device, rendezvous: str, timeout_s
             device_id=device if on_gpu else None,
         )
     except RuntimeError as error:
-        raise _no_meeting(error, interface) from error
+        if (reason := _no_meeting(error, interface)) is None:
+            raise
+        raise reason from error
     try:
         with _default_timeout(timeout):
             yield World(rank, size, device, dist.PrefixStore("crius", store))
@@ -211,9 +213,9 @@ def world(rank: int, size: int, device: torch.device, rendezvous: str, timeout_s
     dist.destroy_process_group()
 
 
-def _no_meeting(error: RuntimeError, interface: str) -> Exception:
-    """Why the process group cannot be made, as far as its error tells; ``error`` itself where that is not known."""
-    text = str(error).strip().splitlines()[0]
+def _no_meeting(error: RuntimeError, interface: str) -> EnvironmentError | None:
+    """Why the process group cannot be made; None where its error does not tell."""
+    text = next(iter(str(error).strip().splitlines()), "")
     if "Duplicate GPU" in str(error):
         return EnvironmentError(
             "two ranks have the same GPU.",
@@ -234,7 +236,7 @@ def _no_meeting(error: RuntimeError, interface: str) -> Exception:
             why=text,
             fix=f"export {GLOO}=<the interface between the hosts, as ip route get HOST shows it> on every host",
         )
-    return error
+    return None
 
 
 @contextmanager

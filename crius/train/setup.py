@@ -125,19 +125,24 @@ def run_kernels(config: RunConfig, device: torch.device) -> choice.Choice:
     )
 
 
+_interrupted: list[str] = []
+"""The phase in which a compilation began."""
+
+
 def beat_while_compiling() -> None:
     """Tell the watchdog of each compilation in this process while it lasts: a late one takes 20 to 60 s on a GPU."""
-    phases: list[str] = []
+    if _begin_compilation not in callback_handler.start_callbacks:
+        callback_handler.register_start_callback(_begin_compilation)
+        callback_handler.register_end_callback(_end_compilation)
 
-    def begin(*_: object) -> None:
-        phases.append(status.phase)
-        status.update(phase="compile")
 
-    def end(*_: object) -> None:
-        status.update(phase=phases.pop())
+def _begin_compilation(*_: object) -> None:
+    _interrupted.append(status.phase)
+    status.update(phase="compile")
 
-    callback_handler.register_start_callback(begin)
-    callback_handler.register_end_callback(end)
+
+def _end_compilation(*_: object) -> None:
+    status.update(phase=_interrupted.pop())
 
 
 @contextmanager
