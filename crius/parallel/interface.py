@@ -18,11 +18,12 @@ def choose_interface(environ: MutableMapping[str, str], master: str | None) -> s
         environ: of this process.
         master: host name or address of rank 0; None where all ranks are on this host, which then need no network.
     """
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    if master is None:
+        environ.setdefault(NCCL, loopback)
     if environ.get(GLOO):
         return f"{environ[GLOO]} ({GLOO})"
     if master is None:
-        loopback = "lo0" if sys.platform == "darwin" else "lo"
-        environ.setdefault(NCCL, loopback)
         environ[GLOO] = loopback
         return f"{loopback} (one host)"
     name, reason = _as_nccl(environ), NCCL
@@ -43,7 +44,7 @@ def _as_nccl(environ: Mapping[str, str]) -> str:
     is_whole = asked.startswith("=")
     for word in asked.removeprefix("=").split(","):
         for name in names:
-            if name == word or (name.startswith(word) and not is_whole):
+            if (name == word or (name.startswith(word) and not is_whole)) and _address(name):
                 return name
     return ""
 
@@ -53,15 +54,15 @@ _ELSEWHERE = "192.0.2.1"
 
 
 def _towards(host: str) -> str:
-    """The interface from which packets to ``host`` leave; empty where that cannot be told.
+    """The interface from which packets to ``host`` leave; empty where that cannot be told, which leaves it to Gloo.
 
     The name of this very host may lead to its loopback, where no other host can reach it: then the default route
-    counts, and without one the first interface that is no loopback.
+    counts.
     """
-    addresses = {name: _address(name) for _, name in socket.if_nameindex()}
-    outside = {address: name for name, address in addresses.items() if address and not address.startswith("127.")}
-    sources = (_source(place) for place in (host, _ELSEWHERE))
-    return next((outside[source] for source in sources if source in outside), next(iter(outside.values()), ""))
+    source = _source(host)
+    if source is not None and source.startswith("127."):
+        source = _source(_ELSEWHERE)
+    return next((name for _, name in socket.if_nameindex() if source and _address(name) == source), "")
 
 
 def _source(host: str) -> str | None:

@@ -130,6 +130,13 @@ def _sequence_norm(norm: RMSNorm, x_BTD: Tensor) -> Tensor:
     return rms_norm_reference(x_BTD.view_as(x_BTD), _replica(norm), norm.eps)
 
 
+def _own_norm(norm: nn.Module, x_BTD: Tensor) -> Tensor:
+    """This rank's part of the sequence, normalised as a norm of the model's own does it."""
+    mesh = next(weight.device_mesh for weight in norm.parameters() if isinstance(weight, DTensor))
+    y_BTD: DTensor = type(norm).forward(norm, DTensor.from_local(x_BTD, mesh, [Shard(1)], run_check=False))
+    return y_BTD.to_local()
+
+
 def _gather_input(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """The module's first input, gathered once for all linears in the module; rounded, if they round it alike."""
     rounding, mesh, group_name, num_ranks = module._gather  # type: ignore[misc]
@@ -144,18 +151,20 @@ def _whole_loss(loss: nn.Module, inputs: tuple[Any, ...], result: Tensor) -> Ten
 
 
 GATHER = "gather_sequence"
-STYLES: dict[str, tuple[Placement, Callable[..., Tensor]]] = {
-    "vocab": (Shard(0), _lookup),
-    "sequence": (Replicate(), _sequence_norm),
-    "head_norm": (Replicate(), _head_norm),
-    "colwise": (Shard(0), _columns),
-    "colwise_heads": (Shard(0), _columns),
-    "rowwise": (Shard(1), _rows),
-    "logits": (Shard(0), _vocabulary),
+Style = tuple[type[nn.Module], Placement, Callable[..., Tensor]]
+STYLES: dict[str, Style] = {
+    "vocab": (nn.Embedding, Shard(0), _lookup),
+    "sequence": (nn.Module, Replicate(), _sequence_norm),
+    "head_norm": (RMSNorm, Replicate(), _head_norm),
+    "colwise": (Linear, Shard(0), _columns),
+    "colwise_heads": (Linear, Shard(0), _columns),
+    "rowwise": (Linear, Shard(1), _rows),
+    "logits": (Linear, Shard(0), _vocabulary),
 }
-"""How a module's weight is placed, and its forward; a module of style ``GATHER`` has its input gathered instead."""
+"""Modules that have the style, how their weight is placed, and their forward in place of their own; a module of style
+``GATHER`` has its input gathered instead."""
 
-FEW_HEADS = (Replicate(), _one_head)
+FEW_HEADS: Style = (Linear, Replicate(), _one_head)
 """``colwise_heads`` where there are fewer heads than ranks."""
 
 
@@ -190,7 +199,7 @@ def apply_tensor_parallel(
                 module.register_forward_pre_hook(_gather_input)
             elif style in STYLES:
                 few_heads = style == "colwise_heads" and num_kv_heads < mesh.size()
-                _split(module, mesh, *(FEW_HEADS if few_heads else STYLES[style]))
+                _split(name, module, mesh, *(FEW_HEADS if few_heads else STYLES[style]))
                 if few_heads:
                     head = mesh.get_local_rank() * num_kv_heads // mesh.size()
                     module._head = (head, num_kv_heads)
@@ -208,10 +217,28 @@ def apply_tensor_parallel(
     return lines
 
 
-def _split(module: nn.Module, mesh: DeviceMesh, placement: Placement, forward: Callable[..., Tensor]) -> None:
-    """Place the weight of ``module`` on ``mesh``, without communication: all ranks build the same meta tensors."""
-    weight = distribute_tensor(module.weight, mesh, [placement], src_data_rank=None)  # type: ignore[arg-type]
-    module.weight = nn.Parameter(weight)
+def _split(
+    name: str,
+    module: nn.Module,
+    mesh: DeviceMesh,
+    kind: type[nn.Module],
+    placement: Placement,
+    forward: Callable[..., Tensor],
+) -> None:
+    """Place the weights of ``module`` on ``mesh``, without communication: all ranks build the same meta tensors.
+
+    Raises:
+        PlanError: the module is not of the ``kind`` whose computation ``forward`` is.
+    """
+    if forward is _sequence_norm and type(module).forward is not RMSNorm.forward:
+        forward = _own_norm
+    elif not isinstance(module, kind) or (kind is RMSNorm and type(module).forward is not RMSNorm.forward):
+        what = f"{name} is a {type(module).__name__}, and its tensor-parallel style is for a {kind.__name__}."
+        raise PlanError(what, fix="give the plan's row another style, or the module that class")
+    for owner in module.modules():
+        for key, parameter in list(owner.named_parameters(recurse=False)):
+            weight = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
+            setattr(owner, key, nn.Parameter(weight))
     module.forward = MethodType(forward, module)
     if isinstance(module, Linear) and type(module).multiply is Linear.multiply:
         setattr(module, "multiply", F.linear)  # noqa: B010  not by oneDNN, whose last bits differ

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 import torch.distributed as dist
-from harness import TEXT, parse
+from harness import TEXT, crius, parse
 from mutations import divide_by_local_tokens, draw_other_bits_on_one_rank, drop_a_layer
 
 from crius.cli.app import facts_of
@@ -211,3 +211,42 @@ def test_documents_start_elsewhere_in_each_row():
     starts = [tuple((row == 0).nonzero().flatten().tolist()) for row in positions]
     assert len(set(starts)) == 5
     assert all(2 <= len(found) <= 3 and found[0] == 0 for found in starts)
+
+
+OTHER_NORMS = """
+from torch import nn
+from crius.models.config import DecoderConfig
+from crius.models.decoder import Block
+from crius.models.layers import RMSNorm
+from crius.models.plan import decoder_plan
+from crius.models.spec import ModelSpec
+
+
+class Larger(RMSNorm):
+    def forward(self, x):
+        return 1.5 * super().forward(x)
+
+
+class OtherNorms(Block):
+    def __init__(self, config, index):
+        super().__init__(config, index)
+        self.attention_norm = Larger(config.dim, eps=config.norm_eps)
+        self.ffn_norm = nn.LayerNorm(config.dim, eps=config.norm_eps, bias=False)
+
+
+SIZES = DecoderConfig(dim=128, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=384, vocab_size=512)
+SPEC = ModelSpec(
+    name="other_norms",
+    flavors={"small": SIZES},
+    plan=lambda config: decoder_plan(tied_embeddings=config.tied_embeddings),
+    block=OtherNorms,
+)
+"""
+
+
+def test_tensor_parallelism_keeps_what_a_norm_of_ones_own_computes(tmp_path):
+    (tmp_path / "other_norms.py").write_text(OTHER_NORMS)
+    model = ["--import", "other_norms", "--model.name", "other_norms", "--training.seq_len", "64"]
+    done = crius("verify", "parity", *model, "--layouts", "tp2", "--job.run_dir", "r", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 ok, 0 failed, 0 refused" in done.stdout

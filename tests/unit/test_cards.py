@@ -56,10 +56,10 @@ def host(monkeypatch):
         ({}, None, "lo"),
         ({}, "node-0", "ib0"),
         ({}, "me", "eth0"),
-        ({}, "nobody-knows", "eth0"),
         ({NCCL: "ib"}, "me", "ib0"),
         ({NCCL: "=ib0,eth0"}, "me", "ib0"),
         ({NCCL: "^lo"}, "node-0", "ib0"),
+        ({NCCL: "down"}, "node-0", "ib0"),
         ({NCCL: "ib0", GLOO: "eth0"}, "node-0", "eth0"),
     ],
 )
@@ -67,6 +67,18 @@ def test_gloo_binds_the_interface_of_nccl_or_of_the_route_to_rank_0(environ, mas
     environ = dict(environ)
     assert choose_interface(environ, master).startswith(want)
     assert environ[GLOO] == want
+
+
+def test_gloo_chooses_by_itself_where_the_route_is_not_known(host):
+    environ = {}
+    assert choose_interface(environ, "nobody-knows") == ""
+    assert environ == {}
+
+
+def test_nccl_stays_on_the_loopback_of_one_host_whatever_gloo_has(host):
+    environ = {GLOO: "eth0"}
+    choose_interface(environ, None)
+    assert environ == {GLOO: "eth0", NCCL: "lo"}
 
 
 @pytest.mark.parametrize(

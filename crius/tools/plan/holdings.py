@@ -192,7 +192,7 @@ def weights(
     """
 
     def part(tensors: Iterable[_Tensor], matrix_moments: int = 2) -> Part:
-        pairs = [(tensor, -(-tensor.rows // shards) * tensor.columns) for tensor in tensors]
+        pairs = [(tensor, -(-tensor.rows // shards) * tensor.columns) for tensor in tensors if tensor.rows]
         return Part(
             whole=sum(tensor.rows * tensor.columns for tensor, _ in pairs),
             own=sum(own for _, own in pairs),
