@@ -119,7 +119,7 @@ def leave_norms_unsummed(patch):
     def norm(module, x_BTD):
         return F.rms_norm(x_BTD, module.normalized_shape, module.weight.to_local(), module.eps)
 
-    patch.setitem(tensor.STYLES, "sequence", (tensor.Replicate(), norm))
+    patch.setitem(tensor.STYLES, "sequence", (*tensor.STYLES["sequence"][:2], norm))
 
 
 def leave_replicated_heads_unsummed(patch):
@@ -127,7 +127,7 @@ def leave_replicated_heads_unsummed(patch):
         head, num_heads = linear._head
         return F.linear(x_BTD, linear.weight.to_local().chunk(num_heads)[head])
 
-    patch.setattr(tensor, "FEW_HEADS", (tensor.Replicate(), one_head))
+    patch.setattr(tensor, "FEW_HEADS", (*tensor.FEW_HEADS[:2], one_head))
 
 
 def keep_key_gradients_to_oneself(patch):
