@@ -224,9 +224,8 @@ def _lay_out(machine: Machine, is_dry: bool, run: RunConfig, model: "ModelDescri
         on_gpu=machine.on_gpu, num_ranks=machine.ranks, local_ranks=machine.local_ranks, is_dry=is_dry
     )
     filled = fill(run, model, hardware, machine.ranks, SOURCES.origin)
-    changes = {**filled.overrides, AUTO: False}  # so that its TOML is this layout wherever it is read
-    SOURCES.origins |= dict.fromkeys(changes, AUTO)
-    return changes, "\n".join(filled.lines)
+    SOURCES.origins |= dict.fromkeys(filled.overrides, AUTO)
+    return filled.overrides, "\n".join(filled.lines)
 
 
 def _base_name(run: RunConfig) -> str:

@@ -140,15 +140,14 @@ class Hang:
     @property
     def failure(self) -> Failure:
         """The hang as a failure of the rank that is named, which is counted as any other."""
-        culprit, headline = choose_culprit(self.witnesses), f"HangError: {self.error.what}"
-        now = time.monotonic()
+        culprit = choose_culprit(self.witnesses)
         return Failure(
             rank=culprit.rank,
             step=culprit.step,
             phase=culprit.phase,
-            headline=headline,
+            headline=f"HangError: {self.error.what}",
             blame=Blame.SIGNAL,
-            monotonic=now,
+            monotonic=time.monotonic(),
         )
 
     def publish(self, incidents: Path) -> str:

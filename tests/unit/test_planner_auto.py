@@ -9,6 +9,7 @@ from test_planner_runs import BIG, GIB
 
 from crius import cli
 from crius.config.layout import Layout
+from crius.config.run import replace_fields
 from crius.config.toml_file import to_toml
 from crius.errors import ConfigError, LayoutError
 from crius.tools.plan import auto
@@ -27,13 +28,14 @@ def test_auto_fills_a_legal_layout_that_fits_and_leaves_the_batch_and_what_was_g
     origin = lambda name: "command line" if name in given else "default"  # noqa: E731
     facts = describe_model(config)
     filled = auto.fill(config, facts, KNOWN["h100-80g"], 16, origin)
-    assert filled.config.parallelism.total_ranks(16) == 16
-    assert filled.config.training.global_batch_size == 64
-    assert filled.config.activation_checkpoint.mode == "full"
-    assert set(filled.overrides) <= {*auto.FILLED, "training.global_batch_size"}
-    assert not violations(filled.config, facts, 16)
-    assert memory(from_config(filled.config, facts, 16), KNOWN["h100-80g"]).total < 80 * GIB
-    assert "auto = false" in to_toml(filled.config)  # what it writes is read as a layout, not chosen anew
+    laid_out = replace_fields(config, filled.overrides)
+    assert laid_out.parallelism.total_ranks(16) == 16
+    assert laid_out.training.global_batch_size == 64
+    assert laid_out.activation_checkpoint.mode == "full"
+    assert set(filled.overrides) - {auto.FLAG} <= {*auto.FILLED, "training.global_batch_size"}
+    assert not violations(laid_out, facts, 16)
+    assert memory(from_config(laid_out, facts, 16), KNOWN["h100-80g"]).total < 80 * GIB
+    assert "auto = false" in to_toml(laid_out)  # what it writes is read as a layout, not chosen anew
     assert any("tokens/s" in line for line in filled.lines)
 
 

@@ -36,15 +36,14 @@ _DRY_RUN_GPU = "h100-80g"
 
 @dataclass(frozen=True)
 class Filled:
-    """A run with its layout.
+    """The layout of a run.
 
     Attributes:
-        config: the run; ``parallelism.auto`` is off, so that its TOML is this layout wherever it is read.
-        overrides: the fields that were filled.
+        overrides: the fields that were filled, and ``parallelism.auto`` off, so that the run's TOML is this layout
+            wherever it is read.
         lines: what was chosen and why.
     """
 
-    config: RunConfig
     overrides: dict[str, Any]
     lines: list[str]
 
@@ -98,11 +97,7 @@ def fill(
         f"activation checkpoint {work.activation_checkpoint}: {winner.memory.total / GIB:.2f} GiB and "
         f"{winner.tokens_per_second:,.0f} tokens/s a rank planned"
     )
-    return Filled(
-        config=replace_fields(config, {**chosen, FLAG: False}),
-        overrides=chosen,
-        lines=[f"auto: {line}" for line in (head, *reasons)],
-    )
+    return Filled(overrides={**chosen, FLAG: False}, lines=[f"auto: {line}" for line in (head, *reasons)])
 
 
 def hardware_here(*, on_gpu: bool, num_ranks: int, local_ranks: int, is_dry: bool) -> Hardware:
