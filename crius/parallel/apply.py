@@ -42,8 +42,7 @@ def parallelize(model: nn.Module, facts: ModelDescription, mesh: Mesh, config: R
     """
     plan = facts.plan
     if mesh.tp:
-        is_async = config.parallelism.enable_async_tensor_parallel
-        _say(apply_tensor_parallel(model, plan, facts.num_kv_heads, mesh.tp, gathers_rounded=not is_async))
+        _say(apply_tensor_parallel(model, plan, facts.num_kv_heads, mesh.tp))
     if mesh.cp:
         _say(apply_context_parallel(model, mesh.cp, config.parallelism.context_parallel_method))
     checkpointed = apply_activation_checkpoint(model, plan, config.activation_checkpoint, config.compile.enable)

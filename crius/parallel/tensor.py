@@ -168,9 +168,7 @@ FEW_HEADS: Style = (Linear, Replicate(), _one_head)
 """``colwise_heads`` where there are fewer heads than ranks."""
 
 
-def apply_tensor_parallel(
-    model: nn.Module, plan: ShardingPlan, num_kv_heads: int, mesh: DeviceMesh, *, gathers_rounded: bool = True
-) -> list[str]:
+def apply_tensor_parallel(model: nn.Module, plan: ShardingPlan, num_kv_heads: int, mesh: DeviceMesh) -> list[str]:
     """Split ``model``, on the meta device, over ``mesh`` by the rows of ``plan``; returns what to log.
 
     Args:
@@ -178,8 +176,6 @@ def apply_tensor_parallel(
         plan: its rows name ``STYLES``; it covers the whole model, of which this may be a stage.
         num_kv_heads: key/value heads of the whole model, a divisor or a multiple of the number of ranks.
         mesh: one axis, the ranks that share a layer.
-        gathers_rounded: gather a sequence in float8 where all linears that read it round it with one scale; the numbers
-            stay the same. Async tensor parallelism fuses no such gather.
     """
     rows: dict[str, int] = {}
     rounded = 0
@@ -192,7 +188,7 @@ def apply_tensor_parallel(
                 continue
             rows[style] = rows.get(style, 0) + 1
             if style == GATHER:
-                rounding = _rounding(name, module, plan) if gathers_rounded else None
+                rounding = _rounding(name, module, plan)
                 rounded += rounding is not None
                 # in a tuple, or the linear would be a part of the module twice
                 module._gather = (rounding, mesh, str(mesh.get_group().group_name), mesh.size())

@@ -110,15 +110,20 @@ class Float8Linear(_Padded):
 
 @torch._dynamo.allow_in_graph
 class _GatherFloat8(torch.autograd.Function):
-    """Gathers a float8 sequence as bytes, which Gloo too can; the gradient is scattered in high precision."""
+    """Gathers a float8 sequence, as bytes where Gloo does it; the gradient is scattered in high precision.
+
+    Between the gather and the result stands what ``torch.distributed`` has there, a concatenation of bytes: the
+    micro-pipeline pass of async tensor parallelism knows it so.
+    """
 
     @staticmethod
     def forward(ctx: Any, x_BTD: Float8TrainingTensor, group_name: str, num_ranks: int) -> Float8TrainingTensor:
         """``(B, T / ranks, D)`` to ``(B, T, D)``."""
         ctx.group = (num_ranks, group_name)
         ops, own = torch.ops._c10d_functional, x_BTD._data.contiguous()
-        parts = ops.wait_tensor(ops.all_gather_into_tensor(own.view(torch.uint8), num_ranks, group_name))
-        whole = torch.cat(parts.chunk(num_ranks), dim=1).view(own.dtype)
+        sent = own if own.is_cuda else own.view(torch.uint8)
+        parts = ops.wait_tensor(ops.all_gather_into_tensor(sent, num_ranks, group_name)).chunk(num_ranks)
+        whole = torch.cat([part.view(torch.uint8) for part in parts], dim=1).view(own.dtype)
         return Float8TrainingTensor(
             whole, x_BTD._scale, x_BTD._orig_dtype, x_BTD._linear_mm_config, x_BTD._gemm_input_role
         )

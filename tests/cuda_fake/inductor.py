@@ -14,6 +14,8 @@ from cuda_fake.device import CUDA, NAME
 CODE: list[str] = []
 """The generated modules, one for each graph: forward or backward."""
 
+_META = torch.library.Library("aten", "IMPL", "Meta")
+
 _COUNTS = {
     "multi_processor_count": 132,
     "max_threads_per_multi_processor": 2048,
@@ -72,6 +74,8 @@ def stand_in() -> None:
     properties.name = NAME
     _set(torch.cuda, get_device_properties=lambda device=None: properties, _DeviceGuard=_DeviceGuard)
     _set(torch.cuda, _exchange_device=_zero(), _maybe_exchange_device=_zero())
+    _set(torch.distributed, is_nccl_available=lambda: True)  # else nothing is fused with symmetric memory
+    _META.impl("_scaled_mm.out", lambda *args, out, **options: out)
     for name in ("getCurrentRawStream", "setDevice", "getDevice", "exchangeDevice", "maybeExchangeDevice"):
         setattr(torch._C, f"_cuda_{name}", _zero())
     torch._C._cuda_isInBadFork = lambda: False

@@ -21,8 +21,17 @@ BLOCK = (
     f"--compile.enable --model.flavor 8b --model.num_layers 1 --model.vocab_size 16032 --training.seq_len {TOKENS} "
     "--training.global_batch_size 1"
 ).split()
-_CALL = re.compile(r"extern_kernels\.(mm)\(|torch\.ops\.aten\.(\w+)\.\w+\(|torch\.ops\._c10d_functional\.(\w+)\.")
+ASYNC = ("--parallelism.tensor_parallel_degree", "2", "--parallelism.enable_async_tensor_parallel")
+FLOAT8 = ("--quantize.dense.float8.enable", "--quantize.dense.auto_filter", "off")
+_CALL = re.compile(
+    r"extern_kernels\.(mm|_scaled_mm)\(|torch\.ops\.aten\.(\w+)\.\w+\("
+    r"|torch\.ops\._c10d_functional\.(\w+)\.|= torch\.ops\.symm_mem\.(\w+)\."
+)
 _ATTENTION = "_scaled_dot_product_cudnn_attention"
+_COLLECTIVE_OR_MATMUL = (
+    *("all_gather_into_tensor", "reduce_scatter_tensor", "fused_all_gather_matmul", "fused_matmul_reduce_scatter"),
+    *("fused_all_gather_scaled_matmul", "fused_scaled_matmul_reduce_scatter", "mm", "_scaled_mm"),
+)
 
 
 def calls(code: str) -> Counter[str]:
@@ -57,6 +66,37 @@ def test_tensor_parallelism_gathers_and_scatters_twice_in_each_direction(fake_gp
     for code in generated(fake_gpu, "--parallelism.tensor_parallel_degree", "2"):
         found = calls(code)
         assert (found["all_gather_into_tensor"], found["reduce_scatter_tensor"], found["wait_tensor"]) == (2, 2, 4)
+
+
+@pytest.mark.parametrize(
+    "flags, forward, backward",
+    [
+        pytest.param(
+            (),
+            {"fused_all_gather_matmul": 2, "fused_matmul_reduce_scatter": 2},
+            {"fused_all_gather_matmul": 2, "mm": 12, "reduce_scatter_tensor": 2},
+            id="bfloat16",
+        ),
+        pytest.param(
+            FLOAT8,
+            {"fused_all_gather_scaled_matmul": 2, "fused_scaled_matmul_reduce_scatter": 2},
+            {"all_gather_into_tensor": 2, "_scaled_mm": 14, "reduce_scatter_tensor": 2},
+            id="float8_tensorwise",
+        ),
+        pytest.param(
+            (*FLOAT8, "--quantize.dense.float8.recipe", "rowwise"),
+            {"all_gather_into_tensor": 2, "_scaled_mm": 5, "fused_scaled_matmul_reduce_scatter": 2},
+            {"all_gather_into_tensor": 2, "_scaled_mm": 14, "reduce_scatter_tensor": 2},
+            id="float8_rowwise",
+        ),
+    ],
+)
+def test_async_tensor_parallelism_fuses_collectives_with_matmuls(fake_gpu, flags, forward, backward):
+    """All of the forward's, but for gathers of what each row scales by itself. Of the backward's those that scatter
+    a sum of several matmuls are no pattern of the pass, nor are gathers of gradients that are rounded after."""
+    for code, expected in zip(generated(fake_gpu, *ASYNC, *flags), (forward, backward), strict=True):
+        found = calls(code)
+        assert {name: found[name] for name in _COLLECTIVE_OR_MATMUL if found[name]} == expected
 
 
 def test_flex_attention_makes_no_matrix_of_all_pairs_of_tokens(fake_gpu):

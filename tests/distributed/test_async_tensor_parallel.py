@@ -88,7 +88,7 @@ def tensor_parallel(mesh, rank, config):
     """Local output, input gradient and weight gradients of two layers with sequence parallel norms, by norm."""
     torch.manual_seed(0)
     model = Layers(2)
-    apply_tensor_parallel(model, LAYERS, mesh.size(), mesh, gathers_rounded=False)
+    apply_tensor_parallel(model, LAYERS, mesh.size(), mesh)
     if config is not None:
         compile_blocks(model, LAYERS, config)
     x = torch.randn(2, 8, 64).chunk(2, dim=1)[rank].clone().requires_grad_()
