@@ -144,8 +144,9 @@ class DebugConfig:
     seed: int = 42
     """Seed of the weights and of the order of the data."""
 
-    deterministic: bool = False
-    """Use deterministic kernels only; slower on a GPU."""
+    deterministic: bool | None = None
+    """Use deterministic kernels only; slower on a GPU. Unset: on where training.reproducible or
+    sdc.recompute_interval compares bits on a GPU, else off."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -166,7 +166,7 @@ def assemble(
     watch = EffectWatch(job, strict=strict)
     built = build_model(job)
     parameters = named_parameters(built.parts)
-    optimizer = build_optimizer(parameters, facts.plan, run_optimizer(config), seed=config.debug.seed)
+    optimizer = build_optimizer(parameters, facts.plan, run_optimizer(job), seed=config.debug.seed)
     watch.built(built)
     shard = ContextShard(mesh.cp, config.parallelism.context_parallel_method)
     runner = build_runner(job, built)
