@@ -46,7 +46,7 @@ from crius.train.loop import Loop, Preempted, Validation
 from crius.train.reports import Meter, Recovery, StepReports, is_complete, write_summary
 from crius.train.saving import log_save_plan
 from crius.train.sdc import build_copies, build_sdc
-from crius.train.setup import beat_while_compiling, decide, profiler, run_kernels, start_logging
+from crius.train.setup import beat_while_compiling, decide, profiler, record_memory, run_kernels, start_logging
 from crius.train.state import AfterUpdate, TrainState
 from crius.train.tools import Tools, explained
 
@@ -203,7 +203,7 @@ def assemble(
         ledger=ledger,
         reports=StepReports(meter, ledger, guard),
         after_step=[functools.partial(_after_step, job, built, watch, ledger)],
-        profiler=profiler(config.profiler, run_dir, ranks.rank),
+        profiler=profiler(config.profiler, run_dir, ranks.rank, ranks.device.type),
     )
 
 
@@ -255,6 +255,8 @@ def set_up_torch(config: RunConfig, placement: Placement) -> torch.device:
         torch.use_deterministic_algorithms(True)
     own_gpu = sees_own_gpu(placement, os.environ)
     device = pick_device(config.training.device, placement.local_rank, sees_own_gpu=own_gpu)
+    record_memory(config.profiler, device)
+    torch.autograd.set_detect_anomaly(config.debug.detect_anomaly)
     beat_while_compiling()
     if config.compile.enable:
         for_cpu = device.type == "cpu"
