@@ -148,6 +148,14 @@ CASES = [
         "at most 2",
     ),
     (
+        rules_layout.open_files_suffice,
+        [],
+        {"ranks": 2**20},
+        "1048576 ranks need about 1,572,992 open files each",
+        "ulimit -Hn",
+        "raise it to 1572992",
+    ),
+    (
         rules_layout.ranks_fit_gpus,
         ["--training.device", "cuda"],
         {},

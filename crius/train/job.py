@@ -21,6 +21,7 @@ from crius.data.corpus import Corpus
 from crius.data.loader import Batch, BatchLoader, validation_batches
 from crius.data.sample_log import Attempt, SampleLog, next_attempt
 from crius.errors import LayoutError
+from crius.host import raise_open_files
 from crius.kernels import choice as kernels
 from crius.kernels.cpu.heap import keep_freed_memory
 from crius.launch.environment import Placement, sees_own_gpu
@@ -241,7 +242,8 @@ def _place(config: RunConfig, device: torch.device, shard: ContextShard, batch: 
 
 
 def set_up_torch(config: RunConfig, placement: Placement) -> torch.device:
-    """Threads, determinism, compiler, kernels and the device of this process."""
+    """Limits, threads, determinism, compiler, kernels and the device of this process."""
+    raise_open_files()
     threads = torch.get_num_threads()
     if config.training.reproducible:
         threads = 1  # the last bits of sums depend on the number of threads

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -233,6 +234,20 @@ def test_profiler_traces_the_steps_it_was_asked_for(tmp_path):
         assert names == {"ProfilerStep#1", "ProfilerStep#2"}  # the profiler counts from 0
         assert any("_allgather_base_" in str(event.get("name")) for event in events)
         assert any(event.get("args", {}).get("Input Dims") for event in events)
+
+
+def with_few_files(config, run_dir, started, place):
+    """Start under a soft limit that leaves three files free, which a run needs more of."""
+    used = set(map(int, os.listdir("/proc/self/fd")))
+    free = [number for number in range(len(used) + 4) if number not in used]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free[2] + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    run_job(config, run_dir, started, place)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_ranks_raise_their_soft_limit_of_open_files(tmp_path):
+    config = parse([*SHORT, *layout_flags("fsdp2")])
+    assert run_workers(functools.partial(with_few_files, config, tmp_path, time.monotonic()), 2, tmp_path) == 0
 
 
 def add_root_of_zero(module, inputs, y):
