@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._dynamo.callback import callback_handler
 from torch.profiler import profile
 
@@ -99,6 +100,15 @@ def test_a_group_that_cannot_be_made_names_what_to_change(text, words):
     assert isinstance(error, EnvironmentError)
     assert words in str(error)
     assert text.splitlines()[0] in str(error)
+
+
+def test_a_gpu_that_another_rank_has_is_refused():
+    store = dist.HashStore()
+    for rank, uuid in enumerate(("GPU-0", "GPU-1")):  # each process sees one of its own, index 0
+        runtime.claim_gpu(store, uuid, rank)
+    with pytest.raises(EnvironmentError, match="two ranks have the same GPU") as error:
+        runtime.claim_gpu(store, "GPU-1", 2)  # CUDA_VISIBLE_DEVICES=0 torchrun --nproc_per_node 2
+    assert "rank 1 and rank 2 have GPU-1" in str(error.value)
 
 
 def test_an_error_that_nobody_knows_stays():
