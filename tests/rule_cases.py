@@ -1,6 +1,6 @@
 """Broken rules between sections, with what their errors say."""
 
-from crius.config import rules, rules_layout, rules_training
+from crius.config import rules, rules_debugging, rules_layout, rules_training
 
 SHARD = "--parallelism.data_parallel_shard_degree"
 REPLICATE = "--parallelism.data_parallel_replicate_degree"
@@ -66,9 +66,16 @@ CASES = [
         "--data.split",
         "leave it out",
     ),
-    (rules.profiler_window, ["--profiler.enable", "--training.steps", "3"], {}, "5 to 6", "start_step", "start_step 1"),
     (
-        rules.profiler_window,
+        rules_debugging.profiler_window,
+        ["--profiler.enable", "--training.steps", "3"],
+        {},
+        "5 to 6",
+        "start_step",
+        "start_step 1",
+    ),
+    (
+        rules_debugging.profiler_window,
         ["--profiler.memory_snapshot", "--training.steps", "3"],
         {},
         "5 to 6",
@@ -76,7 +83,7 @@ CASES = [
         "start_step 1",
     ),
     (
-        rules.profiler_window,
+        rules_debugging.profiler_window,
         ["--profiler.enable", "--profiler.interval", "1"],
         {},
         "interval 1 is shorter",
@@ -84,7 +91,7 @@ CASES = [
         "interval 20",
     ),
     (
-        rules.profiler_window,
+        rules_debugging.profiler_window,
         ["--profiler.memory_snapshot", "--profiler.with_stack"],
         {},
         "profiler.with_stack has no effect without a trace",
@@ -92,7 +99,7 @@ CASES = [
         "--profiler.enable",
     ),
     (
-        rules.profiler_window,
+        rules_debugging.profiler_window,
         ["--profiler.interval", "10"],
         {},
         "profiler.interval has no effect without",
@@ -100,7 +107,7 @@ CASES = [
         "--profiler.enable",
     ),
     (
-        rules.anomalies_have_a_line,
+        rules_debugging.anomalies_have_a_line,
         ["--debug.detect_anomaly", "--compile.enable"],
         {},
         "does not go with compile.enable",
