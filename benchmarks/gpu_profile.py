@@ -28,7 +28,7 @@ def profile(place: Place, report: Report) -> None:
     flags += ["--profiler.start_step", str(START), "--profiler.num_steps", str(NUM_STEPS)]
     if train(place, report, "trace", flags) is None:
         return
-    path = place.work / f"{report.name}-trace" / "traces" / "rank-0.json"
+    path = place.work / f"{report.name}-trace" / "traces" / f"step-{START}" / "rank-0.json"
     events = read(path)
     window = steps_of(events)
     report.check("the trace has the steps", len(window) == NUM_STEPS, f"{len(window)} of {NUM_STEPS}")

@@ -1,8 +1,10 @@
-"""What this host has: instructions of its CPU, its memory, and the ranks of a run. No torch."""
+"""What this host has: instructions of its CPU, its memory, its limits, and the ranks of a run. No torch."""
 
+import contextlib
 import os
 import platform
 import re
+import resource
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,3 +99,20 @@ def _of_host() -> int:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     line = re.search(r"^MemAvailable:\s*(\d+) kB$", text, re.MULTILINE)
     return int(line[1]) * 1024 if line else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+_MOST_FILES = 2**20
+"""Programs that a rank starts may look at each number up to the limit, which in a container can be a billion."""
+
+
+def most_open_files() -> int:
+    """Files and connections that a process of this host may raise its limit to."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    return _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+
+
+def raise_open_files() -> None:
+    """Let this process open as many files and connections as it may: shells start it with 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # macOS has a lower limit of its own
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most_open_files()), hard))

@@ -33,7 +33,7 @@ request = json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]).encode()
 server.sendmsg([struct.pack("!Q", len(request))], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))])
 server.sendall(request)
 pid = struct.unpack("!q", server.recv(8, socket.MSG_WAITALL))[0]
-for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
     signal.signal(number, lambda number, frame: os.kill(pid, number))
 answer = server.recv(8, socket.MSG_WAITALL)
 code = struct.unpack("!q", answer)[0] if len(answer) == 8 else 1

@@ -1,6 +1,6 @@
 """Broken rules between sections, with what their errors say."""
 
-from crius.config import rules, rules_layout, rules_training
+from crius.config import rules, rules_debugging, rules_layout, rules_training
 
 SHARD = "--parallelism.data_parallel_shard_degree"
 REPLICATE = "--parallelism.data_parallel_replicate_degree"
@@ -66,7 +66,54 @@ CASES = [
         "--data.split",
         "leave it out",
     ),
-    (rules.profiler_window, ["--profiler.enable", "--training.steps", "3"], {}, "5 to 6", "start_step", "start_step 1"),
+    (
+        rules_debugging.profiler_window,
+        ["--profiler.enable", "--training.steps", "3"],
+        {},
+        "5 to 6",
+        "start_step",
+        "start_step 1",
+    ),
+    (
+        rules_debugging.profiler_window,
+        ["--profiler.memory_snapshot", "--training.steps", "3"],
+        {},
+        "5 to 6",
+        "start_step",
+        "start_step 1",
+    ),
+    (
+        rules_debugging.profiler_window,
+        ["--profiler.enable", "--profiler.interval", "1"],
+        {},
+        "interval 1 is shorter",
+        "interval",
+        "interval 20",
+    ),
+    (
+        rules_debugging.profiler_window,
+        ["--profiler.memory_snapshot", "--profiler.with_stack"],
+        {},
+        "profiler.with_stack has no effect without a trace",
+        "with_stack",
+        "--profiler.enable",
+    ),
+    (
+        rules_debugging.profiler_window,
+        ["--profiler.interval", "10"],
+        {},
+        "profiler.interval has no effect without",
+        "interval",
+        "--profiler.enable",
+    ),
+    (
+        rules_debugging.anomalies_have_a_line,
+        ["--debug.detect_anomaly", "--compile.enable"],
+        {},
+        "does not go with compile.enable",
+        "--debug.detect_anomaly",
+        "--compile.no_enable",
+    ),
     (
         rules_layout.degrees_match_ranks,
         [SHARD, "4"],
@@ -106,6 +153,14 @@ CASES = [
         "4 ranks on this machine, but 2",
         "torchrun",
         "at most 2",
+    ),
+    (
+        rules_layout.open_files_suffice,
+        [],
+        {"ranks": 2**20},
+        "1048576 ranks need about 1,572,992 open files each",
+        "ulimit -Hn",
+        "raise it to 1572992",
     ),
     (
         rules_layout.ranks_fit_gpus,

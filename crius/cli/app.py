@@ -54,6 +54,7 @@ Json = Annotated[bool, Parameter(name="--json", negative=(), help="Print JSON.")
 
 STARTED = time.monotonic()
 AUTO = "parallelism.auto"
+DETERMINISTIC = "debug.deterministic"
 
 
 def _read_model(path: str, name: str, where: str) -> tuple[str, dict[str, Any]]:
@@ -188,8 +189,10 @@ def facts_of(
         rows_are_given=SOURCES.rows_are_given(),
         lay_out=functools.partial(_lay_out, machine, is_dry),
     )
-    if AUTO in resolved.reasons and saved is None and (not placement or placement.rank == 0):  # else it was printed
-        sys.stderr.write(resolved.reasons[AUTO] + "\n")
+    if saved is None and (not placement or placement.rank == 0):  # else it was printed
+        why = resolved.reasons.get(DETERMINISTIC)
+        lines = [resolved.reasons.get(AUTO), f"{DETERMINISTIC} is on: {why}" if why else None]
+        sys.stderr.writelines(f"{line}\n" for line in lines if line)
     here = asked or resolved.config.parallelism.total_ranks(num_gpus or 1)
     return Facts(
         **vars(resolved),

@@ -55,7 +55,7 @@ FIRST_BOUNDARIES: dict[str, Any] = {"data.add_bos": False, "data.add_eos": True}
 behind the end of a document, which saw the next document's first token as its label."""
 
 
-TAKEN_OVER = ("data.add_bos",)
+TAKEN_OVER = ("data.add_bos", "debug.deterministic")
 """Settings that a resume takes from the checkpoint where they are not set, as ``train.inputs.resolve`` does."""
 
 

@@ -125,27 +125,50 @@ class MetricsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ProfilerConfig:
-    """A trace of some steps by torch.profiler."""
+    """What is recorded of some steps, the window, into traces/step-N/ in the run folder; N is its first step."""
 
     enable: bool = False
-    """Write a Chrome trace of each rank to traces/ in the run folder."""
+    """Write a Chrome trace of each rank, by torch.profiler."""
 
     start_step: int = 5
-    """First step of the trace."""
+    """First step of the window, counted from the start or the resume of the run."""
 
     num_steps: int = 2
-    """Steps in the trace."""
+    """Steps in the window."""
+
+    interval: int = 0
+    """Steps from the start of a window to the start of the next one. 0: one window."""
+
+    record_shapes: bool = False
+    """The trace has the shapes of the inputs of each operation. Larger and slower."""
+
+    with_stack: bool = False
+    """The trace has the Python stack of each operation. Much larger and slower."""
+
+    memory_snapshot: bool = False
+    """Record what CUDA's allocator does, and write that at the end of the window and when memory is used up (into
+    incidents/): the last 100,000 events, with their Python stacks, for pytorch.org/memory_viz. Needs CUDA."""
+
+    nvtx: bool = False
+    """Mark the phases of all steps (data, forward, backward, optimizer, ...) as NVTX ranges, for Nsight Systems. Needs
+    CUDA."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DebugConfig:
-    """Reproducibility."""
+    """Reproducibility, and the search for errors."""
 
     seed: int = 42
     """Seed of the weights and of the order of the data."""
 
-    deterministic: bool = False
-    """Use deterministic kernels only; slower on a GPU."""
+    deterministic: bool | None = None
+    """Use deterministic kernels only; slower on a GPU. Unset: on where training.reproducible or
+    sdc.recompute_interval compares bits on a GPU, else off."""
+
+    detect_anomaly: bool = False
+    """End the run at the first NaN of the backward pass, and name the line of the forward pass that it belongs to. Each
+    operation notes its stack and each gradient is read: a step takes twice as long and more, and on a GPU the host
+    waits for each operation. Not with compile.enable, whose blocks are one operation each."""
 
 
 @dataclass(frozen=True, kw_only=True)

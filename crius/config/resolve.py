@@ -85,6 +85,15 @@ def keeps_probabilities(config: RunConfig) -> bool:
     return is_short and is_wide_amd_cpu() and obstacle(config) == ("", "")
 
 
+def compares_bits(config: RunConfig) -> list[str]:
+    """The settings of a run that promise equal bits of repeated sums: on a GPU they need deterministic kernels."""
+    checks = {
+        "training.reproducible": config.training.reproducible,
+        "sdc.recompute_interval": config.sdc.recompute_interval,
+    }
+    return [name for name, is_on in checks.items() if is_on]
+
+
 CHUNK_BYTES = {"cpu": 8 * 2**20, "cuda": 2**30}
 """Logits of a chunk. Each chunk but the first reads and writes the weight's gradient once more: with the 4,186 tokens
 of 128,256 bfloat16 logits on a GPU that is a tenth of the time of its matmuls, whatever the model dim."""

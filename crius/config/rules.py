@@ -13,6 +13,7 @@ from crius import plugins
 from crius.config.data import SOURCES
 from crius.config.facts import Facts, Rule, Violations, without_effect
 from crius.config.load import did_you_mean
+from crius.config.rules_debugging import DEBUGGING_RULES
 from crius.config.rules_layout import LAYOUT_RULES, divisors
 from crius.config.rules_pipeline import PIPELINE_RULES
 from crius.config.rules_quantize import QUANTIZE_RULES
@@ -148,6 +149,7 @@ _RANGES: list[tuple[str, Callable[[Any], bool], str, str]] = [
             "watchdog.limit_seconds",
             "sdc.recompute_interval",
             "sdc.replica_interval",
+            "profiler.interval",
         )
     ],
     ("optimizer.lr", lambda value: value > 0, "above 0", "3e-4"),
@@ -300,19 +302,6 @@ def virtual_shards_split(facts: Facts) -> Violations:
         )
 
 
-def profiler_window(facts: Facts) -> Violations:
-    """A trace that is asked for lies inside the run."""
-    profiler, steps = facts.config.profiler, facts.config.training.steps
-    last = profiler.start_step + profiler.num_steps - 1
-    if profiler.enable and last > steps >= 1:
-        yield ConfigError(
-            f"the profiler traces steps {profiler.start_step} to {last}, but the run has {steps}.",
-            where=facts.flag("profiler.start_step"),
-            why="the trace is written when its last step is done",
-            fix=f"--profiler.start_step 1 --profiler.num_steps {min(profiler.num_steps, steps)}, or more steps",
-        )
-
-
 def extras_installed(facts: Facts) -> Violations:
     """Optional packages that the run asks for are there."""
     config, dense = facts.config, facts.config.quantize.dense
@@ -370,7 +359,7 @@ RULES: tuple[Rule, ...] = (
     sinks_installed,
     data_flags_have_effect,
     virtual_shards_split,
-    profiler_window,
+    *DEBUGGING_RULES,
     extras_installed,
     built_already,
 )

@@ -9,6 +9,7 @@ from crius.config.pipeline import microbatch_unit
 from crius.config.resolve import batch_sizes
 from crius.config.training import SAVE_OPS, ActivationCheckpointConfig
 from crius.errors import ConfigError, LayoutError
+from crius.host import most_open_files
 
 MOST_RANKS_WITHOUT_A_DOUBT = 32
 RANKS_A_CORE = 8
@@ -75,6 +76,23 @@ def ranks_fit_gpus(facts: Facts) -> Violations:
             where=facts.asked_by or "the degrees of [parallelism]",
             why="each rank needs a GPU of its own",
             fix=f"use at most {facts.num_gpus} ranks here, or --training.device cpu",
+        )
+
+
+FILES = 128
+"""That a rank has open beside Gloo's connections; with them a rank of an 8-rank run had up to 64."""
+
+
+def open_files_suffice(facts: Facts) -> Violations:
+    """A rank may open a connection to each other rank, and again to those of its groups."""
+    needed, there = FILES + facts.num_ranks * 3 // 2, most_open_files()
+    if not facts.is_dry and there < needed:
+        yield LayoutError(
+            f"{facts.num_ranks} ranks need about {needed:,} open files each, but this host allows {there:,}.",
+            where="the hard limit of open files (ulimit -Hn)",
+            why="Gloo connects each rank with all others, and once more with those of its groups",
+            fix=f"raise it to {needed} or more: LimitNOFILE= of Slurm's or the container's service, or "
+            "/etc/security/limits.conf; a run raises its own soft limit",
         )
 
 
@@ -317,6 +335,7 @@ def activation_checkpoint_options(facts: Facts) -> Violations:
 LAYOUT_RULES: tuple[Rule, ...] = (
     degrees_match_ranks,
     ranks_fit_gpus,
+    open_files_suffice,
     batch_divides,
     reshard_degree_divides,
     reshard_groups_need_all_ranks,

@@ -5,7 +5,7 @@ import shlex
 from crius.config.facts import Facts, Rule, Violations, without_effect
 from crius.config.operation import CheckpointConfig
 from crius.config.param_groups import EXAMPLE, KEYS, GroupSpec, fits, group_of, nearest, parse_group
-from crius.config.resolve import obstacle
+from crius.config.resolve import compares_bits, obstacle
 from crius.config.toml_file import flatten
 from crius.errors import ConfigError, LayoutError
 
@@ -178,6 +178,8 @@ def attention_backend_runs(facts: Facts) -> Violations:
         why, fix = "it is for CPUs", f"{fix}, or --training.device cpu"
     elif asked in _HALF_ONLY and config.training.mixed_precision_param == "float32":
         why, fix = "on a GPU it takes 16-bit numbers only", f"--training.mixed_precision_param bfloat16, or {fix}"
+    elif asked == "cudnn" and config.debug.deterministic:
+        why, fix = "its backward pass is not deterministic, as debug.deterministic wants it", f"--{_ATTENTION} flash"
     elif asked in _HALF_ONLY and has_mask:
         # pytorch/pytorch#196678
         why = "it takes no mask" if asked == "flash" else "its gradient of masked attention is NaN at some lengths"
@@ -281,6 +283,7 @@ def reproducible_excludes(facts: Facts) -> Violations:
         return
     sync, float8, optimizer = config.training.gradient_sync, config.quantize.dense.float8, config.optimizer
     gathers_float8 = float8.enable and float8.enable_fsdp_float8_all_gather
+    is_on_host = config.training.enable_cpu_offload or not _is_on_gpu(facts)
     fused = optimizer.implementation == "fused" and facts.origin("optimizer.implementation") == "command line"
     rows = (
         (
@@ -309,8 +312,8 @@ def reproducible_excludes(facts: Facts) -> Violations:
         ),
         (
             "optimizer.implementation",
-            fused,
-            "it rounds the last numbers of a shard in another way than the others",
+            fused and is_on_host,
+            "on a CPU it rounds the last numbers of a shard in another way than the others",
             "--optimizer.implementation foreach",
         ),
     )
@@ -324,6 +327,18 @@ def reproducible_excludes(facts: Facts) -> Violations:
                 why=why,
                 fix=f"{fix}, or --training.no_reproducible",
             )
+
+
+def equal_bits_need_deterministic_kernels(facts: Facts) -> Violations:
+    """What compares bits on a GPU has the kernels that ``resolve`` turns on, unless they were turned off."""
+    name, needed = "debug.deterministic", compares_bits(facts.config)
+    if facts.config.debug.deterministic is False and needed and _is_on_gpu(facts):
+        yield ConfigError(
+            f"{name} off does not go with {' and '.join(needed)} on a GPU.",
+            where=facts.flag(name),
+            why="other kernels add gradients in whatever order their threads come: bits differ by chance",
+            fix=f"leave out {name}, which is then on, or {' and '.join(needed)}",
+        )
 
 
 def sdc_checks_have_an_object(facts: Facts) -> Violations:
@@ -349,5 +364,6 @@ def sdc_checks_have_an_object(facts: Facts) -> Violations:
 REPRODUCIBLE_RULES: tuple[Rule, ...] = (
     virtual_shards_cut_the_batch,
     reproducible_excludes,
+    equal_bits_need_deterministic_kernels,
     sdc_checks_have_an_object,
 )

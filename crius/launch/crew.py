@@ -195,7 +195,6 @@ def worker_processes(
     threads: int | None,
     *,
     number: int = 0,
-    is_watched: bool = False,
     takes_signals: bool = False,
 ) -> Iterator[tuple[int, BaseProcess]]:
     """The workers of one attempt, not started, by rank.
@@ -207,7 +206,6 @@ def worker_processes(
         folder: private folder of this attempt; its parent is the scratch folder of the command.
         threads: of each worker; None keeps the user's, else the cores are shared out.
         number: the attempt.
-        is_watched: the launcher may ask the workers where they hang.
         takes_signals: ``target`` says what the stop signals do, see ``crius.launch.stop``; they wait until it does.
     """
     num_threads = str(threads or os.environ.get("OMP_NUM_THREADS") or max(1, _num_cores() // num_ranks))
@@ -226,7 +224,7 @@ def worker_processes(
             "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME") or loopback,
             "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME") or loopback,
         }
-        args = (target, placement, exports, folder, os.getpid(), is_watched, takes_signals)
+        args = (target, placement, exports, folder, os.getpid(), takes_signals)
         yield rank, _Process(target=worker_main, args=args, name=f"rank-{rank}")
 
 
@@ -240,7 +238,6 @@ def worker_main(
     exports: Mapping[str, str],
     folder: Path,
     parent: int,
-    is_watched: bool,
     takes_signals: bool,
 ) -> NoReturn:
     """Run ``target`` as one local worker and end the process.
@@ -252,7 +249,6 @@ def worker_main(
         folder: private folder of this attempt: the mirrored status and a second copy of the error report, which the
             launcher reads even when the disk of the run is full.
         parent: process id of the launcher.
-        is_watched: the launcher may ask where this process hangs.
         takes_signals: ``target`` says what the stop signals do; they wait until it does.
     """
     code = 1
@@ -262,8 +258,7 @@ def worker_main(
         gc.freeze()  # a collection writes to all that it looks at: it would copy the launcher's memory, page by page
         _redirect(placement)
         os.environ.update(exports)
-        if is_watched:
-            testify(folder, placement.rank)
+        testify(folder, placement.rank)
         status.mirror_to(mirror_path(folder, placement.rank))
         code, report = attempt(target, placement)
         if report is not None:

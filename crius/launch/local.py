@@ -38,7 +38,8 @@ from crius.launch.report import (
 )
 from crius.launch.status import Heartbeat, mirror_path, read_mirror
 from crius.launch.stop import PREEMPTED, Stop, caught_signals, messenger, tell_stop_signal
-from crius.launch.watchdog import Hang, Watch, sentry
+from crius.launch.watchdog import Hang, Watch, answer, hang_error, sentry
+from crius.launch.witness import caught_questions, is_asked
 from crius.run_file import is_private_folder
 from crius.signals import STOP_SIGNALS
 
@@ -98,6 +99,7 @@ class _Run:
         stop_seconds: after a signal, time for the workers to save and end.
         threads: of a worker; None shares the cores out.
         stops: signals to this process.
+        asked: signals to this process that ask where the ranks are.
     """
 
     target: Callable[[Placement], None]
@@ -109,6 +111,7 @@ class _Run:
     threads: int | None
     supervision: Supervision | None
     stops: list[Stop]
+    asked: list[int]
     history: History = field(default_factory=History)
     crew: Crew = field(default_factory=Crew)
     number: int = 0
@@ -141,7 +144,6 @@ class _Run:
         processes = worker_processes(
             *(target, num_ranks, self.log_dir, self.folder, self.threads),
             number=self.number,
-            is_watched=watch is not None,
             takes_signals=self.supervision is not None,
         )
         self.crew.start(processes)
@@ -167,10 +169,16 @@ class _Run:
                 crew.send(signal.SIGKILL if self.supervision else signal.SIGTERM)
             if now >= kill_at or len(self.stops) > 1:
                 crew.send(signal.SIGKILL)
+            if not self.hang and (is_asked(self.folder, crew.alive) or self.asked):
+                self.asked.clear()
+                asks, pids = watch or Watch(WatchdogConfig(), self.started), crew.pids()
+                found = asks.examine(pids, self.folder, self.beats(pids), wakes=False)
+                answer(found, self.folder, self.run_dir / "incidents", "dump")
             if self.hang or self.stops or crew.failed() or watch is None:
                 continue  # they end already, or nobody watches
             if watch.is_late(self.beats(crew.alive), now):
-                self.hang = watch.examine(crew.pids(), self.folder, self.beats(crew.alive))
+                witnesses = watch.examine(crew.pids(), self.folder, self.beats(crew.alive))
+                self.hang = Hang(hang_error(witnesses), witnesses, self.folder)
                 crew.send(signal.SIGKILL)
 
     def beats(self, ranks: Iterable[int]) -> dict[int, Heartbeat]:
@@ -264,8 +272,8 @@ def run_workers(
 
     The first rank that fails ends the attempt. Under ``supervision`` all ranks may then start again, and go on from
     their newest checkpoint; the last thing on stderr is one block about the root cause. SIGHUP, SIGINT,
-    SIGTERM and SIGUSR1 reach the workers as SIGTERM, with a word which it was; a second one kills them. No worker
-    outlives this process.
+    SIGTERM and SIGUSR1 reach the workers as SIGTERM, with a word which it was; a second one kills them. SIGUSR2, to
+    this process or to a worker, asks where all ranks are, and they go on. No worker outlives this process.
 
     Args:
         target: the job of one rank. It returns, raises, or leaves with ``SystemExit(75)`` for "preempted and saved".
@@ -291,8 +299,9 @@ def run_workers(
     _prepare_logs(run_dir, 0)
     if supervision:
         stop_seconds = supervision.launch.grace_seconds
-    with caught_signals() as stops, scratch_folder() as scratch:
-        run = _Run(target, num_ranks, run_dir, scratch, grace_seconds, stop_seconds, threads, supervision, stops)
+    with caught_signals() as stops, caught_questions() as asked, scratch_folder() as scratch:
+        seconds = grace_seconds, stop_seconds
+        run = _Run(target, num_ranks, run_dir, scratch, *seconds, threads, supervision, stops, asked)
         try:
             run.attempt()
             while run.can_go_on():
@@ -315,7 +324,8 @@ def run_single(
         target: the job of this rank.
         placement: its place.
         run_dir: folder of the run.
-        watchdog: watches the ranks of this host from a thread of each; None, or one process alone: nobody does.
+        watchdog: watches the ranks of this host from a thread of each, and says where this one is when SIGUSR2 asks;
+            None: nobody does. A process alone is not watched.
 
     Returns:
         The exit code: 0, that of a CriusError or SystemExit, 130 after Ctrl-C, else 1.
@@ -327,8 +337,7 @@ def run_single(
         warn_where_untested()
     log_dir = _prepare_logs(run_dir, placement.rank)
     report_path(log_dir, placement.rank).unlink(missing_ok=True)
-    is_watched = watchdog is not None and watchdog.enable and placement.launcher != "single"
-    with sentry(watchdog, placement, run_dir) if watchdog and is_watched else contextlib.nullcontext():
+    with sentry(watchdog, placement, run_dir) if watchdog else contextlib.nullcontext():
         code, report = attempt(target, replace(placement, log_dir=log_dir))
     if report is not None:
         report_to_torchrun(report, os.environ)

@@ -83,9 +83,14 @@ class Status(Heartbeat):
         self._mirror = Mirror(path, _RECORD_BYTES)
         self.update()
 
-    def listen(self, listener: Callable[[int | None, str], None]) -> None:
-        """Call ``listener(step, phase)`` after each update, as planted faults do."""
+    @contextlib.contextmanager
+    def listening(self, listener: Callable[[int | None, str], None]) -> Iterator[None]:
+        """Call ``listener(step, phase)`` after each update inside, as planted faults do."""
         self._listeners.append(listener)
+        try:
+            yield
+        finally:
+            self._listeners.remove(listener)
 
 
 def mirror_path(folder: Path, rank: int) -> Path:

@@ -132,6 +132,7 @@ def leave_on_stop_signals() -> None:
 
     for number in heeded_signals():
         signal.signal(number, leave)
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # it asks what a run is doing (witness.STACKS): nothing yet
 
 
 def ignore_stop_signals() -> None:

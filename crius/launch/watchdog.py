@@ -1,4 +1,7 @@
-"""The watchdog: finds a rank that does not go on, and says which, where, and what all the others wait for."""
+"""The watchdog: finds a rank that does not go on, and says which, where, and what all the others wait for.
+
+It also says so of a run that is well, where somebody asks by a signal.
+"""
 
 import contextlib
 import hashlib
@@ -25,6 +28,8 @@ from crius.launch.witness import (
     Collective,
     ask,
     flight_path,
+    forget,
+    is_asked,
     pending_collective,
     process_start,
     process_state,
@@ -152,25 +157,29 @@ class Hang:
 
     def publish(self, incidents: Path) -> str:
         """Write the whole report to ``hang-N.txt`` and ``hang-N.json`` and return the block to print."""
-        number = next(number for number in range(10**6) if not (incidents / f"hang-{number}.json").exists())
-        text = incidents / f"hang-{number}.txt"
-        rows = [HEADINGS, *(witness.row() for witness in self.witnesses)]
-        lines = [str(self.error), *(f"  {line}" for line in aligned(rows, left=None))]
-        stacks: dict[tuple[str, ...], list[int]] = {}
-        for witness in self.witnesses:
-            stacks.setdefault(witness.frames(), []).append(witness.rank)
-        for frames, ranks in stacks.items():
-            lines += [f"stack of rank {', '.join(map(str, ranks))}, most recent call first:", *frames]
-        with contextlib.suppress(OSError):  # a full disk must not hide the report
-            incidents.mkdir(parents=True, exist_ok=True)
-            write_json(incidents / f"hang-{number}.json", [asdict(witness) for witness in self.witnesses])
-            threads = [f"\nall threads of rank {witness.rank}\n{witness.threads}" for witness in self.witnesses]
-            write_whole(text, "\n".join([*lines, *threads]) + "\n", is_private=True)
-            for witness in self.witnesses:
-                dump = flight_path(self.folder, witness.rank)
-                if dump.exists():
-                    shutil.copy(dump, incidents / f"hang-{number}.{dump.name}")
-        return "\n".join([*lines, f"report: {text} (all threads; beside it the flight recorders)"])
+        return _publish(str(self.error), self.witnesses, self.folder, incidents, "hang")
+
+
+def _publish(headline: str, witnesses: list[Witness], folder: Path, incidents: Path, name: str) -> str:
+    number = next(number for number in range(10**6) if not (incidents / f"{name}-{number}.json").exists())
+    text = incidents / f"{name}-{number}.txt"
+    rows = [HEADINGS, *(witness.row() for witness in witnesses)]
+    lines = [headline, *(f"  {line}" for line in aligned(rows, left=None))]
+    stacks: dict[tuple[str, ...], list[int]] = {}
+    for witness in witnesses:
+        stacks.setdefault(witness.frames(), []).append(witness.rank)
+    for frames, ranks in stacks.items():
+        lines += [f"stack of rank {', '.join(map(str, ranks))}, most recent call first:", *frames]
+    with contextlib.suppress(OSError):  # a full disk must not hide the report
+        incidents.mkdir(parents=True, exist_ok=True)
+        for witness in witnesses:
+            dump = flight_path(folder, witness.rank)
+            if dump.exists():
+                shutil.copy(dump, incidents / f"{name}-{number}.{dump.name}")
+        threads = [f"\nall threads of rank {witness.rank}\n{witness.threads}" for witness in witnesses]
+        write_whole(text, "\n".join([*lines, *threads]) + "\n", is_private=True)
+        write_json(incidents / f"{name}-{number}.json", [asdict(witness) for witness in witnesses])
+    return "\n".join([*lines, f"report: {text} (all threads; beside it the flight recorders)"])
 
 
 class Watch:
@@ -209,8 +218,8 @@ class Watch:
         questions: Iterable[int] = QUESTIONS,
         *,
         wakes: bool = True,
-    ) -> Hang:
-        """Ask all ranks where they are, and choose whom to name. Takes up to about 1.5 s.
+    ) -> list[Witness]:
+        """Ask all ranks where they are. Takes up to about 1.5 s.
 
         Args:
             pids: process ids of the live ranks.
@@ -226,7 +235,7 @@ class Watch:
         stopped = [rank for rank in pids if wakes and states[rank] == _STATES["T"]]
         ask({rank: pids[rank] for rank in stopped}, (signal.SIGCONT,))  # it answers before it does anything else
         wait_for_answers(stopped, folder, _ANSWER_SECONDS / 2)
-        witnesses = [
+        return [
             Witness(
                 rank=rank,
                 host=host,
@@ -243,7 +252,12 @@ class Watch:
             )
             for rank, pid in sorted(pids.items())
         ]
-        return Hang(hang_error(witnesses), witnesses, folder)
+
+
+def answer(witnesses: list[Witness], folder: Path, incidents: Path, name: str) -> None:
+    """Print, and write to ``NAME-N.txt`` and ``NAME-N.json``, where ranks are that somebody asked by a signal."""
+    say(_publish("SIGUSR2 asks where the ranks are; they go on.", witnesses, folder, incidents, name))
+    forget(folder, (witness.rank for witness in witnesses))
 
 
 def hang_error(witnesses: list[Witness]) -> HangError:
@@ -275,7 +289,8 @@ _FOUND = "hang"  # its maker is the one that reports
 def sentry(config: WatchdogConfig, placement: Placement, run_dir: Path) -> Iterator[None]:
     """Watch the ranks of this host while the context is open; whoever sees a hang first reports it and ends them all.
 
-    The ranks meet in a private folder of this host. Where that cannot be had, a warning says that nobody watches.
+    The ranks meet in a private folder of this host. Where that cannot be had, a warning says that nobody watches. A
+    process alone, and one that shall not be watched, only says where it is when somebody asks.
     """
     try:
         folder = _private_folder(run_dir)
@@ -320,17 +335,24 @@ def _private_folder(run_dir: Path) -> Path:
 
 
 def _watch(config: WatchdogConfig, placement: Placement, run_dir: Path, folder: Path, ended: threading.Event) -> None:
-    watch = Watch(config, time.monotonic())
+    watch, own, incidents = Watch(config, time.monotonic()), {placement.rank: os.getpid()}, run_dir / "incidents"
     while not ended.wait(_POLL_SECONDS):
         if (folder / _FOUND).exists():
             write_flight(folder, placement.rank)
             return
+        if is_asked(folder, own):
+            write_flight(folder, placement.rank)
+            found = watch.examine(own, folder, {placement.rank: status}, (STACKS,), wakes=False)
+            answer(found, folder, incidents, f"dump-rank-{placement.rank}")
+        if not config.enable or placement.launcher == "single":
+            continue
         pids = _pids(folder)
         beats = {rank: read_mirror(mirror_path(folder, rank)) for rank in pids}
         if watch.is_late(beats, time.monotonic()) and _is_first(folder):
             write_flight(folder, placement.rank)
-            hang = watch.examine(pids, folder, beats, (STACKS,), wakes=False)  # this process would go on too
-            say(hang.publish(run_dir / "incidents"))
+            found = watch.examine(pids, folder, beats, (STACKS,), wakes=False)  # this process would go on too
+            hang = Hang(hang_error(found), found, folder)
+            say(hang.publish(incidents))
             report = report_of(hang.error, placement.rank)
             report_to_torchrun(report, os.environ)
             write_report(report, run_dir / "logs")

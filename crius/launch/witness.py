@@ -1,9 +1,11 @@
-"""What a process that hangs can still say: its Python stacks and the collectives it waits in.
+"""What a process can say although it hangs: its Python stacks and the collectives it waits in.
 
 Two signals ask. ``STACKS`` is answered by ``faulthandler``'s C handler with the stack of the main thread, whatever that
 thread is blocked in. Not of all threads: the handler would walk the frames of threads that run, and crash. ``FLIGHT``
 wakes a thread that waits for nothing else; if it gets the interpreter's lock it writes the stacks of all threads and
 torch's flight recorder.
+
+A person may send ``STACKS`` too: what a rank has answered though nobody asked for it is a question to all of them.
 """
 
 import contextlib
@@ -16,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,7 +55,7 @@ def flight_path(folder: Path, rank: int) -> Path:
 def record_stack(folder: Path, rank: int) -> None:
     """Answer ``STACKS`` from now on, and let torch record its collectives, which it decides at the first group."""
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDS)
-    file = stack_path(folder, rank).open("w", encoding="utf-8")
+    file = stack_path(folder, rank).open("a", encoding="utf-8")
     faulthandler.register(STACKS, file=file, all_threads=False)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (STACKS,))
 
@@ -103,6 +105,34 @@ def ask(pids: Mapping[int, int], numbers: Iterable[int]) -> None:
             else:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
+
+
+@contextlib.contextmanager
+def caught_questions() -> Iterator[list[int]]:
+    """Collect the ``STACKS`` signals to this process, which is no rank, in the list."""
+    asked: list[int] = []
+    before = signal.signal(STACKS, lambda number, frame: asked.append(number))
+    try:
+        yield asked
+    finally:
+        signal.signal(STACKS, before or signal.SIG_DFL)
+
+
+def is_asked(folder: Path, ranks: Collection[int]) -> bool:
+    """Whether somebody sent ``STACKS`` to one of ``ranks``; its answer is then forgotten."""
+    found = any(read(stack_path(folder, rank)) for rank in ranks)
+    if found:
+        forget(folder, ranks)
+    return found
+
+
+def forget(folder: Path, ranks: Iterable[int]) -> None:
+    """Remove what ``ranks`` have answered, so that the next answers are known from these."""
+    for rank in ranks:
+        with contextlib.suppress(OSError):
+            os.truncate(stack_path(folder, rank), 0)
+        for path in (threads_path(folder, rank), flight_path(folder, rank)):
+            path.unlink(missing_ok=True)
 
 
 def wait_for_answers(ranks: Iterable[int], folder: Path, seconds: float) -> None:

@@ -7,23 +7,8 @@ from typing import Any
 import torch
 
 from crius.host import Machine, cpu_with_cores
+from crius.metrics.gpus import GPUS, find_gpu
 from crius.units import GIB
-
-# Dense bf16 peak in TFLOP/s, without sparsity, from the vendors' data sheets. The first name that fits counts.
-PEAK_TFLOPS = (
-    ("H100 PCIe", 756.0),
-    ("H100 NVL", 835.0),
-    ("H100", 989.4),
-    ("H200", 989.4),
-    ("B200", 2250.0),
-    ("A100", 312.0),
-    ("A10G", 70.0),
-    ("A6000", 154.8),
-    ("L40S", 362.0),
-    ("RTX 4090", 165.2),
-    ("MI300X", 1307.4),
-    ("MI250X", 191.5),  # one of its two dies, which is what torch calls a device
-)
 
 
 def machine_of(device: torch.device, ranks: int, local_ranks: int) -> Machine:
@@ -36,8 +21,8 @@ def peak_tflops(device: torch.device) -> float | None:
     """Dense bf16 peak of ``device`` in TFLOP/s; None where it is not known, as on every CPU."""
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for known, peak in PEAK_TFLOPS if known in name), None)
+    name = find_gpu(torch.cuda.get_device_name(device))
+    return None if name is None else float(GPUS[name]["bfloat16_flops"]) / 1e12
 
 
 def peak_memory(device: torch.device) -> dict[str, Any]:

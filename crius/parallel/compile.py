@@ -94,6 +94,8 @@ def prepare_compile(
         from crius.kernels.cpu.inductor import suit_cpu  # noqa: PLC0415
 
         suit_cpu()
+    elif torch.are_deterministic_algorithms_enabled():
+        inductor_config.deterministic = True  # kernels are not timed against each other: one may add in another order
     dynamo_config.recompile_limit = max(RECOMPILE_LIMIT, dynamo_config.recompile_limit)
     return folder
 

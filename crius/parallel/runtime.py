@@ -181,7 +181,8 @@ def world(rank: int, size: int, device: torch.device, rendezvous: str, timeout_s
         timeout_seconds: after which a collective or the rendezvous fails.
 
     Raises:
-        EnvironmentError: there is no network interface to meet on, not even the loopback.
+        EnvironmentError: there is no network interface to meet on, not even the loopback; or another rank has the same
+            GPU.
     """
     timeout = datetime.timedelta(seconds=timeout_seconds)
     on_gpu = device.type == "cuda"
@@ -189,6 +190,8 @@ def world(rank: int, size: int, device: torch.device, rendezvous: str, timeout_s
         torch.cuda.set_device(device)
     interface = choose_interface(os.environ, _master(rendezvous, size))
     store = _store(rendezvous, rank, size, timeout)
+    if on_gpu:
+        claim_gpu(store, str(torch.cuda.get_device_properties(device).uuid), rank)
     is_alone = size == 1 and not on_gpu and torch.__version__ >= "2.13"
     try:
         dist.init_process_group(
@@ -213,16 +216,31 @@ def world(rank: int, size: int, device: torch.device, rendezvous: str, timeout_s
     dist.destroy_process_group()
 
 
+def claim_gpu(store: dist.Store, uuid: str, rank: int) -> None:
+    """Note in ``store`` that ``rank`` has the GPU ``uuid``.
+
+    Raises:
+        EnvironmentError: another rank has it, as where every process is shown the same one.
+    """
+    holder = store.compare_set(f"crius/gpu/{uuid}", "", str(rank)).decode()
+    if holder != str(rank):
+        raise _same_gpu(f"rank {holder} and rank {rank} have {uuid}")
+
+
+def _same_gpu(why: str) -> EnvironmentError:
+    return EnvironmentError(
+        "two ranks have the same GPU.",
+        where="CUDA_VISIBLE_DEVICES",
+        why=why,
+        fix="show each process a GPU of its own (srun --gpus-per-task=1), or all of them to every process",
+    )
+
+
 def _no_meeting(error: RuntimeError, interface: str) -> EnvironmentError | None:
     """Why the process group cannot be made; None where its error does not tell."""
     text = next(iter(str(error).strip().splitlines()), "")
     if "Duplicate GPU" in str(error):
-        return EnvironmentError(
-            "two ranks have the same GPU.",
-            where="CUDA_VISIBLE_DEVICES",
-            why=text,
-            fix="show each process a GPU of its own (srun --gpus-per-task=1), or all of them to every process",
-        )
+        return _same_gpu(text)
     if "Unable to find" in text:
         return EnvironmentError(
             f"Gloo cannot use the network interface {os.environ.get(GLOO, 'of this host name')}.",

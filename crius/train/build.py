@@ -257,16 +257,19 @@ def build_model(job: Job) -> Built:
     return built
 
 
-def run_optimizer(config: RunConfig) -> OptimizerConfig:
+def run_optimizer(job: Job) -> OptimizerConfig:
     """``[optimizer]``; under ``training.reproducible`` with kernels that round a number alike wherever it is.
 
     On a CPU torch's fused AdamW rounds the last numbers of a tensor, those that do not fill a vector, in another way,
-    and which ones they are depends on how a weight is split.
+    and which ones they are depends on how a weight is split. On a GPU each number goes through the same function
+    (``adam_math`` of fused_adam_utils.cuh), whether it was loaded in a vector or by itself.
     """
-    if not config.training.reproducible or config.optimizer.implementation != "fused":
-        return config.optimizer
+    training, optimizer = job.config.training, job.config.optimizer
+    is_on_host = job.device_type == "cpu" or training.enable_cpu_offload
+    if not (training.reproducible and is_on_host) or optimizer.implementation != "fused":
+        return optimizer
     log.info("reproducible: adamw foreach instead of fused, whose last bits depend on how weights are split")
-    return replace(config.optimizer, implementation="foreach")
+    return replace(optimizer, implementation="foreach")
 
 
 def build_gradients(job: Job, parameters: Sequence[tuple[str, nn.Parameter]]) -> Gradients:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from crius.config.low_precision import kind, summary
+from crius.config.operation import ProfilerConfig
 from crius.config.training import ActivationCheckpointConfig
 from crius.errors import EffectError
 from crius.parallel.activation_checkpoint import CheckpointedBlocks
@@ -193,6 +194,15 @@ def of_async_tensor_parallel(async_tp: AsyncTensorParallel) -> Effect:
     )
 
 
+def of_cuda_only(config: ProfilerConfig, device_type: str) -> list[Effect]:
+    """``memory_snapshot: 0 written (needs CUDA)``: what is asked for and has no effect on a CPU."""
+    rows = (("memory_snapshot", config.memory_snapshot, "written"), ("nvtx", config.nvtx, "ranges"))
+    found = [(name, what) for name, is_on, what in rows if is_on and device_type == "cpu"]
+    return [
+        Effect(name=name, flag=f"--profiler.{name}", count=0, what=what, reason="needs CUDA") for name, what in found
+    ]
+
+
 DEFAULT_SAVE_OPS = ActivationCheckpointConfig().save_ops
 
 # forward and backward of a feed-forward of dim 4096, pytorch/ao#685: 43.2 ms in float16, 49.3 ms in float8, 26.2 ms in
@@ -227,7 +237,7 @@ class EffectWatch:
         """
         self._blocks = sum(applied.compiled for applied in built.applied)
         self._checkpointed = [applied.checkpointed for applied in built.applied]
-        effects = []
+        effects = of_cuda_only(self._config.profiler, self._ranks.device.type)
         if built.precision:
             for line in built.precision.lines():
                 log.info("%s", line)

@@ -13,7 +13,7 @@ from crius.checkpoint.names import step_name
 from crius.checkpoint.state import read_state
 from crius.config.changes import FIRST_BOUNDARIES, changes, check_changes
 from crius.config.pipeline import microbatch_unit, settle_stages
-from crius.config.resolve import ITEMSIZE, BatchSizes, Resolved, auto_dtype, batch_sizes
+from crius.config.resolve import ITEMSIZE, BatchSizes, Resolved, auto_dtype, batch_sizes, compares_bits
 from crius.config.run import RunConfig, replace_fields
 from crius.config.toml_file import shown
 from crius.data.corpus import Corpus, open_corpus
@@ -67,7 +67,8 @@ def resolve(
     rows_are_given: bool = False,
     lay_out: LayOut | None = None,
 ) -> Resolved:
-    """Decide what ``asked`` leaves open: dtype, rows of the embedding, layout, stages, where a document starts.
+    """Decide what ``asked`` leaves open: dtype, rows of the embedding, layout, stages, where a document starts, and
+    whether kernels are deterministic.
 
     What cannot be read stays open: the room that opens it says why. What only the ranks know, they decide together in
     ``crius.train.setup``: the kernels of their device, and the recomputation that its memory needs.
@@ -86,6 +87,7 @@ def resolve(
         lambda run: _layout(run, lay_out),
         _stages,
         lambda run: _boundaries(run, saved),
+        lambda run: _deterministic(run, machine, saved),
     )
     for decide in decisions:
         changes, why = decide(config)
@@ -148,6 +150,15 @@ def _boundaries(config: RunConfig, saved: Mapping[str, Any] | None) -> Decision:
     with contextlib.suppress(CriusError):
         return {name: build_tokenizer(config.tokenizer).adds_bos}, "as the tokenizer does"
     return {}, ""
+
+
+def _deterministic(config: RunConfig, machine: Machine, saved: Mapping[str, Any] | None) -> Decision:
+    name, needed = "debug.deterministic", compares_bits(config)
+    if config.debug.deterministic is not None:
+        return {}, ""
+    if needed and machine.on_gpu:
+        return {name: True}, f"{' and '.join(needed)} on a GPU, where other kernels add in any order"
+    return ({name: saved[name]}, "as the checkpoint has it") if saved and saved.get(name) is not None else ({}, "")
 
 
 def describe_rows(config: RunConfig, rows: int, number: int) -> str:

@@ -21,6 +21,7 @@ from crius.data.corpus import Corpus
 from crius.data.loader import Batch, BatchLoader, validation_batches
 from crius.data.sample_log import Attempt, SampleLog, next_attempt
 from crius.errors import LayoutError
+from crius.host import raise_open_files
 from crius.kernels import choice as kernels
 from crius.kernels.cpu.heap import keep_freed_memory
 from crius.launch.environment import Placement, sees_own_gpu
@@ -46,7 +47,7 @@ from crius.train.loop import Loop, Preempted, Validation
 from crius.train.reports import Meter, Recovery, StepReports, is_complete, write_summary
 from crius.train.saving import log_save_plan
 from crius.train.sdc import build_copies, build_sdc
-from crius.train.setup import beat_while_compiling, decide, profiler, run_kernels, start_logging
+from crius.train.setup import beat_while_compiling, decide, profiler, record_memory, run_kernels, start_logging
 from crius.train.state import AfterUpdate, TrainState
 from crius.train.tools import Tools, explained
 
@@ -166,7 +167,7 @@ def assemble(
     watch = EffectWatch(job, strict=strict)
     built = build_model(job)
     parameters = named_parameters(built.parts)
-    optimizer = build_optimizer(parameters, facts.plan, run_optimizer(config), seed=config.debug.seed)
+    optimizer = build_optimizer(parameters, facts.plan, run_optimizer(job), seed=config.debug.seed)
     watch.built(built)
     shard = ContextShard(mesh.cp, config.parallelism.context_parallel_method)
     runner = build_runner(job, built)
@@ -203,7 +204,7 @@ def assemble(
         ledger=ledger,
         reports=StepReports(meter, ledger, guard),
         after_step=[functools.partial(_after_step, job, built, watch, ledger)],
-        profiler=profiler(config.profiler, run_dir, ranks.rank),
+        profiler=profiler(config.profiler, run_dir, ranks.rank, ranks.device.type),
     )
 
 
@@ -241,7 +242,8 @@ def _place(config: RunConfig, device: torch.device, shard: ContextShard, batch: 
 
 
 def set_up_torch(config: RunConfig, placement: Placement) -> torch.device:
-    """Threads, determinism, compiler, kernels and the device of this process."""
+    """Limits, threads, determinism, compiler, kernels and the device of this process."""
+    raise_open_files()
     threads = torch.get_num_threads()
     if config.training.reproducible:
         threads = 1  # the last bits of sums depend on the number of threads
@@ -255,6 +257,8 @@ def set_up_torch(config: RunConfig, placement: Placement) -> torch.device:
         torch.use_deterministic_algorithms(True)
     own_gpu = sees_own_gpu(placement, os.environ)
     device = pick_device(config.training.device, placement.local_rank, sees_own_gpu=own_gpu)
+    record_memory(config.profiler, device)
+    torch.autograd.set_detect_anomaly(config.debug.detect_anomaly)
     beat_while_compiling()
     if config.compile.enable:
         for_cpu = device.type == "cpu"

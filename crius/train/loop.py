@@ -138,7 +138,7 @@ class Loop:
     Attributes:
         place: gives this rank its tokens of a batch, on the device.
         after_step: each is called after each step with its number and with how many this process has done.
-        profiler: the context in which the steps run; gives what is called after each step.
+        profiler: the context in which the steps run; gives what is called after each step with its number.
         samples: notes what each step was trained on; None where no run goes on from this one.
         checkpoints: saves the run; None where it does not.
         stop: the wish that the run ends; None where a signal ends it at once.
@@ -160,7 +160,7 @@ class Loop:
     ledger: TimeLedger
     reports: StepReports
     after_step: list[Callable[[int, int], object]]
-    profiler: contextlib.AbstractContextManager[Callable[[], None]]
+    profiler: contextlib.AbstractContextManager[Callable[[int], None]]
     samples: SampleLog | None = None
     checkpoints: Checkpoints | None = None
     stop: StopRequest | None = None
@@ -189,7 +189,7 @@ class Loop:
                     for call in self.after_step:
                         call(state.step, state.step - first)
                 with self.ledger.phase("profiler"):
-                    profile()
+                    profile(state.step)
                 if self.validation and state.step < config.training.steps and state.step % interval == 0:
                     last_validation = self._validate(self.validation)
                 self._settle(agreement)

@@ -96,8 +96,7 @@ class Recompute:
         raise CorruptionError(
             f"step {step}, computed twice, is not the same the second time: {'; '.join(found)}.",
             where="--sdc.recompute_interval",
-            why="same weights, samples and random numbers: a device, its memory or a kernel is at fault. Kernels with "
-            "atomic additions differ too; --debug.deterministic does without",
+            why="same weights, samples and random numbers: a device, its memory or a kernel is at fault",
             fix=FIX,
         )
 

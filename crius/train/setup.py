@@ -1,6 +1,7 @@
 """What a process of a run sets up, and what it decides for its machine: logs, kernels, the profiler, dtypes."""
 
 import contextlib
+import functools
 import logging
 import platform
 import socket
@@ -13,7 +14,7 @@ from typing import Protocol
 
 import torch
 from torch._dynamo.callback import callback_handler
-from torch.profiler import ProfilerAction, ProfilerActivity, profile, schedule
+from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
 from crius.config.operation import ProfilerConfig
 from crius.config.resolve import auto_dtype, keeps_probabilities
@@ -28,6 +29,9 @@ from crius.redact import printable, redact
 from crius.run_file import RunFile
 
 log = logging.getLogger("crius.train")
+
+_MEMORY_EVENTS = 100_000
+"""Of CUDA's allocator that are kept: some steps of a large model, and a file of tens of MB."""
 
 
 class _ConsoleHandler(logging.Handler):
@@ -145,29 +149,91 @@ def _end_compilation(*_: object) -> None:
     status.update(phase=_interrupted.pop())
 
 
+def record_memory(config: ProfilerConfig, device: torch.device) -> None:
+    """Have CUDA's allocator note what it does, where that is asked for. Call it before anything is allocated."""
+    if config.memory_snapshot and device.type == "cuda":
+        torch.cuda.memory._record_memory_history(max_entries=_MEMORY_EVENTS)
+
+
+def write_memory_snapshot(path: Path) -> None:
+    """Write what the allocator noted; what cannot be written is lost, with a warning."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.cuda.memory._dump_snapshot(str(path))
+        log.info("memory snapshot: %s, for pytorch.org/memory_viz", path)
+    except (OSError, RuntimeError) as error:
+        log.warning("memory snapshot %s cannot be written: %s", path, error)
+
+
+def place_in_window(config: ProfilerConfig, index: int) -> int:
+    """Steps from the start of a window to step ``index`` of this process, from 0; negative before a window."""
+    place = index + 1 - config.start_step
+    if place >= 0 and config.interval:
+        place %= config.interval
+        return place if place < config.num_steps else place - config.interval
+    return place
+
+
+def _action(config: ProfilerConfig, index: int) -> ProfilerAction:
+    """What the profiler does in a step: it warms up in the one before a window, where there is one."""
+    place = place_in_window(config, index)
+    if 0 <= place < config.num_steps:
+        return ProfilerAction.RECORD_AND_SAVE if place == config.num_steps - 1 else ProfilerAction.RECORD
+    return ProfilerAction.WARMUP if place == -1 else ProfilerAction.NONE
+
+
+def _mark_phase(step: int | None, phase: str) -> None:
+    torch.cuda.nvtx.range_pop()  # of the phase before; without one it does nothing
+    torch.cuda.nvtx.range_push(f"{phase} {step}")
+
+
 @contextmanager
-def profiler(config: ProfilerConfig, run_dir: Path, rank: int) -> Iterator[Callable[[], None]]:
-    """Call what this yields after each step; steps ``start_step`` and on are written to ``traces/rank-N.json``."""
-    if not config.enable:
-        yield lambda: None
-        return
-    folder = run_dir / "traces"
-    folder.mkdir(parents=True, exist_ok=True)
-    before = config.start_step - 1  # the profiler warms up on the step before, where there is one
-    with profile(
-        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])],
-        schedule=schedule(wait=max(0, before - 1), warmup=min(1, before), active=config.num_steps, repeat=1),
-        on_trace_ready=lambda trace: trace.export_chrome_trace(str(folder / f"rank-{rank}.json")),
-    ) as active:
+def profiler(config: ProfilerConfig, run_dir: Path, rank: int, device_type: str) -> Iterator[Callable[[int], None]]:
+    """Call what this yields after each step with its number: it writes what is recorded of each window of steps.
 
-        def step() -> None:
-            was_at_work = active.current_action is not ProfilerAction.NONE
-            with status.during("profiler"):  # it starts CUPTI, or writes the trace: 5 to 60 s on a GPU
+    Args:
+        config: what is recorded, and when.
+        run_dir: gets ``traces/step-N/rank-R.json`` and ``rank-R.memory.pickle``.
+        rank: of this process.
+        device_type: ``cuda`` or ``cpu``, where snapshots of CUDA's memory and NVTX ranges have no effect.
+    """
+    on_gpu, first, index = device_type == "cuda", 0, 0
+
+    def file(ending: str) -> Path:
+        return run_dir / "traces" / f"step-{first}" / f"rank-{rank}.{ending}"
+
+    def write(trace: profile) -> None:
+        if first:  # the run may end before the first step of a window
+            file("json").parent.mkdir(parents=True, exist_ok=True)
+            trace.export_chrome_trace(str(file("json")))
+
+    def step(number: int) -> None:
+        nonlocal first, index
+        place = place_in_window(config, index)
+        first, index = number if place == 0 else first, index + 1
+        was_at_work = _action(config, index - 1) is not ProfilerAction.NONE
+        with status.during("profiler"):  # it starts CUPTI, or writes the trace: 5 to 60 s on a GPU
+            if active:
                 active.step()
-            if was_at_work or active.current_action is not ProfilerAction.NONE:
-                status.limit_seconds = 0.0  # in the next step the ranks wait for the slowest trace
+            if config.memory_snapshot and on_gpu and place == config.num_steps - 1:
+                write_memory_snapshot(file("memory.pickle"))
+        if was_at_work or _action(config, index) is not ProfilerAction.NONE:
+            status.limit_seconds = 0.0  # in the next step the ranks wait for the slowest trace
+        first = 0 if place == config.num_steps - 1 else first
 
-        yield step
+    with contextlib.ExitStack() as stack:
+        if config.nvtx and on_gpu:
+            stack.enter_context(status.listening(_mark_phase))
+        active = config.enable and stack.enter_context(
+            profile(
+                activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])],
+                schedule=functools.partial(_action, config),
+                on_trace_ready=write,
+                record_shapes=config.record_shapes,
+                with_stack=config.with_stack,
+            )
+        )
+        yield step if config.enable or config.memory_snapshot else lambda number: None
 
 
 class Recomputation(Protocol):

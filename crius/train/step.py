@@ -1,9 +1,12 @@
 """One optimizer step: accumulate, sum, clip, update."""
 
+import contextlib
 import logging
 import math
+import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,6 +15,7 @@ from torch import Tensor, nn
 
 from crius.config.layout import Layout
 from crius.data.loader import IGNORE_INDEX, Batch
+from crius.errors import NonFiniteError
 from crius.launch.status import status
 from crius.metrics.record import ValidationMetrics
 from crius.parallel.fsdp import GradientSync, fsdp_modules
@@ -140,7 +144,8 @@ def train_step(
     tensor-parallel group and of one pipeline have the same tokens, which count once.
     """
     valid_tokens = world.sum(count_valid(batch.labels_BT)) / (layout.tp * layout.pp)
-    losses = runner.forward_backward(batch, valid_tokens)
+    with anomaly_named(step):
+        losses = runner.forward_backward(batch, valid_tokens)
     squared_norms = gradients.squared_norms()
     totals = gradients.totals(losses, squared_norms, world, layout)
     grad_norm = totals[1].sqrt()
@@ -154,6 +159,41 @@ def train_step(
         sample_ids=batch.sample_ids,
         local_peak=gradients.take_local_peak(),
     )
+
+
+_NAN = re.compile(r"Function '(\w+)' returned nan values")
+_FRAME = re.compile(r'  File "(?P<file>.*)", (line \d+, in .*)\n(.*)')
+
+
+@contextlib.contextmanager
+def anomaly_named(step: int) -> Iterator[None]:
+    """Name the line of the forward pass that the first NaN of a backward pass inside belongs to.
+
+    Only under ``debug.detect_anomaly``: torch then ends the backward pass at the first NaN, and warns of that line.
+
+    Raises:
+        NonFiniteError: a gradient is NaN.
+    """
+    if not torch.is_anomaly_enabled():
+        yield
+        return
+    try:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            yield
+    except RuntimeError as error:  # a pipeline's stage raises one of its own, from that
+        found = _NAN.search(f"{error} {error.__cause__}")
+        if found is None:
+            raise
+        frames = [frame for warning in seen for frame in _FRAME.finditer(str(warning.message))]
+        own = [frame for frame in frames if "site-packages" not in frame["file"]]
+        where = f"{own[-1]['file']}, {own[-1][2]}: {own[-1][3].strip()}" if own else ""
+        raise NonFiniteError(
+            f"the backward pass of step {step} has its first NaN in {found[1]}.",
+            where=where or "an operation without a line of Python",
+            why="debug.detect_anomaly looks at each gradient; the update was not applied",
+            fix="look at the numbers on that line: the root or logarithm of 0, a division by 0, an overflow",
+        ) from error
 
 
 def largest_loss(result: StepResult, batch: Batch, world: World, layout: Layout) -> Tensor:

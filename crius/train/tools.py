@@ -18,7 +18,7 @@ from crius.metrics.record import PlanSink
 from crius.models.description import ModelDescription
 from crius.redact import redact
 from crius.train.loop import Loop
-from crius.train.setup import Recomputation
+from crius.train.setup import Recomputation, write_memory_snapshot
 
 _CPU_WORDS = re.compile(
     r"DefaultCPUAllocator: (can't allocate|not enough) memory|Cannot allocate memory|std::bad_alloc"
@@ -83,6 +83,8 @@ def explained(run_dir: Path, rank: int, explain: Explain | None) -> Iterator[Sto
         cause = next(filter(is_out_of_memory, _causes(error)), None)
         if cause is None:
             raise
+        if story.config and story.config.profiler.memory_snapshot and story.device and story.device.type == "cuda":
+            write_memory_snapshot(run_dir / "incidents" / f"out-of-memory-rank-{rank}.pickle")
         where = f"{status.phase} of step {status.step}" if status.step is not None else f"{status.phase}, before step 1"
         words = redact(str(cause)).strip().splitlines()
         said = words[0][:300] if words else type(cause).__name__

@@ -91,8 +91,8 @@ CASES = {
     "tied_embeddings": Case(f"{FSDP} --model.tied_embeddings"),
     "flash_attention": Case(f"{FSDP} --kernels.attention flash", {"flash": 2}, is_slow=True),
     "skip_what_is_not_finite": Case(f"{FSDP} --stability.nonfinite skip", may_wait=True),
-    "reproducible": Case(f"{FSDP} --training.reproducible", None, may_wait=True),
-    "reproducible_hsdp": Case(f"{HSDP} --training.reproducible", None, may_wait=True, is_slow=True),
+    "reproducible": Case(f"{FSDP} --training.reproducible", {"flash": 2}),
+    "reproducible_hsdp": Case(f"{HSDP} --training.reproducible", {"flash": 2}, is_slow=True),
     "qwen3": Case(f"--model.name qwen3 --model.flavor debug {FSDP}"),
     "qwen3_tp2": Case(
         "--model.name qwen3 --model.flavor debug --p.data_parallel_shard_degree 4 --p.tensor_parallel_degree 2",

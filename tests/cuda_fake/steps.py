@@ -20,6 +20,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from crius.config.layout import Layout
 from crius.config.run import RunConfig
+from crius.host import Machine
 from crius.kernels import choice
 from crius.metrics.ledger import TimeLedger
 from crius.parallel.init import allocate
@@ -31,7 +32,7 @@ from crius.tools.dry_run.memory import Timeline
 from crius.tools.dry_run.recorder import collective
 from crius.tools.dry_run.run import _axes, dry_run
 from crius.train import build, job
-from crius.train.inputs import describe_model, open_run_corpus
+from crius.train.inputs import describe_model, open_run_corpus, resolve
 from crius.train.setup import decide, run_kernels
 from cuda_fake.device import CUDA, WAITS, FakeFactories, FakeMode
 from cuda_fake.watch import Watch
@@ -84,7 +85,8 @@ def run(flags: list[str], rank: int, folder: str) -> dict[str, Any]:
         rank: from 0.
         folder: of the run.
     """
-    config = _config(flags)
+    config = resolve(_config(flags), Machine(device="cuda"), rows_are_given=True).config
+    torch.use_deterministic_algorithms(bool(config.debug.deterministic))
     logging.getLogger("crius").setLevel(logging.WARNING)
     with contextlib.ExitStack() as stack:
         alone = stack.enter_context(fake_world(rank, num_ranks(config)))

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -225,13 +226,56 @@ def test_summary_and_metrics_account_for_the_wall_time(tmp_path):
 
 
 def test_profiler_traces_the_steps_it_was_asked_for(tmp_path):
-    flags = ["--profiler.enable", "--profiler.start_step", "2", "--profiler.num_steps", "2"]
+    flags = ["--profiler.enable", "--profiler.start_step", "2", "--profiler.num_steps", "2", "--profiler.record_shapes"]
     train([*SHORT, *flags, *layout_flags("fsdp2")], tmp_path)
     for rank in (0, 1):
-        events = json.loads((tmp_path / "traces" / f"rank-{rank}.json").read_text())["traceEvents"]
+        events = json.loads((tmp_path / "traces" / "step-2" / f"rank-{rank}.json").read_text())["traceEvents"]
         names = {event["name"] for event in events if str(event.get("name")).startswith("ProfilerStep#")}
         assert names == {"ProfilerStep#1", "ProfilerStep#2"}  # the profiler counts from 0
         assert any("_allgather_base_" in str(event.get("name")) for event in events)
+        assert any(event.get("args", {}).get("Input Dims") for event in events)
+
+
+def with_few_files(config, run_dir, started, place):
+    """Start under a soft limit that leaves three files free, which a run needs more of."""
+    used = set(map(int, os.listdir("/proc/self/fd")))
+    free = [number for number in range(len(used) + 4) if number not in used]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free[2] + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    run_job(config, run_dir, started, place)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_ranks_raise_their_soft_limit_of_open_files(tmp_path):
+    config = parse([*SHORT, *layout_flags("fsdp2")])
+    assert run_workers(functools.partial(with_few_files, config, tmp_path, time.monotonic()), 2, tmp_path) == 0
+
+
+def add_root_of_zero(module, inputs, y):
+    """Nothing is added to the hidden state, and NaN to its gradient."""
+    zero = torch.sqrt(y * 0)
+    return y + zero * 0
+
+
+def with_a_root(loop):
+    next(iter(loop.state.parts[0].layers.children())).attention_norm.register_forward_hook(add_root_of_zero)
+    return loop
+
+
+@pytest.mark.parametrize("flags", [[], layout_flags("fsdp2+full")], ids=["one_device", "fsdp2_recomputed"])
+def test_a_nan_of_the_backward_pass_is_named_by_its_line_of_the_forward_pass(flags, tmp_path, capfd):
+    flags = [*SHORT, *flags, "--debug.detect_anomaly"]
+    config = parse(flags)
+    job = functools.partial(run_job, config, tmp_path, time.monotonic(), prepare=with_a_root)
+    assert run_workers(job, num_ranks(config), tmp_path) == 1
+    error = capfd.readouterr().err
+    assert "NonFiniteError: the backward pass of step 1 has its first NaN in SqrtBackward0." in error
+    assert f"{__file__}, line " in error and "in add_root_of_zero: zero = torch.sqrt(y * 0)" in error
+
+
+def test_a_run_without_a_nan_is_the_same_under_detect_anomaly(tmp_path):
+    runs = [train([*SHORT, *flags], tmp_path / str(len(flags))) for flags in ([], ["--debug.detect_anomaly"])]
+    plain, watched = ([record["loss"] for record in steps_of(records)] for records in runs)
+    assert plain == watched
 
 
 @pytest.mark.slow

@@ -14,11 +14,12 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from harness import SMALL, layout_flags, num_ranks, parse, read_metrics, run_job, steps_of, train
 
 from crius.config.operation import LaunchConfig, WatchdogConfig
 from crius.errors import HangError
 from crius.launch.crew import Supervision
-from crius.launch.environment import Placement
+from crius.launch.environment import Placement, single_placement
 from crius.launch.local import run_single, run_workers
 from crius.launch.report import leave
 from crius.launch.status import Heartbeat, status
@@ -273,6 +274,73 @@ def test_a_hang_at_the_same_step_twice_is_given_up(tmp_path, capfd):
     error = capfd.readouterr().err
     assert error.count("HangError: rank 2 does not go on") == 2
     assert "  tries  2, given up: 2 failures in a row at step 2 (launch.max_failures_at_step)" in error
+
+
+SIX_STEPS = [*SMALL, "--training.steps", "6", "--metrics.log_interval", "1", "--validation.interval", "0"]
+
+
+def wait_for_dumps(run_dir, loop):
+    """Rank 0 does not leave step 3 before there is a first dump, and step 5 before there is a second one."""
+
+    incidents = run_dir / "incidents"
+
+    def wait(step, done):
+        if step in (3, 5) and loop.world.rank == 0:
+            (run_dir / f"at-{step}").touch()
+            wait_until(lambda: len({*incidents.glob("dump-*.json")} - {*incidents.glob("*.flight.json")}) >= step // 2)
+
+    loop.after_step.append(wait)
+    return loop
+
+
+def wait_until(is_true):
+    end = time.monotonic() + 30
+    while not is_true():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def launched(layout, run_dir):
+    """A run in a process of its own, as ``crius train`` starts it, which nobody watches."""
+    config = parse([*SIX_STEPS, *layout_flags(layout)])
+    prepare = functools.partial(wait_for_dumps, run_dir)
+    job = functools.partial(run_job, config, run_dir, time.monotonic(), prepare=prepare)
+    if layout == "1":
+        unwatched = WatchdogConfig(enable=False)
+        start = functools.partial(run_single, job, single_placement(), run_dir, unwatched)
+    else:
+        start = functools.partial(run_workers, job, num_ranks(config), run_dir)
+    process = FORK.Process(target=lambda: os._exit(start()))
+    process.start()
+    return process
+
+
+@pytest.mark.parametrize("layout", ["1", "fsdp2"])
+def test_a_run_that_is_asked_by_a_signal_says_where_its_ranks_are_and_goes_on(layout, tmp_path):
+    run_dir, name = tmp_path / "asked", "dump" if layout != "1" else "dump-rank-0"
+    run_dir.mkdir()
+    process = launched(layout, run_dir)
+    incidents = run_dir / "incidents"
+    pid = process.pid  # of the launcher first, then of the last rank
+    for number, step in enumerate((3, 5)):
+        wait_until((run_dir / f"at-{step}").exists)
+        time.sleep(0.2)  # the others reach the collective of the next step
+        os.kill(pid, signal.SIGUSR2)
+        report = incidents / f"{name}-{number}.json"
+        wait_until(report.exists)
+        ranks = json.loads(report.read_text())
+        pid = ranks[-1]["pid"]
+        assert [rank["rank"] for rank in ranks] == list(range(2 if layout == "fsdp2" else 1))
+        assert all("MainThread:" in rank["threads"] and rank["stack"] for rank in ranks)
+        assert "in wait_until" in "".join(ranks[0]["stack"]) and ranks[0]["step"] == step
+        assert all((incidents / f"{name}-{number}.rank-{rank['rank']}.flight.json").exists() for rank in ranks)
+        if layout == "fsdp2":
+            assert ranks[1]["pending"]["name"].startswith("gloo:")
+    process.join(60)
+    assert process.exitcode == 0
+    losses = [record["loss"] for record in steps_of(read_metrics(run_dir))]
+    alone = train([*SIX_STEPS, *layout_flags(layout)], tmp_path / "alone")
+    assert losses == [record["loss"] for record in steps_of(alone)]
 
 
 def test_a_full_disk_does_not_hide_the_report(tmp_path):

@@ -97,6 +97,22 @@ J4 = [
         says=("tokens/s", "GiB", "(?i)mfu", "fewest GPUs", "data_parallel_shard_degree"),
     ),
     Row("crius train --recipe llama3_8b --nproc 8 --dry_run", needs="ready for GPUs"),
+    Row(  # a node stalls for 40 s, under the limit of GPUs; what SIGUSR2 leaves says which process is rank 1
+        f"crius train {SHORT} --model.num_layers 1 --training.steps 100 --watchdog.limit_seconds 100"
+        " --parallelism.data_parallel_shard_degree 2 --job.run_dir runs/stalls & pid=$!;"
+        " until grep -q '\"step\": 10' runs/stalls/metrics.jsonl; do sleep 0.1; done 2>/dev/null; kill -USR2 $pid;"
+        " until [ -e runs/stalls/incidents/dump-0.json ]; do sleep 0.1; done;"
+        ' rank=$(python -c \'import json; print(json.load(open("runs/stalls/incidents/dump-0.json"))[1]["pid"])\');'
+        " kill -STOP $rank; sleep 40; kill -CONT $rank; wait $pid",
+        says=(r"1 +\S+ +\d+ +\w+ +1\d ", "step 100/100", r"time: [4-9]\d\.\d s"),
+        never=("HangError",),
+    ),
+    Row(
+        f"crius train {SHORT} --training.steps 12 --profiler.enable --profiler.start_step 3 --profiler.interval 4"
+        " --profiler.with_stack --parallelism.data_parallel_shard_degree 2 --job.run_dir runs/traced"
+        " && ls runs/traced/traces/*/*",
+        says=("step 12/12", "step-3/rank-1.json", "step-7/rank-1.json"),
+    ),
     Row(
         f"CRIUS_FAULT=kill:step=4,rank=1 crius train {SHORT} --training.steps 6 --checkpoint.interval 2"
         " --parallelism.data_parallel_shard_degree 2 --job.run_dir runs/dies",

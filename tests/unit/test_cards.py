@@ -1,19 +1,25 @@
 """What a process does before its first CUDA call, on a machine without a GPU: torch's answers are patched."""
 
+import logging
 import socket
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._dynamo.callback import callback_handler
 from torch.profiler import profile
 
 from crius.config.operation import ProfilerConfig
-from crius.errors import EnvironmentError
+from crius.config.run import RunConfig
+from crius.errors import EffectError, EnvironmentError, OutOfMemoryError
 from crius.launch.status import status
 from crius.parallel import interface, runtime
 from crius.parallel.interface import GLOO, NCCL, choose_interface
 from crius.parallel.runtime import pick_device
-from crius.train.setup import beat_while_compiling, profiler
+from crius.train.effects import check, of_cuda_only
+from crius.train.setup import beat_while_compiling, profiler, record_memory
+from crius.train.tools import explained
 
 
 @pytest.fixture
@@ -96,26 +102,117 @@ def test_a_group_that_cannot_be_made_names_what_to_change(text, words):
     assert text.splitlines()[0] in str(error)
 
 
+def test_a_gpu_that_another_rank_has_is_refused():
+    store = dist.HashStore()
+    for rank, uuid in enumerate(("GPU-0", "GPU-1")):  # each process sees one of its own, index 0
+        runtime.claim_gpu(store, uuid, rank)
+    with pytest.raises(EnvironmentError, match="two ranks have the same GPU") as error:
+        runtime.claim_gpu(store, "GPU-1", 2)  # CUDA_VISIBLE_DEVICES=0 torchrun --nproc_per_node 2
+    assert "rank 1 and rank 2 have GPU-1" in str(error.value)
+
+
 def test_an_error_that_nobody_knows_stays():
     assert runtime._no_meeting(RuntimeError("something else"), "") is None
     assert runtime._no_meeting(RuntimeError(""), "") is None
 
 
-def test_a_trace_is_written_in_a_phase_of_its_own_and_the_next_step_may_wait_for_it(tmp_path, monkeypatch):
-    phases = []
+@pytest.fixture
+def cuda_calls(monkeypatch):
+    """What the profiler asks of CUDA; files that it writes are empty."""
+    calls = []
     monkeypatch.setattr(status, "phase", "start")
-    monkeypatch.setattr(profile, "export_chrome_trace", lambda self, path: phases.append(status.phase))
     monkeypatch.setattr(status, "limit_seconds", 10.0)
+    monkeypatch.setattr(profile, "export_chrome_trace", lambda self, path: record("trace", path))
+    memory, nvtx = torch.cuda.memory, torch.cuda.nvtx
+    monkeypatch.setattr(memory, "_record_memory_history", lambda max_entries: calls.append(("history", max_entries)))
+    monkeypatch.setattr(memory, "_dump_snapshot", lambda path: record("memory", path))
+    monkeypatch.setattr(nvtx, "range_push", lambda text: calls.append(("push", text)))
+    monkeypatch.setattr(nvtx, "range_pop", lambda: calls.append(("pop", "")))
+
+    def record(kind, path):
+        Path(path).touch()
+        calls.append((kind, status.phase))
+
+    return calls
+
+
+def taken(config, run_dir, steps, *, first=1, device="cpu"):
+    """Files of so many steps of a process whose first one is step ``first`` of its run, and each step's limit after."""
     limits = []
-    with profiler(ProfilerConfig(enable=True, start_step=3, num_steps=1), tmp_path, 0) as step:
-        for _ in range(6):
-            status.update(phase="optimizer")
-            step()
+    with profiler(config, run_dir, 0, device) as step:
+        for number in range(first, first + steps):
+            status.update(step=number, phase="optimizer")
+            step(number)
             limits.append(status.limit_seconds)
             status.limit_seconds = 10.0  # as the reports say at the end of a step
-    assert phases == ["profiler"]
+    return sorted(str(path.relative_to(run_dir)) for path in run_dir.rglob("*") if path.is_file()), limits
+
+
+def test_a_trace_is_written_in_a_phase_of_its_own_and_the_next_step_may_wait_for_it(tmp_path, cuda_calls):
+    _, limits = taken(ProfilerConfig(enable=True, start_step=3, num_steps=1), tmp_path, 6)
+    assert cuda_calls == [("trace", "profiler")]
     assert status.phase == "optimizer"
     assert limits == [0.0, 0.0, 0.0, 10.0, 10.0, 10.0]  # from the step before the trace, in which it warms up
+
+
+@pytest.mark.parametrize(
+    ("flags", "steps", "first", "windows"),
+    [
+        ({"start_step": 3}, 9, 1, [3]),
+        ({"start_step": 3}, 9, 101, [103]),  # a run that resumes
+        ({"start_step": 1, "num_steps": 1}, 3, 1, [1]),
+        ({"start_step": 2, "interval": 3}, 9, 1, [2, 5, 8]),
+        ({"start_step": 2, "interval": 2}, 5, 1, [2, 4]),
+        ({"start_step": 2, "interval": 4, "num_steps": 3}, 6, 1, [2, 6]),  # the last one has a step
+        ({"start_step": 2, "interval": 4, "num_steps": 3}, 5, 1, [2]),
+    ],
+)
+def test_windows_of_steps_come_back_each_with_files_of_its_own(flags, steps, first, windows, tmp_path, cuda_calls):
+    found, _ = taken(ProfilerConfig(enable=True, **flags), tmp_path, steps, first=first)
+    assert found == [f"traces/step-{step}/rank-0.json" for step in windows]
+
+
+def test_a_snapshot_of_the_memory_is_written_at_the_end_of_each_window(tmp_path, cuda_calls):
+    config = ProfilerConfig(memory_snapshot=True, start_step=2, interval=3)
+    record_memory(config, torch.device("cuda", 0))
+    found, _ = taken(config, tmp_path, 7, device="cuda")
+    assert found == [f"traces/step-{step}/rank-0.memory.pickle" for step in (2, 5)]
+    assert cuda_calls == [("history", 100_000), *[("memory", "profiler")] * 2]
+
+
+def test_a_snapshot_that_cannot_be_written_ends_no_run(tmp_path, cuda_calls, caplog):
+    (tmp_path / "traces").touch()
+    logging.getLogger("crius").propagate = True
+    taken(ProfilerConfig(memory_snapshot=True, start_step=1), tmp_path, 3, device="cuda")
+    assert "memory.pickle cannot be written" in caplog.text
+
+
+def test_phases_are_nvtx_ranges_while_the_steps_run(tmp_path, cuda_calls):
+    taken(ProfilerConfig(nvtx=True), tmp_path, 2, device="cuda")
+    assert cuda_calls == [("pop", ""), ("push", "optimizer 1"), ("pop", ""), ("push", "optimizer 2")]
+    status.update(phase="forward")
+    assert len(cuda_calls) == 4
+
+
+def test_nothing_is_asked_of_cuda_on_a_cpu_and_that_is_said(tmp_path, cuda_calls):
+    config = ProfilerConfig(memory_snapshot=True, nvtx=True, start_step=1)
+    record_memory(config, torch.device("cpu"))
+    assert taken(config, tmp_path, 3)[0] == [] == cuda_calls
+    found = of_cuda_only(config, "cpu")
+    assert [str(effect) for effect in found] == [
+        "memory_snapshot: 0 written (needs CUDA)",
+        "nvtx: 0 ranges (needs CUDA)",
+    ]
+    with pytest.raises(EffectError, match="memory_snapshot, nvtx"):
+        check(found, strict=True)
+    assert of_cuda_only(config, "cuda") == []
+
+
+def test_a_run_that_is_out_of_memory_leaves_a_snapshot_of_it(tmp_path, cuda_calls):
+    with pytest.raises(OutOfMemoryError), explained(tmp_path, 3, None) as story:
+        story.config, story.device = RunConfig(profiler=ProfilerConfig(memory_snapshot=True)), torch.device("cuda", 0)
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    assert (tmp_path / "incidents" / "out-of-memory-rank-3.pickle").exists()
 
 
 def test_a_compilation_is_a_phase_of_its_own(monkeypatch):

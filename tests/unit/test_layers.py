@@ -73,6 +73,7 @@ TORCH_FREE = (
     "redact.py",
     "strict_json.py",
     "table.py",
+    "metrics/gpus.py",
     "units.py",
     *("models/registry.py", "models/spec.py", "models/*/__init__.py", "launch/*.py", "data/*.py", "train/inputs.py"),
     "train/saving.py",

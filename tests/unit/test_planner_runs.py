@@ -14,6 +14,7 @@ from crius.config.toml_file import flatten
 from crius.errors import ConfigError, LayoutError, OutOfMemoryError
 from crius.host import Machine, cpu_with_cores
 from crius.launch.status import status
+from crius.metrics.device import peak_tflops
 from crius.metrics.ledger import TimeLedger
 from crius.metrics.record import StepMetrics
 from crius.tools.plan import auto
@@ -113,32 +114,48 @@ def test_a_damaged_file_ends_no_run(user_cache, caplog):
     assert "no field 'wrong'" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("device", "name"),
-    [
-        ("NVIDIA A100-SXM4-40GB", "a100-40g"),
-        ("NVIDIA A100-SXM4-80GB", "a100-80g"),
-        ("NVIDIA H100 80GB HBM3", "h100-80g"),
-        ("NVIDIA H100", "h100-96g"),
-        ("NVIDIA H100 PCIe", "h100-pcie"),
-        ("NVIDIA H100 NVL", "h100-nvl"),
-        ("NVIDIA H800", "h800"),
-        ("NVIDIA GH200 480GB", "gh200"),
-        ("NVIDIA H200", "h200"),
-        ("NVIDIA H200 NVL", None),
-        ("NVIDIA B200", "b200"),
-        ("NVIDIA GB200", "gb200"),
-        ("AMD Instinct MI300X", "mi300x"),
-        ("NVIDIA L4", "l4"),
-        ("NVIDIA L40S", None),
-        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
-        ("NVIDIA GeForce RTX 4090 D", None),
-        ("Tesla T4", None),
-    ],
-)
+DEVICES = [
+    ("NVIDIA A100-SXM4-40GB", "a100-40g"),
+    ("NVIDIA A100-SXM4-80GB", "a100-80g"),
+    ("NVIDIA H100 80GB HBM3", "h100-80g"),
+    ("NVIDIA H100", "h100-96g"),
+    ("NVIDIA H100 PCIe", "h100-pcie"),
+    ("NVIDIA H100 NVL", "h100-nvl"),
+    ("NVIDIA A800-SXM4-80GB", "a800"),
+    ("NVIDIA A800 80GB PCIe", None),
+    ("NVIDIA H800", "h800"),
+    ("NVIDIA H800 PCIe", None),
+    ("NVIDIA H20", "h20"),
+    ("NVIDIA GH200 480GB", "gh200"),
+    ("NVIDIA H200", "h200"),
+    ("NVIDIA H200 NVL", None),
+    ("NVIDIA B200", "b200"),
+    ("NVIDIA B300 SXM6 AC", "b300"),
+    ("NVIDIA GB200", "gb200"),
+    ("NVIDIA GB300", "gb300"),
+    ("NVIDIA A10G", "a10g"),
+    ("NVIDIA A10", None),
+    ("AMD Instinct MI300X", "mi300x"),
+    ("NVIDIA L4", "l4"),
+    ("NVIDIA L40S", None),
+    ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+    ("NVIDIA GeForce RTX 4090 D", None),
+    ("Tesla T4", None),
+]
+
+
+@pytest.mark.parametrize(("device", "name"), DEVICES)
 def test_gpus_are_known_by_the_name_of_their_driver(device, name):
     found = known_gpu(device)
     assert (found and found.name) == name
+
+
+def test_whatever_the_planner_knows_has_a_peak_and_the_same_one_in_a_run(monkeypatch):
+    names = {name: device for device, name in DEVICES if name}
+    assert {*names} == {*KNOWN} - {"cpu"}
+    for name, device in names.items():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, device=device: device)
+        assert peak_tflops(torch.device("cuda", 0)) == KNOWN[name].bfloat16_flops / 1e12
 
 
 def test_ranks_of_a_host_share_its_cpu_and_have_a_gpu_each():

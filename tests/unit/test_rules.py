@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import re
+import resource
 
 import pytest
 from harness import parse
@@ -11,6 +12,7 @@ from rule_cases import ASYNC, CASES, FLOAT8, PIPELINE, SCHEDULE, SHARD, TENSOR
 from crius import cli
 from crius.config import rules
 from crius.config.facts import Facts
+from crius.config.rules_layout import open_files_suffice
 from crius.config.rules_pipeline import PIPELINE_RULES
 from crius.config.rules_quantize import QUANTIZE_RULES
 from crius.config.rules_training import KERNEL_RULES, OPTIMIZER_RULES, REPRODUCIBLE_RULES, STABILITY_RULES
@@ -89,6 +91,13 @@ def test_every_rule_has_a_case_and_an_untouched_run_breaks_none():
     assert {case[0] for case in CASES} == set(rules.RULES) - elsewhere
     for known in ({}, {"num_gpus": 8}, {"ranks": 4}):
         rules.check(facts_of([], **known))
+
+
+@pytest.mark.parametrize(("hard", "is_refused"), [(895, True), (896, False), (resource.RLIM_INFINITY, False)])
+def test_512_ranks_need_900_open_files_that_the_host_allows(hard, is_refused, monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (512, hard))
+    assert len(list(open_files_suffice(facts_of([], ranks=512)))) == is_refused
+    assert list(open_files_suffice(facts_of([], ranks=512, is_dry=True))) == []
 
 
 @pytest.mark.parametrize("name", [row[0] for row in rules._RANGES])

@@ -47,6 +47,14 @@ CASES = [
     (attention_backend_runs, [ATTENTION, "flash", *FP32], GPU, "attention flash", "16-bit", "bfloat16"),
     (attention_backend_runs, [ATTENTION, "flash", *BF16, *MASK], GPU, "flash", "takes no mask", "flex or efficient"),
     (attention_backend_runs, [ATTENTION, "cudnn", *BF16, *MASK], GPU, "cudnn", "NaN", "flex or efficient"),
+    (
+        attention_backend_runs,
+        [ATTENTION, "cudnn", *BF16, "--debug.deterministic"],
+        GPU,
+        "cudnn",
+        "backward",
+        "attention flash",
+    ),
     (attention_backend_runs, [ATTENTION, "flex", *BF16], GPU, "flex", "document mask", "attention_mask document"),
     (
         attention_backend_runs,

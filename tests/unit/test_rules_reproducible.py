@@ -7,10 +7,13 @@ from crius.config import rules
 from crius.config.resolve import batch_sizes
 from crius.config.rules_training import (
     REPRODUCIBLE_RULES,
+    equal_bits_need_deterministic_kernels,
     reproducible_excludes,
     sdc_checks_have_an_object,
     virtual_shards_cut_the_batch,
 )
+from crius.host import Machine
+from crius.train.inputs import resolve
 
 ON, SHARDS = "--training.reproducible", "--training.virtual_shards"
 SHARD, PIPELINE = "--parallelism.data_parallel_shard_degree", "--parallelism.pipeline_parallel_degree"
@@ -87,6 +90,41 @@ def test_what_does_not_go_together_is_refused_with_a_fix_that_works(rule, flags,
     assert error.why or "no effect" in error.what
     assert " ".join(mended) in error.fix
     assert list(rule(facts_of([*flags, *mended]))) == []
+
+
+@pytest.mark.parametrize("needs", [[ON], ["--sdc.recompute_interval", "5"]], ids=["reproducible", "sdc"])
+def test_equal_bits_on_a_gpu_need_the_deterministic_kernels_that_they_turn_on(needs):
+    off = [*needs, "--debug.no_deterministic"]
+    [error] = equal_bits_need_deterministic_kernels(facts_of(off, num_gpus=1))
+    assert f"off does not go with {needs[0].removeprefix('--')} on a GPU" in error.what
+    assert list(equal_bits_need_deterministic_kernels(facts_of(off))) == []
+    assert list(equal_bits_need_deterministic_kernels(facts_of(needs, num_gpus=1))) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "device", "saved", "want"),
+    [
+        ([ON], "cuda", None, True),
+        (["--sdc.recompute_interval", "5"], "cuda", None, True),
+        ([ON], "cuda", {"debug.deterministic": False}, True),
+        ([ON, "--debug.no_deterministic"], "cuda", None, False),
+        ([ON], "cpu", None, None),
+        ([ON], "cpu", {"debug.deterministic": True}, True),
+        ([], "cuda", None, None),
+        (["--debug.deterministic"], "cpu", None, True),
+    ],
+)
+def test_deterministic_kernels_are_turned_on_where_bits_are_compared_on_a_gpu(flags, device, saved, want):
+    found = resolve(facts_of(flags).asked, Machine(device=device), saved=saved)
+    assert found.config.debug.deterministic is want
+    is_decided = want is True and "--debug.deterministic" not in flags
+    assert ("debug.deterministic" in found.reasons) == is_decided
+
+
+def test_the_fused_update_is_refused_only_where_it_is_on_the_host():
+    fused = [ON, "--optimizer.implementation", "fused"]
+    assert list(reproducible_excludes(facts_of(fused, num_gpus=1))) == []
+    assert len(list(reproducible_excludes(facts_of([*fused, "--training.enable_cpu_offload"], num_gpus=1)))) == 1
 
 
 def test_ranks_that_are_no_power_of_two_are_told_to_be():

@@ -98,7 +98,7 @@ def _bench(job: DryJob, names: Sequence[str], groups: dict[str, str], *, fake: b
         parameters = named_parameters([model])
         recorder.timeline.mark((local_tensor(held) for held in (*model.parameters(), *model.buffers())), "parameters")
         plan = job.facts.plan
-        optimizer = build_optimizer(parameters, plan, run_optimizer(job.config), seed=job.config.debug.seed)
+        optimizer = build_optimizer(parameters, plan, run_optimizer(job), seed=job.config.debug.seed)
         _fill_state(optimizer, parameters)
         keep_scales(job, [model])  # as the step before left them, whose collective it is
         recorder.collectives.clear()

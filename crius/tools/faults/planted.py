@@ -63,15 +63,11 @@ def planted_in_process(faults: Sequence[Fault], rank: int, attempt: int) -> Iter
             log.warning("%s: %s", FAULTS, fault)
             _happen(fault)
 
-    if waiting:
-        happen(status.step, status.phase)
-        status.listen(happen)
-    try:
+    happen(status.step, status.phase)
+    with status.listening(happen):
         yield
         for fault in waiting:
             log.warning("%s planted a fault that did not come: %s", FAULTS, fault)
-    finally:
-        waiting.clear()  # the status outlives this run
 
 
 def _happen(fault: ProcessFault) -> None:

@@ -1,11 +1,11 @@
 """``Hardware``: what one accelerator of a cluster can do. Torch-free.
 
-Known ones by name (``gpus.toml``), others from a TOML file, and that of the machine at hand, as it was calibrated.
+Known ones by name (``crius/metrics/gpus.toml``), others from a TOML file, and that of the machine at hand, as it was
+calibrated.
 """
 
 import math
 import os
-import re
 import tomllib
 from dataclasses import MISSING, Field, asdict, dataclass, fields, replace
 from pathlib import Path
@@ -15,6 +15,7 @@ import tomli_w
 
 from crius.config.load import did_you_mean
 from crius.errors import ConfigError, CriusError, EnvironmentError
+from crius.metrics.gpus import ALIASES, GPUS, find_gpu
 from crius.run_file import write_whole
 
 Generation = Literal["ampere", "ada", "hopper", "blackwell", "blackwell_ultra", "cdna3", "cpu", "other"]
@@ -86,26 +87,12 @@ class Hardware:
         return self.generation in ("blackwell", "blackwell_ultra") or self.float4_flops > 0
 
 
-_TABLES = tomllib.loads(Path(__file__).with_name("gpus.toml").read_text(encoding="utf-8"))
-
-
-def _known() -> dict[str, Hardware]:
-    """The entries of ``gpus.toml``."""
-    known: dict[str, Hardware] = {}
-    for name, table in _TABLES.items():
-        own = {key: value for key, value in table.items() if key not in ("like", "aliases", "driver")}
-        known[name] = replace(known[table["like"]], name=name, **own) if "like" in table else Hardware(name=name, **own)
-    return known
-
-
-KNOWN = _known()
-ALIASES = {alias: name for name, table in _TABLES.items() for alias in table.get("aliases", ())}
+KNOWN = {name: Hardware(name=name, **fields) for name, fields in GPUS.items() if "memory_bytes" in fields}
 
 
 def known_gpu(device: str) -> Hardware | None:
     """The known GPU that a driver calls ``device``; None where its links or its speed are not known."""
-    drivers = ((name, table["driver"]) for name, table in _TABLES.items() if "driver" in table)
-    return next((KNOWN[name] for name, pattern in drivers if re.search(pattern, device)), None)
+    return KNOWN.get(find_gpu(device) or "")
 
 
 def card_taken(name: str) -> str:

@@ -1,0 +1,41 @@
+"""Rules about traces, snapshots and the search for errors."""
+
+from crius.config.facts import Facts, Rule, Violations, without_effect
+from crius.errors import ConfigError
+
+
+def profiler_window(facts: Facts) -> Violations:
+    """A window that is asked for lies inside the run, and what it records is asked for."""
+    profiler, steps = facts.config.profiler, facts.config.training.steps
+    last, has_window = profiler.start_step + profiler.num_steps - 1, profiler.enable or profiler.memory_snapshot
+    vain = [] if profiler.enable else ["record_shapes", "with_stack"]
+    vain += [] if has_window else ["start_step", "num_steps", "interval"]
+    rows = [(f"--profiler.{name}", " without a trace", "add --profiler.enable, or leave it out") for name in vain]
+    yield from without_effect(facts, rows)
+    if has_window and 0 < profiler.interval < profiler.num_steps:
+        yield ConfigError(
+            f"profiler.interval {profiler.interval} is shorter than a window of {profiler.num_steps} steps.",
+            where=facts.flag("profiler.interval"),
+            fix=f"--profiler.interval {10 * profiler.num_steps}",
+        )
+    if has_window and last > steps >= 1:
+        yield ConfigError(
+            f"the profiler traces steps {profiler.start_step} to {last}, but the run has {steps}.",
+            where=facts.flag("profiler.start_step"),
+            why="the trace is written when its last step is done",
+            fix=f"--profiler.start_step 1 --profiler.num_steps {min(profiler.num_steps, steps)}, or more steps",
+        )
+
+
+def anomalies_have_a_line(facts: Facts) -> Violations:
+    """Where a NaN is to be named by its line, each operation is one of PyTorch's."""
+    if facts.config.debug.detect_anomaly and facts.config.compile.enable:
+        yield ConfigError(
+            "debug.detect_anomaly does not go with compile.enable.",
+            where=facts.flag("debug.detect_anomaly"),
+            why="the backward pass of a compiled block is one operation, which has no line of the forward pass",
+            fix="--compile.no_enable",
+        )
+
+
+DEBUGGING_RULES: tuple[Rule, ...] = (profiler_window, anomalies_have_a_line)

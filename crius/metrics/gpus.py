@@ -1,0 +1,30 @@
+"""Known GPUs (``gpus.toml``): one table, from which a run has its MFU and the planner its hardware. No torch."""
+
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_TABLES = tomllib.loads(Path(__file__).with_name("gpus.toml").read_text(encoding="utf-8"))
+
+
+def _filled() -> dict[str, dict[str, Any]]:
+    filled: dict[str, dict[str, Any]] = {}
+    for name, table in _TABLES.items():
+        own = {key: value for key, value in table.items() if key not in ("like", "aliases", "driver")}
+        filled[name] = filled.get(table.get("like", ""), {}) | own
+    return filled
+
+
+GPUS: Mapping[str, Mapping[str, Any]] = _filled()
+"""The fields of ``crius.tools.plan.hardware.Hardware`` of each entry, by its name. An entry without ``memory_bytes``
+has its peak alone: its links or its memory are not known."""
+ALIASES = {alias: name for name, table in _TABLES.items() for alias in table.get("aliases", ())}
+_DRIVEN = [(name, table) for name, table in _TABLES.items() if "driver" in table]
+
+
+def find_gpu(device: str) -> str | None:
+    """Name of the entry of a GPU that its driver calls ``device``; the longest match counts. None: it is not known."""
+    found = [(re.search(rf"\b(?:{table['driver']})\b", device), name) for name, table in _DRIVEN]
+    return max(((len(match[0]), name) for match, name in found if match), default=(0, None), key=lambda one: one[0])[1]
