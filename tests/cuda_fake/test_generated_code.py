@@ -21,7 +21,9 @@ BLOCK = (
     f"--compile.enable --model.flavor 8b --model.num_layers 1 --model.vocab_size 16032 --training.seq_len {TOKENS} "
     "--training.global_batch_size 1"
 ).split()
-_CALL = re.compile(r"extern_kernels\.(mm)\(|torch\.ops\.aten\.(\w+)\.\w+\(|torch\.ops\._c10d_functional\.(\w+)\.")
+_CALL = re.compile(
+    r"extern_kernels\.(mm)\(|torch\.ops\.(?:aten|torch_attn)\.(\w+)\.\w+\(|torch\.ops\._c10d_functional\.(\w+)\."
+)
 _ATTENTION = "_scaled_dot_product_cudnn_attention"
 
 
@@ -57,6 +59,18 @@ def test_tensor_parallelism_gathers_and_scatters_twice_in_each_direction(fake_gp
     for code in generated(fake_gpu, "--parallelism.tensor_parallel_degree", "2"):
         found = calls(code)
         assert (found["all_gather_into_tensor"], found["reduce_scatter_tensor"], found["wait_tensor"]) == (2, 2, 4)
+
+
+@pytest.mark.parametrize(("recompute", "repeated"), [("none", 0), ("selective", 3)])
+def test_a_document_mask_is_attention_by_ends_and_no_matrix_of_all_pairs(recompute, repeated, fake_gpu):
+    """As many kernels as without a mask, in one graph forward and one backward for all steps."""
+    flags = ("--model.attention_mask", "document", "--activation_checkpoint.mode", recompute)
+    codes = generated(fake_gpu, *flags)
+    forward, backward = map(calls, codes)
+    assert (forward["mm"], forward["_varlen_attn"], backward["mm"]) == (7, 1, 14 + repeated)
+    assert (backward["_varlen_attn_backward"], backward["_varlen_attn"]) == (1, 0)
+    assert forward["triton"] <= 6 and (backward["triton"] <= 8 or repeated)
+    assert not [code for code in codes if f"{TOKENS}, {TOKENS})" in code or "efficient_attention" in code]
 
 
 def test_flex_attention_makes_no_matrix_of_all_pairs_of_tokens(fake_gpu):
