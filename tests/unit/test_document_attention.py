@@ -2,15 +2,13 @@
 
 import random
 from collections import Counter
-from itertools import pairwise
 
 import pytest
 import torch
 from harness import parse
 from torch import Tensor
-from torch.nn import functional as F
-from torch.nn.attention import varlen
 from torch.nn.attention.flex_attention import BlockMask
+from varlen_cpu import register, seen
 
 from crius.data.loader import IGNORE_INDEX, Batch
 from crius.kernels import attention
@@ -41,41 +39,10 @@ def batch_of(positions, most=T):
     return Batch(tokens, tokens.roll(-1, 1), positions, tuple(range(len(positions)))).with_ends(most)
 
 
-def plain_attention(q, k, v, ends, scale):
-    """Each document alone, in the order of the batch: the definition of ``varlen_attn`` with a causal window."""
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    parts = []
-    for start, stop in pairwise(ends.tolist()):
-        rows = [x[start:stop].transpose(0, 1)[None] for x in (q, k, v)]
-        parts.append(F.scaled_dot_product_attention(*rows, is_causal=True, scale=scale)[0].transpose(0, 1))
-    return torch.cat(parts)
-
-
-def forward(q, k, v, ends, ends_k, max_q, max_k, is_causal=False, scale=None, window=None, *_):
-    assert is_causal and torch.equal(ends, ends_k) and ends.dtype == torch.int32 and ends[-1] == len(q)
-    assert max_q == max_k >= int(ends.diff().max())
-    lse = torch.zeros(q.shape[1], len(q))
-    return plain_attention(q, k, v, ends, scale), lse, torch.zeros(2, dtype=torch.uint64)
-
-
-def backward(grad, q, k, v, out, lse, ends, ends_k, max_q, max_k, is_causal, rng, scale=None, window=None):
-    """By hand, for the operator is called below autograd: the gradient of a softmax, one matrix for all documents."""
-    scale, ratio = scale or q.shape[-1] ** -0.5, q.shape[1] // k.shape[1]
-    q, k, v, grad = (x.transpose(0, 1) for x in (q, k, v, grad))
-    k, v = (x.repeat_interleave(ratio, dim=0) for x in (k, v))
-    scores = (scale * q @ k.mT).masked_fill(~seen(ends), -torch.inf)
-    shares, towards = scores.softmax(-1), grad @ v.mT
-    slope = scale * shares * (towards - (towards * shares).sum(-1, keepdim=True))
-    own = [slope.mT @ q, shares.mT @ grad]
-    summed = [x.unflatten(0, (-1, ratio)).sum(1) for x in own]
-    return tuple(x.transpose(0, 1).contiguous() for x in (slope @ k, *summed))
-
-
 @pytest.fixture(autouse=True, scope="module")
 def a_kernel_on_the_cpu():
     """torch's operator, for a GPU, with the definition in the place of the kernel."""
-    varlen._varlen_attn.register_kernel("cpu")(forward)
-    varlen._varlen_attn_backward.register_kernel("cpu")(backward)
+    register()
 
 
 def output_and_gradients(mask, heads=(4, 2), positions=(B, T)):
@@ -84,12 +51,6 @@ def output_and_gradients(mask, heads=(4, 2), positions=(B, T)):
     inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
     output = masked_attention(*inputs, mask)
     return [output, *torch.autograd.grad(output, inputs, torch.randn(output.shape))]
-
-
-def seen(ends):
-    """What ``ends`` say of the rows as one sequence: bool ``(B * T, B * T)``."""
-    owner = torch.bucketize(torch.arange(int(ends[-1])), ends[1:], right=True)
-    return (owner[:, None] == owner) & torch.ones(len(owner), len(owner)).bool().tril()
 
 
 @pytest.mark.parametrize("seed", range(20))
