@@ -7,7 +7,7 @@ import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -89,9 +89,8 @@ def _attention_by_document(q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, ends:
         k_BKTH, v_BKTH = _repeated(q_BNTH, k_BKTH, v_BKTH)
     batch, _, tokens, _ = q_BNTH.shape
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_BNTH, k_BKTH, v_BKTH))
-    y: Any = varlen_attn(q, k, v, ends, ends, tokens, tokens, window_size=(-1, 0), **_SHARES_HEADS)
-    y_BNTH: Tensor = y.unflatten(0, (batch, tokens)).transpose(1, 2)
-    return y_BNTH
+    y = cast(Tensor, varlen_attn(q, k, v, ends, ends, tokens, tokens, window_size=(-1, 0), **_SHARES_HEADS))
+    return y.unflatten(0, (batch, tokens)).transpose(1, 2)
 
 
 def _repeated(q_BNTH: Tensor, *shared: Tensor) -> list[Tensor]:

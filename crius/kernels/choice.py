@@ -5,9 +5,9 @@ same bits.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
+from importlib import import_module
 from typing import Literal
 
 import torch
@@ -221,7 +221,7 @@ def _flash(asked: str, capability: tuple[int, int] | None, is_main: bool) -> tup
     if not name:
         return 2, ""
     version, generations, package, get = _FLASH[name]
-    missing = "" if _is_installed(package) or not capability else f"{package} is not installed ({get})"
+    missing = "" if not capability or _is_installed(package) else f"{package} cannot be imported ({get})"
     if capability and capability[0] not in generations:
         missing = f"it is for compute capability {' and '.join(f'{major}.0' for major in generations)}"
     if missing and asked != "auto":
@@ -230,9 +230,11 @@ def _flash(asked: str, capability: tuple[int, int] | None, is_main: bool) -> tup
 
 
 def _is_installed(package: str) -> bool:
-    with suppress(ModuleNotFoundError):  # of the package that it is in
-        return find_spec(package) is not None
-    return False
+    try:
+        import_module(package)
+    except (ImportError, OSError):  # also: built for another torch
+        return False
+    return True
 
 
 def activate_flash() -> None:

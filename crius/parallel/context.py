@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from crius.errors import LayoutError, PlanError
-from crius.kernels.attention import Mask, causal_attention, masked_attention
+from crius.kernels.attention import Mask, causal_attention, masked_attention, masks_made
 from crius.models.layers import CausalAttention, DocumentMask
 from crius.parallel.runtime import all_gather, all_to_all
 
@@ -213,6 +213,7 @@ class GatheredDocumentMask(_OfShard, DocumentMask):
 
     def forward(self, positions_BL: Tensor, ends_BM: Tensor | None = None) -> Tensor:
         """Bool ``(B, 1, L, T)``: queries in this rank's order, keys in natural order."""
+        masks_made["sdpa"] += 1
         documents_BT = (self._shard.gather(positions_BL) == 0).cumsum(dim=-1)
         tokens_T = torch.arange(documents_BT.shape[1], device=positions_BL.device)
         same = self._shard.slice(documents_BT)[:, :, None] == documents_BT[:, None, :]

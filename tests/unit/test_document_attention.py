@@ -8,14 +8,16 @@ import torch
 from harness import parse
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
+from torch.utils._python_dispatch import TorchDispatchMode
 from varlen_cpu import register, seen
 
 from crius.data.loader import IGNORE_INDEX, Batch
 from crius.kernels import attention
-from crius.kernels.attention import document_mask, masked_attention
+from crius.kernels.attention import causal_attention, document_mask, masked_attention
 from crius.kernels.choice import Choice, applied
 from crius.models import registry
 from crius.models.llama3 import SPEC
+from crius.tools.dry_run.recorder import flops
 from crius.train.setup import most_documents
 
 VARLEN = Choice(attention=("varlen",))
@@ -49,7 +51,7 @@ def output_and_gradients(mask, heads=(4, 2), positions=(B, T)):
     torch.manual_seed(0)
     shapes = [(positions[0], n, positions[1], 8) for n in (heads[0], heads[1], heads[1])]
     inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
-    output = masked_attention(*inputs, mask)
+    output = causal_attention(*inputs) if mask is None else masked_attention(*inputs, mask)
     return [output, *torch.autograd.grad(output, inputs, torch.randn(output.shape))]
 
 
@@ -75,6 +77,26 @@ def test_attention_by_ends_and_its_gradients_are_those_of_the_dense_mask(seed, s
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)  # float32: another order of sums
     other = output_and_gradients(document_mask(torch.arange(T).repeat(B, 1)))
     assert not torch.allclose(other[0], want[0], atol=1e-3)
+
+
+class Flops(TorchDispatchMode):
+    """FLOPs of what runs inside, as the dry run counts them."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.total += flops(func, args, kwargs or {}, result)
+        return result
+
+
+def test_a_dry_run_counts_documents_as_whole_sequences():
+    batch = batch_of(documents(1))
+    with Flops() as by_ends:
+        output_and_gradients(document_mask(batch.positions_BT, batch.ends_BM))
+    with Flops() as causal:
+        output_and_gradients(None)
+    assert by_ends.total == causal.total > 0
 
 
 def test_a_model_trains_the_same_by_ends():

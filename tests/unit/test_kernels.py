@@ -379,7 +379,7 @@ SPLIT, MASK = {"is_split": True}, {"has_mask": True}
         ("auto", HOPPER | SPLIT, "flash_attn_interface", 3, "cuDNN missing"),
         ("auto", HOPPER | MASK, "flash_attn_interface", 3, "auto: document mask"),
         ("auto", BLACKWELL | MASK, "flash_attn.cute", 4, "auto: document mask"),
-        ("auto", HOPPER | MASK, "", 2, "FlashAttention 2: flash_attn_interface is not installed (build hopper"),
+        ("auto", HOPPER | MASK, "", 2, "FlashAttention 2: flash_attn_interface cannot be imported (build hopper"),
         ("auto", HOPPER, "flash_attn_interface", 2, "cuDNN missing"),
         ("auto", HOPPER | MASK | SPLIT | {"no_varlen": "split"}, "flash_attn_interface", 2, "not varlen: split"),
         ("auto", DATA_CENTRE_AMPERE | SPLIT, "flash_attn_interface", 2, "GPU before Hopper"),
@@ -401,8 +401,8 @@ def test_later_versions_of_flash_attention_run_where_they_are_installed(
 @pytest.mark.parametrize(
     ("asked", "known", "installed", "why"),
     [
-        ("flash3", HOPPER, "", "flash_attn_interface is not installed (build hopper"),
-        ("flash4", BLACKWELL, "", "flash_attn.cute is not installed (pip install flash-attn-4)"),
+        ("flash3", HOPPER, "", "flash_attn_interface cannot be imported (build hopper"),
+        ("flash4", BLACKWELL, "", "flash_attn.cute cannot be imported (pip install flash-attn-4)"),
         ("flash3", BLACKWELL, "flash_attn_interface", "it is for compute capability 9.0"),
         ("flash4", DATA_CENTRE_AMPERE, "flash_attn.cute", "it is for compute capability 9.0 and 10.0"),
     ],
@@ -414,8 +414,11 @@ def test_a_version_of_flash_attention_that_cannot_run_is_refused(asked, known, i
     assert why in str(found.value) and asked in str(found.value)
 
 
-def test_a_package_in_a_package_that_is_missing_is_not_installed():
-    assert choice._is_installed("torch.nn") and not choice._is_installed("no_such_package.cute")
+def test_a_package_that_is_missing_or_built_for_another_torch_is_not_installed(tmp_path, monkeypatch):
+    (tmp_path / "broken_flash.py").write_text("raise ImportError('undefined symbol: aoti_torch')")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = [choice._is_installed(name) for name in ("torch.nn", "no_such_package.cute", "broken_flash")]
+    assert found == [True, False, False]
 
 
 @pytest.mark.parametrize(("version", "want"), [(2, []), (3, ["FA3"])])
