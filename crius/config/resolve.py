@@ -54,6 +54,27 @@ def with_dtype(config: RunConfig, *, on_gpu: bool) -> RunConfig:
     return replace(config, training=replace(config.training, mixed_precision_param=auto_dtype(on_gpu=on_gpu)[0]))
 
 
+def varlen_obstacle(config: RunConfig, model: Any) -> str:
+    """Why a run on a GPU cannot attend by the ends of documents; empty where it can.
+
+    Args:
+        config: the run.
+        model: its ``crius.models.description.ModelDescription``; None where there is no such model.
+    """
+    if config.parallelism.context_parallel_degree > 1:
+        return "context parallelism makes masks of its own"
+    if config.training.mixed_precision_param == "float32":
+        return "it takes 16-bit numbers only"
+    widths = {(a.head_dim, a.value_dim) for a in (layer.attention for _, layer in (model.layers if model else ()))}
+    odd = [pair for pair in sorted(widths) if pair[0] != pair[1] or pair[0] % 8 or pair[0] > MOST_HEAD_DIM]
+    if odd:
+        return f"its head dims are multiples of 8 up to {MOST_HEAD_DIM}, the model's are {odd[0][0]} and {odd[0][1]}"
+    return ""
+
+
+MOST_HEAD_DIM = 256
+"""That FlashAttention takes."""
+
 MOST_TOKENS = 512
 """The longest sequences for which ``auto`` keeps them: half of ``seq_len`` numbers for each token and head."""
 

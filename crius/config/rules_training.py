@@ -5,7 +5,7 @@ import shlex
 from crius.config.facts import Facts, Rule, Violations, without_effect
 from crius.config.operation import CheckpointConfig
 from crius.config.param_groups import EXAMPLE, KEYS, GroupSpec, fits, group_of, nearest, parse_group
-from crius.config.resolve import compares_bits, obstacle
+from crius.config.resolve import compares_bits, obstacle, varlen_obstacle
 from crius.config.toml_file import flatten
 from crius.errors import ConfigError, LayoutError
 
@@ -142,7 +142,8 @@ STABILITY_RULES: tuple[Rule, ...] = (stability_flags_have_effect,)
 
 
 _LINEAR, _POINTWISE, _ATTENTION = "kernels.linear", "kernels.pointwise", "kernels.attention"
-_HALF_ONLY = ("cudnn", "flash")  # on a GPU: bfloat16 and float16
+_FLASH_VERSIONS = ("flash3", "flash4")
+_HALF_ONLY = ("cudnn", "flash", "varlen", *_FLASH_VERSIONS)  # on a GPU: bfloat16 and float16
 
 
 def _is_on_gpu(facts: Facts) -> bool:
@@ -180,13 +181,15 @@ def attention_backend_runs(facts: Facts) -> Violations:
         why, fix = "on a GPU it takes 16-bit numbers only", f"--training.mixed_precision_param bfloat16, or {fix}"
     elif asked == "cudnn" and config.debug.deterministic:
         why, fix = "its backward pass is not deterministic, as debug.deterministic wants it", f"--{_ATTENTION} flash"
-    elif asked in _HALF_ONLY and has_mask:
+    elif asked in ("cudnn", "flash") and has_mask:
         # pytorch/pytorch#196678
         why = "it takes no mask" if asked == "flash" else "its gradient of masked attention is NaN at some lengths"
-        fix = f"--{_ATTENTION} flex or efficient"
-    elif asked == "flex" and not has_mask:
+        fix = f"--{_ATTENTION} varlen, flex or efficient"
+    elif asked in ("flex", "varlen") and not has_mask:
         why, fix = "it is for the document mask", f"{fix}, or --model.attention_mask document"
-    elif asked != "auto" and config.parallelism.context_parallel_degree > 1:
+    elif asked in ("varlen", *_FLASH_VERSIONS) and has_mask:
+        why = varlen_obstacle(config, facts.model)
+    elif asked not in ("auto", *_FLASH_VERSIONS) and config.parallelism.context_parallel_degree > 1:
         why = "context parallelism makes masks of its own, and takes the backends that have them"
     if why:
         yield ConfigError(f"{_ATTENTION} {asked} does not run here.", where=facts.flag(_ATTENTION), why=why, fix=fix)

@@ -200,11 +200,15 @@ class KernelsConfig:
     """RMSNorm, rotary positions and SwiGLU. torch: as PyTorch differentiates them. fused: with hand-written backwards
     that read and keep less; compiled blocks fuse them in their own way. auto: fused on a CPU, else torch."""
 
-    attention: Literal["auto", "cudnn", "flash", "efficient", "math", "flex", "blocked"] = "auto"
-    """Backend of scaled dot-product attention. flex is for the document mask on a GPU. blocked is for a CPU, float32
-    and sequences of a multiple of 32 tokens: it keeps the probabilities, seq_len / 2 numbers for each token and head.
-    auto: the first of those that the device, dtype and mask allow that was measured to be the fastest; blocked on AMD
-    CPUs with AVX-512, up to 512 tokens."""
+    attention: Literal[
+        "auto", "cudnn", "flash", "flash3", "flash4", "efficient", "math", "varlen", "flex", "blocked"
+    ] = "auto"
+    """Backend of scaled dot-product attention. varlen and flex are for the document mask on a GPU: varlen takes each
+    document as a sequence, flex blocks of 128 x 128 pairs. flash3 and flash4 are later versions of FlashAttention, from
+    packages of their own; with the document mask they are varlen's. blocked is for a CPU, float32 and sequences of a
+    multiple of 32 tokens: it keeps the probabilities, seq_len / 2 numbers for each token and head. auto: the first of
+    those that the device, dtype and mask allow that was measured to be the fastest; blocked on AMD CPUs with AVX-512,
+    up to 512 tokens; with the document mask varlen, and flex for a batch with more than a document in 64 tokens."""
 
     linear_cross_entropy: Literal["auto", "off", "chunked"] = "auto"
     """chunked: output layer and loss together, loss_chunk_tokens at a time, so that the logits of all tokens never

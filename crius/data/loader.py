@@ -9,6 +9,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from queue import SimpleQueue
 from threading import Semaphore, Thread
 from typing import Any, NamedTuple, TypedDict
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple, TypedDict
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from crius.data.source import HeldOut, Rows, TokenSource
 from crius.errors import ConfigError, DataError
@@ -30,12 +32,15 @@ class Batch:
 
     ``labels_BT[b, t]`` is the token after ``tokens_BT[b, t]``, or ``IGNORE_INDEX``. ``positions_BT`` counts from 0 at
     the start of each document and of each sequence. ``sample_ids[b]`` names row b in its source; -1 is padding.
+    ``ends_BM[b]``, int32, says where the documents of row b end, ascending; the length of the row fills it up, to as
+    many numbers as the next power of two from the most documents of a row. None where attention does not go by it.
     """
 
     tokens_BT: Tensor
     labels_BT: Tensor
     positions_BT: Tensor
     sample_ids: tuple[int, ...]
+    ends_BM: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.sample_ids)
@@ -50,7 +55,7 @@ class Batch:
             raise ValueError(f"microbatches of {size} rows do not divide a batch of {len(self)} rows")
         for start in range(0, len(self), size):
             rows = slice(start, start + size)
-            yield Batch(self.tokens_BT[rows], self.labels_BT[rows], self.positions_BT[rows], self.sample_ids[rows])
+            yield replace(self.map(itemgetter(rows)), sample_ids=self.sample_ids[rows])
 
     def grouped(self, num_groups: int) -> "Batch":
         """The rows with ``sample_id % num_groups`` 0 first, then 1, and so on; within a group as they were."""
@@ -69,11 +74,27 @@ class Batch:
     def counted(self) -> "Batch":
         """Positions that count from the start of each sequence, whatever documents it holds."""
         positions = torch.arange(self.tokens_BT.shape[1], device=self.tokens_BT.device).expand_as(self.tokens_BT)
-        return Batch(self.tokens_BT, self.labels_BT, positions, self.sample_ids)
+        return replace(self, positions_BT=positions, ends_BM=None)
+
+    def with_ends(self, most: int) -> "Batch":
+        """This batch, on the host, with ``ends_BM``; without it where a row has more than ``most`` documents."""
+        length = self.tokens_BT.shape[1]
+        places = torch.arange(length, dtype=torch.int32)
+        starts = torch.where((self.positions_BT == 0) & (places > 0), places, length).sort(dim=1).values
+        count = 1 + int((starts < length).sum(dim=1).max())
+        width = 1 << (count - 1).bit_length()
+        ends = F.pad(starts[:, :width], (0, max(0, width - length)), value=length)
+        return replace(self, ends_BM=ends if count <= most else None)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
-        """``function`` of each tensor, such as a slice of its tokens."""
-        return Batch(function(self.tokens_BT), function(self.labels_BT), function(self.positions_BT), self.sample_ids)
+        """``function`` of each tensor, such as a slice of its rows."""
+        ends = None if self.ends_BM is None else function(self.ends_BM)
+        return replace(self.map_tokens(function), ends_BM=ends)
+
+    def map_tokens(self, function: Callable[[Tensor], Tensor]) -> "Batch":
+        """``function`` of each tensor that has a number for each token, such as a slice of its tokens."""
+        tokens, labels, positions = map(function, (self.tokens_BT, self.labels_BT, self.positions_BT))
+        return Batch(tokens, labels, positions, self.sample_ids, self.ends_BM)
 
 
 class LoaderState(TypedDict):
@@ -104,6 +125,7 @@ class BatchLoader:
         prefetch: batches prepared ahead by a thread; 0 prepares each one when it is asked for.
         start_step: steps that are done already. A stream has to be resumed by ``load_state_dict`` instead.
         pin_memory: hand out batches in page-locked memory, which copies to a GPU without the host waiting.
+        most_documents: of a row, for a batch to say where its documents end; 0: none does.
 
     Raises:
         ConfigError: the ranks do not divide the batch or the shards.
@@ -119,6 +141,7 @@ class BatchLoader:
         prefetch: int,
         start_step: int = 0,
         pin_memory: bool = False,
+        most_documents: int = 0,
     ) -> None:
         assert 0 <= rank < num_ranks
         _check_divides("training.global_batch_size", global_batch_size, num_ranks)
@@ -127,7 +150,7 @@ class BatchLoader:
         self.step = start_step
         """Steps whose batch was handed out."""
         self._shards = range(rank, source.num_shards, num_ranks)
-        self._prefetch, self._pin_memory = prefetch, pin_memory
+        self._prefetch, self._pin_memory, self._most_documents = prefetch, pin_memory, most_documents
         self._next_sample = start_step * global_batch_size
         self._cursors = source.cursors(self._shards)
         self._prefetcher: _Prefetcher | None = None
@@ -209,7 +232,7 @@ class BatchLoader:
         def prepare() -> _Prepared:
             nonlocal next_sample
             ids = range(next_sample + (self.rank - next_sample) % self.num_ranks, next_sample + self.global_batch_size)
-            batch = _batch(self.source.read(ids[:: self.num_ranks]), ids[:: self.num_ranks])
+            batch = _batch(self.source.read(ids[:: self.num_ranks]), ids[:: self.num_ranks], self._most_documents)
             next_sample += self.global_batch_size
             return _Prepared(batch.pin_memory() if self._pin_memory else batch, self.source.cursors(self._shards))
 
@@ -258,7 +281,7 @@ class _Prefetcher:
 
 
 def validation_batches(
-    source: HeldOut, *, num_samples: int, batch_size: int, rank: int, num_ranks: int
+    source: HeldOut, *, num_samples: int, batch_size: int, rank: int, num_ranks: int, most_documents: int = 0
 ) -> Iterator[Batch]:
     """One rank's share of the sequences that are scored: the same ones every time and under every layout.
 
@@ -270,27 +293,29 @@ def validation_batches(
         num_samples: sequences to score, at most those there are.
         batch_size: rows of each batch of this rank.
         rank, num_ranks: which data-parallel rank this is, of how many.
+        most_documents: as for ``BatchLoader``.
     """
     count = min(num_samples, source.num_samples)
     ids = [number * source.num_samples // count for number in range(count)]
     mine = ids[rank::num_ranks]
     for start in range(0, math.ceil(count / num_ranks), batch_size):
-        yield _padded(source, mine[start : start + batch_size], batch_size)
+        yield _padded(source, mine[start : start + batch_size], batch_size, most_documents)
 
 
-def _batch(rows: Rows, sample_ids: Sequence[int]) -> Batch:
+def _batch(rows: Rows, sample_ids: Sequence[int], most_documents: int) -> Batch:
     tokens, labels, positions = map(torch.from_numpy, rows)
-    return Batch(tokens, labels, positions, tuple(sample_ids))
+    batch = Batch(tokens, labels, positions, tuple(sample_ids))
+    return batch.with_ends(most_documents) if most_documents else batch
 
 
-def _padded(source: HeldOut, sample_ids: list[int], batch_size: int) -> Batch:
+def _padded(source: HeldOut, sample_ids: list[int], batch_size: int, most_documents: int) -> Batch:
     shape = (batch_size, source.seq_len)
     labels = np.full(shape, IGNORE_INDEX, dtype=np.int64)
     rows = Rows(np.zeros(shape, dtype=np.int64), labels, np.tile(np.arange(source.seq_len), (batch_size, 1)))
     if sample_ids:
         for array, part in zip(rows, source.read(sample_ids), strict=True):
             array[: len(sample_ids)] = part
-    return _batch(rows, (*sample_ids, *[-1] * (batch_size - len(sample_ids))))
+    return _batch(rows, (*sample_ids, *[-1] * (batch_size - len(sample_ids))), most_documents)
 
 
 def _check_divides(name: str, value: int, num_ranks: int) -> None:

@@ -4,20 +4,37 @@ B batch, T tokens, N query heads, K key/value heads, H head dim
 """
 
 import functools
+import inspect
+from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.varlen import varlen_attn
 
 from crius.kernels import choice
 from crius.kernels.cpu import blocked_attention
 
-Mask = Tensor | BlockMask
-"""What a query may see: bool ``(B, 1, queries, keys)``, or the blocks of it for flex."""
+
+class Documents(NamedTuple):
+    """Documents of a batch, whose rows follow each other as one sequence.
+
+    Attributes:
+        ends: where they end, from the start of the batch, int32 with a leading 0; the same number again is no document.
+    """
+
+    ends: Tensor
+
+
+Mask = Tensor | BlockMask | Documents
+"""What a query may see: bool ``(B, 1, queries, keys)``, the blocks of it for flex, or where documents end."""
+
+masks_made: Counter[str] = Counter()
+"""Document masks that this process made, by the kernel that takes them."""
 
 _BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -36,10 +53,11 @@ def causal_attention(q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor) -> Tensor:
     if "blocked" in order and blocked_attention.when(q_BNTH, k_BKTH, v_BKTH):
         return blocked_attention.blocked_attention(q_BNTH, k_BKTH, v_BKTH)
     backends = [_BACKENDS[name] for name in order if name in _BACKENDS]
+    is_wide_on_gpu = q_BNTH.is_cuda and q_BNTH.itemsize > 2 and backends != [SDPBackend.MATH]
+    if is_wide_on_gpu or backends == [SDPBackend.EFFICIENT_ATTENTION]:  # the one kernel, and it shares no heads
+        k_BKTH, v_BKTH = _repeated(q_BNTH, k_BKTH, v_BKTH)
     if not backends:
         return F.scaled_dot_product_attention(q_BNTH, k_BKTH, v_BKTH, is_causal=True, enable_gqa=True)
-    if backends == [SDPBackend.EFFICIENT_ATTENTION]:  # which takes no shared key/value heads
-        k_BKTH, v_BKTH = _repeated(q_BNTH, k_BKTH, v_BKTH)
     with sdpa_kernel(backends, set_priority=True):
         return F.scaled_dot_product_attention(q_BNTH, k_BKTH, v_BKTH, is_causal=True, enable_gqa=True)
 
@@ -50,6 +68,8 @@ def masked_attention(q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, mask: Mask)
         attend = _compiled(flex_attention, q_BNTH.device.type)
         y: Tensor = attend(q_BNTH, k_BKTH, v_BKTH, block_mask=mask, enable_gqa=True)
         return y
+    if isinstance(mask, Documents):
+        return _attention_by_document(q_BNTH, k_BKTH, v_BKTH, mask.ends)
     if q_BNTH.is_cuda:  # no other fused kernel takes both a mask and shared key/value heads
         k_BKTH, v_BKTH = _repeated(q_BNTH, k_BKTH, v_BKTH)
     chosen = [_BACKENDS[name] for name in choice.current().attention if name in _BACKENDS]
@@ -57,19 +77,50 @@ def masked_attention(q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, mask: Mask)
         return F.scaled_dot_product_attention(q_BNTH, k_BKTH, v_BKTH, attn_mask=mask, enable_gqa=True)
 
 
+_SHARES_HEADS: dict[str, Any] = (
+    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+)
+"""From torch 2.12 on."""
+
+
+def _attention_by_document(q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, ends: Tensor) -> Tensor:
+    """Each document is a sequence of its own, of at most T tokens: which is the longest the host does not know."""
+    if not _SHARES_HEADS:
+        k_BKTH, v_BKTH = _repeated(q_BNTH, k_BKTH, v_BKTH)
+    batch, _, tokens, _ = q_BNTH.shape
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_BNTH, k_BKTH, v_BKTH))
+    y = cast(Tensor, varlen_attn(q, k, v, ends, ends, tokens, tokens, window_size=(-1, 0), **_SHARES_HEADS))
+    return y.unflatten(0, (batch, tokens)).transpose(1, 2)
+
+
 def _repeated(q_BNTH: Tensor, *shared: Tensor) -> list[Tensor]:
     """Key/value heads, one for each query head."""
-    return [x.repeat_interleave(q_BNTH.shape[1] // x.shape[1], dim=1) for x in shared]
+    ratios = [q_BNTH.shape[1] // x.shape[1] for x in shared]
+    return [x if ratio == 1 else x.repeat_interleave(ratio, dim=1) for x, ratio in zip(shared, ratios, strict=True)]
 
 
-def document_mask(positions_BT: Tensor) -> Mask:
+def document_mask(positions_BT: Tensor, ends_BM: Tensor | None = None) -> Mask:
     """Where a token may attend: earlier tokens of its own document. A document starts where a position is 0.
 
+    Args:
+        positions_BT: position of each token.
+        ends_BM: where the documents of each row end, as ``crius.data.loader.Batch`` has it; None where it has none.
+
     Returns:
-        Bool ``(B, 1, T, T)``, queries before keys; for flex the blocks of 128 of it that are not empty.
+        The ends of all documents where ``ends_BM`` is given; else bool ``(B, 1, T, T)``, queries before keys; for flex
+        the blocks of 128 of it that are not empty.
     """
+    if ends_BM is not None:
+        masks_made["varlen"] += 1
+        batch, tokens = positions_BT.shape
+        starts = torch.arange(0, batch * tokens, tokens, dtype=ends_BM.dtype, device=ends_BM.device)
+        ends = F.pad((ends_BM + starts[:, None]).flatten(), (1, 0))
+        torch._dynamo.maybe_mark_dynamic(ends, 0)  # one graph for any number of documents
+        return Documents(ends)
     documents_BT = (positions_BT == 0).cumsum(dim=-1)
-    if choice.current().attention != ("flex",):
+    takes_flex = "flex" in choice.current().attention
+    masks_made["flex" if takes_flex else "sdpa"] += 1
+    if not takes_flex:
         same = documents_BT[:, :, None] == documents_BT[:, None, :]
         return (same & torch.ones_like(same).tril())[:, None]
 

@@ -7,18 +7,20 @@ same bits.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.attention import activate_flash_attention_impl
 
 from crius.errors import ConfigError
 from crius.host import is_wide_amd_cpu
 
 Linear = Literal["torch", "onednn"]
 Pointwise = Literal["torch", "fused"]
-Attention = Literal["cudnn", "flash", "efficient", "math", "flex", "blocked"]
+Attention = Literal["cudnn", "flash", "efficient", "math", "varlen", "flex", "blocked"]
 
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)  # no DTensor and no other subclass, whose operators mean something else
 
@@ -31,19 +33,22 @@ class Choice:
         linear: float32 linear layers on a CPU.
         pointwise: RMSNorm, rotary positions and SwiGLU on a CPU.
         attention: backends of attention, the first that takes a case; empty: PyTorch's own order.
+        flash: version of FlashAttention, which is behind ``flash`` and ``varlen`` on a GPU.
         reasons: why, by field; empty where it was asked for.
     """
 
     linear: Linear = "torch"
     pointwise: Pointwise = "torch"
     attention: tuple[Attention, ...] = ()
+    flash: int = 2
     reasons: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
         taken = {
             "linear": self.linear,
             "pointwise": self.pointwise,
-            "attention": " > ".join(self.attention) or "torch's own order",
+            "attention": (" > ".join(self.attention) or "torch's own order")
+            + f" with FlashAttention {self.flash}" * (self.flash != 2),
         }
         why = dict(self.reasons)
         return ", ".join(f"{name} {value} ({why.get(name) or 'as asked'})" for name, value in taken.items())
@@ -77,12 +82,14 @@ def applied(choice: Choice) -> Iterator[None]:
 def resolve(
     linear: Literal["auto"] | Linear,
     pointwise: Literal["auto"] | Pointwise,
-    attention: Literal["auto"] | Attention,
+    attention: Literal["auto", "flash3", "flash4"] | Attention,
     *,
     device_type: str,
     capability: tuple[int, int] | None = None,
     cudnn: int | None = None,
     has_mask: bool = False,
+    no_varlen: str = "",
+    is_split: bool = False,
     keeps_probabilities: bool = False,
 ) -> Choice:
     """What ``[kernels]`` comes to on a device.
@@ -94,7 +101,9 @@ def resolve(
         device_type: ``cpu`` or ``cuda``.
         capability: of the GPU; None where there is none at hand.
         cudnn: version of cuDNN, such as 91501; None where there is none at hand.
-        has_mask: whether attention gets a mask besides the causal one.
+        has_mask: whether attention gets the document mask.
+        no_varlen: why attention on a GPU cannot go by the ends of documents; empty where it can.
+        is_split: whether context parallelism splits sequences, whose parts cuDNN's causal attention does not take.
         keeps_probabilities: whether attention on a CPU may keep its probabilities, see ``crius.config.resolve``.
 
     Raises:
@@ -102,12 +111,18 @@ def resolve(
     """
     found_linear, why_linear = _linear(linear, device_type)
     found_pointwise, why_pointwise = _pointwise(pointwise, device_type)
-    order, why_attention = _attention(attention, device_type, (capability, cudnn), has_mask, keeps_probabilities)
+    if capability and capability < (8, 0):
+        no_varlen = no_varlen or "GPU before Ampere"
+    mask = no_varlen if has_mask else None
+    order, why_attention = _attention(attention, device_type, (capability, cudnn), mask, keeps_probabilities)
+    is_main = order[:1] == ("varlen",) or (is_split and not has_mask)
+    flash, why_flash = _flash(attention, capability, is_main)
     return Choice(
         linear=found_linear,
         pointwise=found_pointwise,
         attention=order,
-        reasons=(("linear", why_linear), ("pointwise", why_pointwise), ("attention", why_attention)),
+        flash=flash,
+        reasons=(("linear", why_linear), ("pointwise", why_pointwise), ("attention", f"{why_attention}{why_flash}")),
     )
 
 
@@ -142,9 +157,12 @@ def _attention(
     asked: str,
     device_type: str,
     versions: tuple[tuple[int, int] | None, int | None],
-    has_mask: bool,
+    mask: str | None,
     keeps_probabilities: bool,
 ) -> tuple[tuple[Attention, ...], str]:
+    """The order of backends, and why. ``mask`` says why not by the ends of documents; None: there is no mask."""
+    if asked in _FLASH and device_type != "cpu":
+        return ("flash",) if mask is None else ("varlen",), ""
     if asked != "auto":
         if device_type == "cpu" and asked not in ("flash", "math", "blocked"):
             raise _impossible("attention", asked, "a CPU has flash, math and blocked", "auto")
@@ -155,9 +173,11 @@ def _attention(
         if keeps_probabilities:
             return ("blocked",), "auto: AMD CPU with AVX-512, short sequences"
         return (), "auto: CPU"
-    if has_mask:
-        return ("flash", "efficient", "math"), "auto: mask"
-    return _on_gpu(*versions)
+    if mask is None:
+        return _on_gpu(*versions)
+    if mask:
+        return ("flash", "efficient", "math"), f"auto: document mask, not varlen: {mask}"
+    return ("varlen", "flex"), "auto: document mask"
 
 
 CUDNN_GENERATIONS = (9, 10)
@@ -176,6 +196,51 @@ def _on_gpu(capability: tuple[int, int] | None, cudnn: int | None) -> tuple[tupl
     if capability[0] in CUDNN_GENERATIONS and (cudnn or 0) > CUDNN_ABOVE:
         return ("cudnn", "flash", "efficient", "math"), here
     return (), here
+
+
+_FLASH = {
+    "flash3": (3, (9,), "flash_attn_interface", "build hopper of https://github.com/Dao-AILab/flash-attention"),
+    "flash4": (4, (9, 10), "flash_attn.cute", "pip install flash-attn-4"),
+}
+"""Version, major compute capabilities, package, and how to get it."""
+
+
+def _flash(asked: str, capability: tuple[int, int] | None, is_main: bool) -> tuple[int, str]:
+    """The version of FlashAttention, and what to add to the reason.
+
+    Args:
+        asked: as in ``[kernels]``.
+        capability: of the GPU; None where there is none at hand.
+        is_main: whether FlashAttention has most of the work.
+
+    Raises:
+        ConfigError: a version is asked for by name that does not run here.
+    """
+    newest = {9: "flash3", 10: "flash4"}.get(capability[0], "") if capability else ""
+    name = asked if asked in _FLASH else newest if is_main and asked == "auto" else ""
+    if not name:
+        return 2, ""
+    version, generations, package, get = _FLASH[name]
+    missing = "" if not capability or _is_installed(package) else f"{package} cannot be imported ({get})"
+    if capability and capability[0] not in generations:
+        missing = f"it is for compute capability {' and '.join(f'{major}.0' for major in generations)}"
+    if missing and asked != "auto":
+        raise _impossible("attention", asked, missing, "auto")
+    return (2, f"; FlashAttention 2: {missing}") if missing else (version, "")
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        import_module(package)
+    except (ImportError, OSError):  # also: built for another torch
+        return False
+    return True
+
+
+def activate_flash() -> None:
+    """Have torch call the version of FlashAttention that this process chose; before the first step."""
+    if _current.flash != 2:
+        activate_flash_attention_impl(f"FA{_current.flash}")
 
 
 def _missing_onednn(device_type: str) -> str:

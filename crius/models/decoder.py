@@ -95,7 +95,13 @@ class Decoder(nn.Module):
         if config.attention_mask == "document":
             self.document_mask = DocumentMask()
 
-    def forward(self, tokens_BT: Tensor, positions_BT: Tensor | None = None, labels_BT: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        positions_BT: Tensor | None = None,
+        labels_BT: Tensor | None = None,
+        ends_BM: Tensor | None = None,
+    ) -> Tensor:
         """Logits ``(B, T, V)``; with labels the sum of the token losses in nats, a float64 scalar.
 
         Args:
@@ -103,10 +109,11 @@ class Decoder(nn.Module):
             positions_BT: position of each token, which turns the rotary angles; None counts from the start of the
                 sequence. Under the ``document`` attention mask a 0 starts a document.
             labels_BT: what to predict from each token; ``IGNORE_INDEX`` where nothing is.
+            ends_BM: where the documents of each row end; None: they are found by ``positions_BT``.
         """
         if positions_BT is None:
             positions_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)[None]
-        mask = self.document_mask(positions_BT) if self.config.attention_mask == "document" else None
+        mask = self.document_mask(positions_BT, ends_BM) if self.config.attention_mask == "document" else None
         rope = rotary_cos_sin(positions_BT, self.frequencies(positions_BT.device))
         h_BTD = self.tok_embeddings(tokens_BT)
         for layer in self.layers.values():

@@ -91,16 +91,16 @@ def rotary_cos_sin(positions_BT: Tensor, frequencies: Tensor) -> tuple[Tensor, T
 class DocumentMask(nn.Module):
     """Where a token may attend. A module of its own, so that another can take its place."""
 
-    def forward(self, positions_BT: Tensor) -> Mask:
-        """Mask of the tokens at ``positions_BT``: bool ``(B, 1, T, T)``, queries before keys, or its blocks."""
-        return document_mask(positions_BT)
+    def forward(self, positions_BT: Tensor, ends_BM: Tensor | None = None) -> Mask:
+        """Mask of the tokens at ``positions_BT``, of documents that end at ``ends_BM``: see ``document_mask``."""
+        return document_mask(positions_BT, ends_BM)
 
 
 class CausalAttention(nn.Module):
     """Scaled dot-product attention over earlier tokens. A module of its own, so that another can take its place."""
 
     def forward(self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, mask: Mask | None) -> Tensor:
-        """``(B, T, N, H)``; ``mask`` is bool ``(B, 1, T, T)`` or its blocks, or None for plain causal attention."""
+        """``(B, T, N, H)``; ``mask`` is what ``document_mask`` made, or None for plain causal attention."""
         q, k, v = (x.transpose(1, 2) for x in (q_BTNH, k_BTKH, v_BTKH))
         y = causal_attention(q, k, v) if mask is None else masked_attention(q, k, v, mask)
         return y.transpose(1, 2)

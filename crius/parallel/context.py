@@ -15,10 +15,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.attention.flex_attention import BlockMask
 
 from crius.errors import LayoutError, PlanError
-from crius.kernels.attention import Mask, causal_attention, masked_attention
+from crius.kernels.attention import Mask, causal_attention, masked_attention, masks_made
 from crius.models.layers import CausalAttention, DocumentMask
 from crius.parallel.runtime import all_gather, all_to_all
 
@@ -120,7 +119,7 @@ class GatheredAttention(_OfShard, CausalAttention):
             mask: bool ``(B, 1, L, T)``, queries in this rank's order, keys in natural order, all of them no later than
                 the query; None for plain causal attention.
         """
-        assert not isinstance(mask, BlockMask)  # GatheredDocumentMask makes none
+        assert mask is None or isinstance(mask, Tensor)  # GatheredDocumentMask makes no other
         keys_values = self._shard.gather(torch.cat((k_BLKH, v_BLKH), dim=-1))  # together: one collective
         k_BTKH, v_BTKH = keys_values.split((k_BLKH.shape[-1], v_BLKH.shape[-1]), dim=-1)
         chunks = self._shard.chunks
@@ -212,8 +211,9 @@ class HeadsAttention(_OfShard, CausalAttention):
 class GatheredDocumentMask(_OfShard, DocumentMask):
     """The mask of this rank's queries over the keys of the whole sequence."""
 
-    def forward(self, positions_BL: Tensor) -> Tensor:
+    def forward(self, positions_BL: Tensor, ends_BM: Tensor | None = None) -> Tensor:
         """Bool ``(B, 1, L, T)``: queries in this rank's order, keys in natural order."""
+        masks_made["sdpa"] += 1
         documents_BT = (self._shard.gather(positions_BL) == 0).cumsum(dim=-1)
         tokens_T = torch.arange(documents_BT.shape[1], device=positions_BL.device)
         same = self._shard.slice(documents_BT)[:, :, None] == documents_BT[:, None, :]
@@ -224,7 +224,7 @@ class GatheredDocumentMask(_OfShard, DocumentMask):
 class WholeDocumentMask(_OfShard, DocumentMask):
     """The mask of the whole sequence, the same on all its ranks."""
 
-    def forward(self, positions_BL: Tensor) -> Mask:
+    def forward(self, positions_BL: Tensor, ends_BM: Tensor | None = None) -> Mask:
         """Bool ``(B, 1, T, T)``, queries before keys."""
         return super().forward(self._shard.gather(positions_BL))
 

@@ -103,8 +103,8 @@ class Pipeline:
 
     Args:
         parts: the stages of this rank, laid out and materialised; their forward is ``part(x, positions_BT=...,
-            labels_BT=...)``, where x is token ids ``(B, T)`` on the first stage and the hidden state ``(B, T / tp, D)``
-            elsewhere. The last stage returns the sum of the token losses, a float64 scalar.
+            labels_BT=..., ends_BM=...)``, where x is token ids ``(B, T)`` on the first stage and the hidden state
+            ``(B, T / tp, D)`` elsewhere. The last stage returns the sum of the token losses, a float64 scalar.
         indices: their places in the pipeline, ascending.
         parallelism: degree and schedule.
         num_microbatches: of a training step; the schedule takes so many (``config.pipeline.microbatches_allowed``).
@@ -141,7 +141,12 @@ class Pipeline:
         return self._num_stages - 1 in self._parts
 
     def forward_backward(
-        self, tokens_BT: Tensor, positions_BT: Tensor, labels_BT: Tensor, valid_tokens: Tensor
+        self,
+        tokens_BT: Tensor,
+        positions_BT: Tensor,
+        labels_BT: Tensor,
+        valid_tokens: Tensor,
+        ends_BM: Tensor | None = None,
     ) -> Tensor:
         """Gradients of a batch, summed over its microbatches into the parts, and synchronised once.
 
@@ -152,6 +157,7 @@ class Pipeline:
             positions_BT: position of each token.
             labels_BT: label of each token.
             valid_tokens: the global count of the step, which the loss is divided by; a float64 scalar.
+            ends_BM: where the documents of each row end, if attention goes by it.
 
         Returns:
             The loss sum of each microbatch divided by ``valid_tokens``, float64 ``(num_microbatches,)``; zeros on ranks
@@ -164,6 +170,7 @@ class Pipeline:
         losses: list[Tensor] = []
         inputs = (tokens_BT,) if 0 in self._parts else ()
         batch: dict[str, Any] = {"positions_BT": positions_BT, "labels_BT": labels_BT}
+        batch |= {} if ends_BM is None else {"ends_BM": ends_BM}
         self._schedule.step(*inputs, target=labels_BT, losses=losses, return_outputs=False, **batch)
         self._tied.sum_gradients()
         if not self.has_last_stage:
@@ -171,7 +178,9 @@ class Pipeline:
         return torch.stack([loss.detach() for loss in losses])
 
     @torch.no_grad()
-    def evaluate(self, tokens_BT: Tensor, positions_BT: Tensor, labels_BT: Tensor) -> Tensor:
+    def evaluate(
+        self, tokens_BT: Tensor, positions_BT: Tensor, labels_BT: Tensor, ends_BM: Tensor | None = None
+    ) -> Tensor:
         """The loss sum of a batch, a float64 scalar; 0 on ranks without the last stage.
 
         Not ``schedule.eval``: it fails on schedules that have neighbouring stages on one rank, and its stages learn all
@@ -182,10 +191,12 @@ class Pipeline:
                 training's microbatches have as a common divisor.
             positions_BT: position of each token.
             labels_BT: label of each token.
+            ends_BM: where the documents of each row end, if attention goes by it.
         """
         count = math.gcd(len(tokens_BT), self._num_microbatches)
         batch = [tensor.chunk(count) for tensor in (tokens_BT, positions_BT, labels_BT)]
-        hidden, dtype = self._hidden_like(batch[0][0], batch[1][0])
+        ends = [None] * count if ends_BM is None else ends_BM.chunk(count)
+        hidden, dtype = self._hidden_like(batch[0][0], batch[1][0], ends[0])
         me = dist.get_rank(self._group)
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         inputs = {(0, number): tokens for number, tokens in enumerate(batch[0])}
@@ -197,7 +208,7 @@ class Pipeline:
                 stage, number = action
                 following = (stage + 1, number)
                 if rank == me:
-                    output = self._parts[stage](inputs.pop(action), batch[1][number], batch[2][number])
+                    output = self._parts[stage](inputs.pop(action), batch[1][number], batch[2][number], ends[number])
                     if stage + 1 == self._num_stages:
                         total += output
                     elif stage + 1 in self._parts:
@@ -235,13 +246,15 @@ class Pipeline:
         """What the schedule calls with the output of the last stage, and with labels that this has seen already."""
         return loss_sum / self._valid_tokens
 
-    def _hidden_like(self, tokens_BT: Tensor, positions_BT: Tensor) -> tuple[torch.Size, torch.dtype]:
+    def _hidden_like(
+        self, tokens_BT: Tensor, positions_BT: Tensor, ends_BM: Tensor | None
+    ) -> tuple[torch.Size, torch.dtype]:
         """Shape and dtype of the hidden state between stages, found by the first stage, once for each input shape."""
         if tokens_BT.shape not in self._hidden:
             # numbers: objects would travel as pickles
             dtype_and_shape = torch.zeros(4, dtype=torch.int64, device=self._device)
             if 0 in self._parts:
-                output = self._parts[0](tokens_BT, positions_BT=positions_BT)
+                output = self._parts[0](tokens_BT, positions_BT=positions_BT, ends_BM=ends_BM)
                 dtype_and_shape = torch.tensor([_HIDDEN_DTYPES.index(output.dtype), *output.shape], device=self._device)
             first = next(rank for rank, stages in enumerate(self._ranks) if 0 in stages)
             dist.broadcast(dtype_and_shape, src=dist.get_global_rank(self._group, first), group=self._group)

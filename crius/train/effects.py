@@ -10,6 +10,7 @@ from crius.config.low_precision import kind, summary
 from crius.config.operation import ProfilerConfig
 from crius.config.training import ActivationCheckpointConfig
 from crius.errors import EffectError
+from crius.kernels.attention import masks_made
 from crius.parallel.activation_checkpoint import CheckpointedBlocks
 from crius.parallel.compile import CompileReport
 from crius.parallel.runtime import World
@@ -163,6 +164,24 @@ def over_ranks(effects: Sequence[Effect], ranks: World) -> list[Effect]:
     return [replace(effect, count=count) for effect, count in zip(effects, largest, strict=True)]
 
 
+def of_document_masks(ranks: World) -> list[Effect]:
+    """``document_mask varlen: 16 of 16 masks``: for each kernel that took one, over all ranks, since the start."""
+    names = ("varlen", "flex", "sdpa")
+    counts = torch.tensor([masks_made[name] for name in names], dtype=torch.int64, device=ranks.device)
+    found: list[int] = ranks.sum(counts).tolist()
+    return [
+        Effect(
+            name=f"document_mask {name}",
+            flag="--model.attention_mask document",
+            count=n,
+            total=sum(found),
+            what="masks",
+        )
+        for name, n in zip(names, found, strict=True)
+        if n
+    ]
+
+
 def of_compile(num_blocks: int, report: CompileReport) -> Effect:
     """``compile: 8 of 8 blocks, 1 graph``. Call after ``report.lines()`` or ``report.step``.
 
@@ -205,6 +224,15 @@ def of_cuda_only(config: ProfilerConfig, device_type: str) -> list[Effect]:
 
 DEFAULT_SAVE_OPS = ActivationCheckpointConfig().save_ops
 
+_WIDE_ATTENTION = (
+    "float32 attention on a GPU is slow: neither cuDNN nor FlashAttention takes it, and what does gets the keys and "
+    "values of each query head; unless float32 is what you are after, --training.mixed_precision_param bfloat16"
+)
+_OTHER_MASK = (
+    "document masks by now: %s: a batch before the end of step %d has a row with more than a document in 64 tokens, "
+    "which varlen is not asked to take; --kernels.attention varlen takes it"
+)
+
 # forward and backward of a feed-forward of dim 4096, pytorch/ao#685: 43.2 ms in float16, 49.3 ms in float8, 26.2 ms in
 # float8 compiled
 _UNCOMPILED = (
@@ -228,6 +256,8 @@ class EffectWatch:
         self._async = enable_async_tensor_parallel(tp, job.ranks.device.type) if is_async and tp is not None else None
         self._blocks = 0
         self._checkpointed: list[CheckpointedBlocks] = []
+        self._has_masks = job.config.model.attention_mask == "document" and job.ranks.device.type == "cuda"
+        self._masks: set[str] = set()
 
     def built(self, built: Built) -> None:
         """Say what is known before the first step.
@@ -244,6 +274,9 @@ class EffectWatch:
             effects += of_low_precision(built.precision, built.converted, self._layout.fsdp)
             if not self._report and self._ranks.rank == 0:
                 log.warning("%s", _UNCOMPILED)
+        is_wide = self._config.training.mixed_precision_param == "float32"
+        if is_wide and self._ranks.device.type == "cuda" and self._ranks.rank == 0:
+            log.warning("%s", _WIDE_ATTENTION)
         if self._config.activation_checkpoint.mode != "none":
             effects.append(of_activation_checkpoint(self._checkpointed))
         if self._async and self._async.missing:
@@ -266,8 +299,12 @@ class EffectWatch:
         if self._report:
             self._report.step(number)
         if number > 1:
+            if self._has_masks and masks_made.keys() - self._masks:  # each rank has documents of its own
+                log.warning(_OTHER_MASK, "; ".join(f"{name} {count}" for name, count in masks_made.items()), number)
+            self._masks |= masks_made.keys()
             return
-        effects = []
+        self._masks = {*masks_made}
+        effects = of_document_masks(self._ranks) if self._has_masks else []
         if self._config.activation_checkpoint.save_ops != DEFAULT_SAVE_OPS:
             kept = over_ranks(of_save_ops(self._checkpointed), self._ranks)
             check(kept, self._strict, rank=self._ranks.rank)

@@ -47,7 +47,15 @@ from crius.train.loop import Loop, Preempted, Validation
 from crius.train.reports import Meter, Recovery, StepReports, is_complete, write_summary
 from crius.train.saving import log_save_plan
 from crius.train.sdc import build_copies, build_sdc
-from crius.train.setup import beat_while_compiling, decide, profiler, record_memory, run_kernels, start_logging
+from crius.train.setup import (
+    beat_while_compiling,
+    decide,
+    most_documents,
+    profiler,
+    record_memory,
+    run_kernels,
+    start_logging,
+)
 from crius.train.state import AfterUpdate, TrainState
 from crius.train.tools import Tools, explained
 
@@ -178,6 +186,7 @@ def assemble(
         num_ranks=mesh.layout.batch,
         prefetch=config.data.prefetch,
         pin_memory=ranks.device.type == "cuda",
+        most_documents=most_documents(config),
     )
     stack.callback(loader.close)
     state = TrainState(built.parts, optimizer, WarmupStableDecay(config.lr_scheduler, training.steps))
@@ -238,7 +247,7 @@ def _place(config: RunConfig, device: torch.device, shard: ContextShard, batch: 
         placed = placed.grouped(config.training.virtual_shards)
     if config.model.attention_mask != "document":
         placed = placed.counted()
-    return placed.map(shard.slice)
+    return placed.map_tokens(shard.slice)
 
 
 def set_up_torch(config: RunConfig, placement: Placement) -> torch.device:
@@ -266,6 +275,7 @@ def set_up_torch(config: RunConfig, placement: Placement) -> torch.device:
     if device.type == "cpu":
         keep_freed_memory()
     kernels.apply(run_kernels(config, device))
+    kernels.activate_flash()
     return device
 
 
@@ -280,6 +290,7 @@ def _validation(job: Job, corpus: Corpus) -> Validation | None:
             batch_size=sizes.local * (sizes.accumulation if mesh.pp else 1),  # a pipeline needs all its microbatches
             rank=mesh.batch_rank,
             num_ranks=mesh.layout.batch,
+            most_documents=most_documents(job.config),
         ),
         token_bytes=torch.from_numpy(corpus.token_bytes),
     )

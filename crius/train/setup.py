@@ -17,7 +17,7 @@ from torch._dynamo.callback import callback_handler
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
 from crius.config.operation import ProfilerConfig
-from crius.config.resolve import auto_dtype, keeps_probabilities
+from crius.config.resolve import auto_dtype, keeps_probabilities, varlen_obstacle
 from crius.config.run import RunConfig, replace_fields
 from crius.errors import ConfigError
 from crius.host import free_host_bytes
@@ -27,6 +27,7 @@ from crius.models.description import ModelDescription
 from crius.parallel.runtime import World
 from crius.redact import printable, redact
 from crius.run_file import RunFile
+from crius.train.inputs import describe_known_model
 
 log = logging.getLogger("crius.train")
 
@@ -125,8 +126,23 @@ def run_kernels(config: RunConfig, device: torch.device) -> choice.Choice:
         capability=torch.cuda.get_device_capability(device) if is_at_hand else None,
         cudnn=torch.backends.cudnn.version() if is_at_hand else None,
         has_mask=config.model.attention_mask == "document",
+        no_varlen=varlen_obstacle(config, describe_known_model(config)),
+        is_split=config.parallelism.context_parallel_degree > 1,
         keeps_probabilities=keeps_probabilities(config),
     )
+
+
+def most_documents(config: RunConfig) -> int:
+    """Documents of a row up to which attention goes by their ends, with the kernels of this process; 0: never."""
+    order = choice.current().attention
+    if "varlen" not in order:
+        return 0
+    # each one costs the kernel a block of memory and of threads, whatever its length
+    return config.training.seq_len if order == ("varlen",) else max(1, config.training.seq_len // TOKENS_PER_DOCUMENT)
+
+
+TOKENS_PER_DOCUMENT = 64
+"""Of a row on average, from which on attention goes by the ends of documents unless asked for."""
 
 
 _interrupted: list[str] = []

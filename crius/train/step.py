@@ -106,7 +106,7 @@ class Accumulation:
 
     def score(self, batch: Batch) -> Tensor:
         """See ``Runner``."""
-        loss_sum: Tensor = self._model(batch.tokens_BT, batch.positions_BT, batch.labels_BT)
+        loss_sum: Tensor = self._model(batch.tokens_BT, batch.positions_BT, batch.labels_BT, batch.ends_BM)
         return loss_sum
 
 
@@ -123,11 +123,12 @@ class Pipelined:
     def forward_backward(self, batch: Batch, valid_tokens: Tensor) -> Tensor:
         """See ``Runner``."""
         status.update(phase="pipeline")
-        return self._pipeline.forward_backward(batch.tokens_BT, batch.positions_BT, batch.labels_BT, valid_tokens)
+        tensors = (batch.tokens_BT, batch.positions_BT, batch.labels_BT)
+        return self._pipeline.forward_backward(*tensors, valid_tokens, batch.ends_BM)
 
     def score(self, batch: Batch) -> Tensor:
         """See ``Runner``."""
-        return self._pipeline.evaluate(batch.tokens_BT, batch.positions_BT, batch.labels_BT)
+        return self._pipeline.evaluate(batch.tokens_BT, batch.positions_BT, batch.labels_BT, batch.ends_BM)
 
 
 def count_valid(labels_BT: Tensor) -> Tensor:

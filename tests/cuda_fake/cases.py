@@ -35,6 +35,8 @@ FLOAT8 = f"{FSDP} --quantize.dense.float8.enable --quantize.dense.auto_filter of
 PIPELINE = "--p.pipeline_parallel_degree 2 --p.data_parallel_shard_degree 2 --training.local_batch_size 1"
 CONTEXT = "--p.context_parallel_degree 2 --p.data_parallel_shard_degree 2"
 SELECTIVE = "--activation_checkpoint.mode selective --activation_checkpoint.selective_option"
+DOCUMENT = "--model.attention_mask document"
+FLOAT32 = "--training.mixed_precision_param float32"
 MATMULS = 3 * 14  # forward and two gradients of seven linear layers in each of two blocks
 
 CASES = {
@@ -63,9 +65,19 @@ CASES = {
     "recompute_full": Case(f"{FSDP} --activation_checkpoint.mode full", {"cudnn": 4}),
     "recompute_operators": Case(f"{FSDP} {SELECTIVE} op"),
     "recompute_every_second_layer": Case(f"{FSDP} {SELECTIVE} 2", {"cudnn": 3}),
-    "document_mask": Case(f"{FSDP} --model.attention_mask document", None),
-    "cp2_document_mask": Case(f"{CONTEXT} --model.attention_mask document", None, is_slow=True),
-    "float32": Case(f"{FSDP} --training.mixed_precision_param float32", None),
+    "document_mask": Case(f"{FSDP} {DOCUMENT}", {"varlen": 2}),
+    "document_mask_accumulating": Case(f"{HSDP} {DOCUMENT}", {"varlen": 4}),
+    "document_mask_pipeline": Case(f"{PIPELINE} {DOCUMENT}", {"varlen": 4}),
+    "document_mask_tp4": Case(
+        f"--p.tensor_parallel_degree 4 --p.data_parallel_shard_degree 2 {DOCUMENT}", {"varlen": 2}, is_slow=True
+    ),
+    "document_mask_recompute_full": Case(
+        f"{FSDP} {DOCUMENT} --activation_checkpoint.mode full", {"varlen": 4}, is_slow=True
+    ),
+    "document_mask_recompute_operators": Case(f"{FSDP} {DOCUMENT} {SELECTIVE} op", {"varlen": 2}),
+    "document_mask_float32": Case(f"{FSDP} {DOCUMENT} {FLOAT32}", {"efficient": 2}, is_slow=True),
+    "cp2_document_mask": Case(f"{CONTEXT} {DOCUMENT}", {"efficient": 4}, is_slow=True),
+    "float32": Case(f"{FSDP} {FLOAT32}", {"efficient": 2}),
     "bfloat16_weights": Case(f"{FSDP} --training.dtype bfloat16"),
     "muon": Case(f"{FSDP} --optimizer.name muon"),
     "muon_tp2": Case(

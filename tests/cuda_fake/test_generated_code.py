@@ -24,7 +24,7 @@ BLOCK = (
 ASYNC = ("--parallelism.tensor_parallel_degree", "2", "--parallelism.enable_async_tensor_parallel")
 FLOAT8 = ("--quantize.dense.float8.enable", "--quantize.dense.auto_filter", "off")
 _CALL = re.compile(
-    r"extern_kernels\.(mm|_scaled_mm)\(|torch\.ops\.aten\.(\w+)\.\w+\("
+    r"extern_kernels\.(mm|_scaled_mm)\(|torch\.ops\.(?:aten|torch_attn)\.(\w+)\.\w+\("
     r"|torch\.ops\._c10d_functional\.(\w+)\.|= torch\.ops\.symm_mem\.(\w+)\."
 )
 _ATTENTION = "_scaled_dot_product_cudnn_attention"
@@ -97,6 +97,18 @@ def test_async_tensor_parallelism_fuses_collectives_with_matmuls(fake_gpu, flags
     for code, expected in zip(generated(fake_gpu, *ASYNC, *flags), (forward, backward), strict=True):
         found = calls(code)
         assert {name: found[name] for name in _COLLECTIVE_OR_MATMUL if found[name]} == expected
+
+
+@pytest.mark.parametrize(("recompute", "repeated"), [("none", 0), ("selective", 3)])
+def test_a_document_mask_is_attention_by_ends_and_no_matrix_of_all_pairs(recompute, repeated, fake_gpu):
+    """As many kernels as without a mask, in one graph forward and one backward for all steps."""
+    flags = ("--model.attention_mask", "document", "--activation_checkpoint.mode", recompute)
+    codes = generated(fake_gpu, *flags)
+    forward, backward = map(calls, codes)
+    assert (forward["mm"], forward["_varlen_attn"], backward["mm"]) == (7, 1, 14 + repeated)
+    assert (backward["_varlen_attn_backward"], backward["_varlen_attn"]) == (1, 0)
+    assert forward["triton"] <= 6 and (backward["triton"] <= 8 or repeated)
+    assert not [code for code in codes if f"{TOKENS}, {TOKENS})" in code or "efficient_attention" in code]
 
 
 def test_flex_attention_makes_no_matrix_of_all_pairs_of_tokens(fake_gpu):

@@ -10,7 +10,9 @@ from cuda_fake.cases import CASES, CONTEXT, FSDP, Case
 from cuda_fake.library import shim_library
 
 STEADY = 2
-_ATTENTION = re.compile(r"aten::_scaled_dot_product_(\w+?)_attention|aten::_(flash)_attention_forward")
+_ATTENTION = re.compile(
+    r"aten::_scaled_dot_product_(\w+?)_attention|aten::_(flash)_attention_forward|torch_attn::_(varlen)_attn"
+)
 
 
 def test_the_shim_is_compiled_once_whoever_asks(shim, tmp_path):
@@ -30,7 +32,7 @@ def attention(ops: dict[str, int]) -> dict[str, int]:
     for name, count in ops.items():
         match = _ATTENTION.fullmatch(name)
         if match:
-            found[match[1] or match[2]] += count
+            found[match[match.lastindex]] += count
     return dict(found)
 
 
@@ -47,14 +49,15 @@ def test_a_step_reads_nothing_and_moves_only_the_batch_and_the_loss(case: Case, 
     assert seen["reads"] == [] and seen["of_host"] == []
     to_gpu, to_host = [], []
     for what, where in seen["copies"]:
-        (to_gpu if what.startswith("cpu->cuda int64") else to_host).append((re.sub(r"\[.*\]", "[]", what), where))
-    assert [what for what, _ in to_gpu] == ["cpu->cuda int64 []"] * 3, "tokens, labels, positions"
+        (to_gpu if what.startswith("cpu->cuda int") else to_host).append((re.sub(r"\[.*\]", "[]", what), where))
+    kernels = attention(seen["ops"])
+    ends = ["cpu->cuda int32 []"] * ("varlen" in kernels)
+    assert [what for what, _ in to_gpu] == [*ends, *["cpu->cuda int64 []"] * 3], "tokens, labels, positions"
     assert [what for what, _ in to_host] == ["cuda->cpu float64 []"] * 2, f"for the guard and for the report: {to_host}"
     assert set(seen["waits"]) <= ({STEADY - 1, STEADY} if case.may_wait else {STEADY - 1})
-    kernels = attention(seen["ops"])
     if case.attention is not None:
         assert kernels == case.attention
-    elif "float32" not in case.flags:
+    else:
         assert kernels and "math" not in kernels
     assert {name: seen["ops"].get(f"aten::{name}", 0) for name in case.ops} == case.ops
 
@@ -109,10 +112,21 @@ def test_recomputation_and_chunks_of_the_loss_lower_the_peak(fake_gpu):
     assert peaks["full"] < peaks["op"] < peaks["none"] < peaks["all logits"], peaks
 
 
+@pytest.mark.parametrize("layout", [FSDP, pytest.param(CASES["tp4_fsdp2"].flags, marks=pytest.mark.slow)])
+def test_a_layer_keeps_no_more_for_the_document_mask(layout, fake_gpu):
+    """Two layers more cost the same, within 5 %: no matrix of all pairs, no keys and values of each query head."""
+    costs = {}
+    for mask in ("causal", "document"):
+        flags = f"{layout} --training.seq_len 2048 --model.attention_mask {mask}"
+        few, many = (fake_gpu.step(Case(f"{flags} --model.num_layers {n}").argv)["peak"] for n in (2, 4))
+        costs[mask] = many - few
+    assert costs["document"] == pytest.approx(costs["causal"], rel=0.05)
+
+
 @pytest.mark.parametrize(
     "layout",
-    ["--p.data_parallel_shard_degree 8", CASES["tp4_fsdp2"].flags, ""],
-    ids=["fsdp8", "tp4_fsdp2", "one_rank"],
+    [FSDP, CASES["tp4_fsdp2"].flags, "", CASES["document_mask"].flags],
+    ids=["fsdp8", "tp4_fsdp2", "one_rank", "document_mask"],
 )
 def test_a_dry_run_counts_the_bytes_of_a_gpu(layout, fake_gpu):
     """It runs on fake tensors of the host. What differs is what the loop keeps of the step before: less than 1 %."""

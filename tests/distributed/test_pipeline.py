@@ -11,9 +11,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils.checkpoint import checkpoint
+from varlen_cpu import register
 
 from crius.config.layout import Layout
 from crius.config.pipeline import microbatch_unit, num_stages, split_stages
+from crius.data.loader import Batch
 from crius.models import registry
 from crius.parallel.apply import materialize, parallelize
 from crius.parallel.init import init_parameters, init_rules
@@ -57,12 +59,20 @@ def config_of(folder, layout, schedule, *flags):
     )
 
 
-def make_batch(rows, seed, vocab_size):
+def make_batch(rows, seed, facts):
     generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(vocab_size, (rows, TOKENS + 1), generator=generator)
+    tokens = torch.randint(facts.vocab_size, (rows, TOKENS + 1), generator=generator)
     labels = tokens[:, 1:].clone()
     labels[torch.rand(labels.shape, generator=generator) < 0.3] = -100  # uneven counts in the microbatches
-    return tokens[:, :-1], torch.arange(TOKENS).expand(rows, -1), labels
+    positions = torch.arange(TOKENS).repeat(rows, 1)
+    if facts.config.attention_mask == "document":
+        positions %= 5 + torch.arange(rows)[:, None] % 7
+    return tokens[:, :-1], positions, labels
+
+
+def ends_of(tokens, positions, labels):
+    """Where the documents of a batch end; the plain model finds them by its positions."""
+    return Batch(tokens, labels, positions, (0,) * len(tokens)).with_ends(TOKENS).ends_BM
 
 
 class OneProcess:
@@ -95,7 +105,7 @@ def one_process(facts):
 
 @functools.cache
 def wanted_gradients(facts, rows, seed):
-    batch = make_batch(rows, seed, facts.vocab_size)
+    batch = make_batch(rows, seed, facts)
     return one_process(facts).gradients(batch, count_valid(batch[2]).double())
 
 
@@ -134,16 +144,17 @@ def compare(config, ranks, change):
     count = microbatch_unit(config.parallelism) * 2
     pipeline = Pipeline(parts, indices, config.parallelism, count, mesh.pp, ranks.device)
     plain = one_process(facts)
+    has_ends = facts.config.attention_mask == "document"
     found = {"loss": 0.0, "gradient": 0.0, "validation": 0.0, "units": num_units(parts)}
     for step, rows in ((1, 2 * count), (2, 2 * count), (3, count)):
-        whole = make_batch(rows * mesh.layout.batch, step, facts.vocab_size)
+        whole = make_batch(rows * mesh.layout.batch, step, facts)
         share = [tensor.chunk(mesh.layout.batch)[mesh.batch_rank] for tensor in whole]
         valid = count_valid(whole[2]).double()
         for part in parts:
             part.zero_grad()
         # the other steps learn shapes first
         with loss_parallel(), CountCollectives() if step == 2 else contextlib.nullcontext() as counter:
-            losses = pipeline.forward_backward(*share, valid)
+            losses = pipeline.forward_backward(*share, valid, ends_of(*share) if has_ends else None)
         if counter:
             found["scatters"] = counter.counts["reduce_scatter"]
             found["gathers"] = counter.counts["all_gather"]
@@ -157,9 +168,9 @@ def compare(config, ranks, change):
         for name, parameter in named_parameters(parts):
             found["gradient"] = max(found["gradient"], difference(parameter, want[name]))
         # more rows than in training, then fewer, then a number that its microbatches do not divide
-        batch = make_batch((4 * count, 2, 3)[step - 1], 10 + step, facts.vocab_size)
+        batch = make_batch((4 * count, 2, 3)[step - 1], 10 + step, facts)
         with loss_parallel():
-            score = pipeline.evaluate(*batch)
+            score = pipeline.evaluate(*batch, ends_of(*batch) if has_ends else None)
         with torch.no_grad():
             want = plain.model(*batch) if pipeline.has_last_stage else score
         found["validation"] = max(found["validation"], ((score - want).abs() / want.clamp(min=1)).item())
@@ -179,6 +190,11 @@ def checkpointed(part):
     """Recompute every layer in the backward."""
     for layer in part.layers.values():
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+def with_kernel(part):
+    """The kernel of attention that goes by the ends of documents."""
+    register()
 
 
 def found_by(config, change, placement):
@@ -229,6 +245,11 @@ def assert_same(ranks):
 def test_a_pipeline_equals_one_process(layout, schedule, run):
     """Three steps, the last with microbatches of another size, and validations of other sizes between them."""
     assert_same(run(layout, schedule))
+
+
+@pytest.mark.parametrize("schedule", FEW)
+def test_every_stage_attends_by_the_ends_of_the_documents_of_its_microbatch(schedule, run):
+    assert_same(run("pp2", schedule, "--model.attention_mask", "document", change=with_kernel))
 
 
 @pytest.mark.parametrize("schedule", EVERY)

@@ -207,10 +207,14 @@ def test_a_whole_microbatch_has_no_label_in_the_first_step(ranks):
 
 def test_documents_start_elsewhere_in_each_row():
     tokens = torch.zeros(5, 16, dtype=torch.int64)
-    positions = uneven_documents(Batch(tokens, tokens, tokens, tuple(range(5)))).positions_BT
+    batch = Batch(tokens, tokens, tokens, tuple(range(5)))
+    positions = uneven_documents(batch).positions_BT
     starts = [tuple((row == 0).nonzero().flatten().tolist()) for row in positions]
     assert len(set(starts)) == 5
     assert all(2 <= len(found) <= 3 and found[0] == 0 for found in starts)
+    assert uneven_documents(batch).ends_BM is None
+    ends = uneven_documents(batch.with_ends(16)).ends_BM  # not those of the batch, of which each token is a document
+    assert [(0, *sorted({*row.tolist()} - {16})) for row in ends] == starts
 
 
 OTHER_NORMS = """

@@ -12,8 +12,9 @@ from torch import nn
 
 from crius.config.operation import StabilityConfig
 from crius.config.training import LRSchedulerConfig
-from crius.data.loader import BatchLoader
+from crius.data.loader import Batch, BatchLoader
 from crius.errors import NonFiniteError
+from crius.kernels.attention import Mask, document_mask, masked_attention
 from crius.optim.adamw import AdamW
 from crius.optim.build import WarmupStableDecay
 from crius.parallel.gradients import Gradients
@@ -94,9 +95,34 @@ def a_bad_update_is_skipped_by_the_device(folder: Path) -> None:
         assert (folder / "incidents" / "step-2.json").exists()
 
 
+def documents_are_attended_by_their_ends(folder: Path) -> None:
+    """Outputs and gradients in bfloat16 beside those of a mask of all pairs in float32."""
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in ((512,), (1, 70, 129, 312))])
+    batch = Batch(positions, positions, positions, (0, 1)).with_ends(512).to(gpu_runs.DEVICE)
+    assert batch.ends_BM is not None
+    shapes = [(2, heads, 512, 64) for heads in (8, 2, 2, 8)]
+    exact = [torch.randn(shape, device=gpu_runs.DEVICE).bfloat16().float() for shape in shapes]
+
+    def found(dtype: torch.dtype, mask: Mask) -> list[torch.Tensor]:
+        *inputs, upstream = (x.to(dtype) for x in exact)
+        inputs = [x.requires_grad_() for x in inputs]
+        output = masked_attention(*inputs, mask)
+        return [x.float() for x in (output, *torch.autograd.grad(output, inputs, upstream))]
+
+    want = found(torch.float32, document_mask(batch.positions_BT))
+    got = found(torch.bfloat16, document_mask(batch.positions_BT, batch.ends_BM))
+    for mine, other in zip(got, want, strict=True):
+        assert (mine - other).norm() < 0.02 * other.norm()  # bfloat16 has 8 bits: 0.004
+
+
 PROGRAMS = {
     program.__name__: program
-    for program in (one_process_is_a_world, batches_come_in_pinned_memory, a_bad_update_is_skipped_by_the_device)
+    for program in (
+        one_process_is_a_world,
+        batches_come_in_pinned_memory,
+        a_bad_update_is_skipped_by_the_device,
+        documents_are_attended_by_their_ends,
+    )
 }
 
 

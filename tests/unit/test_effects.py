@@ -1,17 +1,22 @@
 """What was asked for is done, or said: a line for each optimisation, and a strict run ends where one did nothing."""
 
 import logging
+from collections import Counter
+from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
 from harness import parse
 
+from crius.config.layout import Layout
 from crius.config.training import CompileConfig
 from crius.errors import EffectError
 from crius.parallel.compile import CompileReport
 from crius.parallel.runtime import World
 from crius.parallel.tensor import AsyncTensorParallel
 from crius.quantize.convert import Converted
+from crius.train import effects
 from crius.train.build import low_precision, planned
 from crius.train.effects import (
     Effect,
@@ -71,6 +76,57 @@ def test_low_precision_is_counted_over_stages_and_told_for_the_whole_model():
     [_, alone] = of_low_precision(precision, [Converted(56, 56)], shards=1)
     assert alone.reason == "cast, not sent: each rank has whole weights"
     assert of_low_precision(precision, [Converted(0)], shards=2)[0].is_inactive
+
+
+class _Pair(World):
+    """Two ranks that count the same."""
+
+    def sum(self, values):
+        return 2 * values
+
+
+def test_document_masks_are_counted_over_all_ranks_by_the_kernel_that_takes_them(monkeypatch):
+    monkeypatch.setattr(effects, "masks_made", Counter(varlen=3, flex=1))
+    lines = [str(effect) for effect in effects.of_document_masks(_Pair(0, 2, torch.device("cpu")))]
+    assert lines == ["document_mask varlen: 6 of 8 masks", "document_mask flex: 2 of 8 masks"]
+
+
+@dataclass(frozen=True)
+class _Gpu(World):
+    """A rank with a GPU, whose sums need none."""
+
+    def sum(self, values):
+        return values
+
+
+def watch_on(device, *flags):
+    config = parse(flags)
+    mesh = SimpleNamespace(layout=Layout.of(config.parallelism, 1), tp=None)
+    return effects.EffectWatch(
+        SimpleNamespace(config=config, mesh=mesh, ranks=_Gpu(0, 1, torch.device(device))), strict=False
+    )
+
+
+BUILT = SimpleNamespace(applied=(), precision=None)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "is_said"), [("cuda", "float32", 1), ("cuda", "bfloat16", 0), ("cpu", "float32", 0)]
+)
+def test_float32_attention_on_a_gpu_is_said_to_be_slow(device, dtype, is_said, caplog):
+    watch_on(device, "--training.mixed_precision_param", dtype).built(BUILT)
+    assert sum("float32 attention on a GPU is slow" in line for line in caplog.messages) == is_said
+
+
+def test_another_kernel_for_the_document_mask_is_warned_of_once(monkeypatch, caplog):
+    made = Counter(varlen=2)
+    monkeypatch.setattr(effects, "masks_made", made)
+    monkeypatch.setattr(effects, "of_document_masks", lambda ranks: [])
+    watch = watch_on("cuda", "--model.attention_mask", "document")
+    for step, kernel in enumerate(("varlen", "varlen", "flex", "flex", "varlen"), start=1):
+        made[kernel] += 1
+        watch.step(step)
+    assert ["varlen 4; flex 1: a batch before the end of step 3" in line for line in caplog.messages] == [True]
 
 
 def test_a_filter_that_leaves_nothing_says_how_to_convert_all_the_same():

@@ -324,9 +324,25 @@ def test_a_fast_path_keeps_nothing_but_its_inputs(name, fast):
         (
             ("auto", "auto", "auto"),
             "cuda",
-            {"capability": (9, 0), "has_mask": True},
+            {"capability": (9, 0), "has_mask": True, "no_varlen": "it takes 16-bit numbers only"},
             ("torch", "torch", ("flash", "efficient", "math")),
         ),
+        (
+            ("auto", "auto", "auto"),
+            "cuda",
+            {"capability": (7, 5), "has_mask": True},
+            ("torch", "torch", ("flash", "efficient", "math")),
+        ),
+        (("auto", "auto", "auto"), "cuda", {"has_mask": True}, ("torch", "torch", ("varlen", "flex"))),
+        (
+            ("auto", "auto", "auto"),
+            "cuda",
+            {"capability": (9, 0), "has_mask": True},
+            ("torch", "torch", ("varlen", "flex")),
+        ),
+        (("auto", "auto", "auto"), "cpu", {"has_mask": True, "no_varlen": "a CPU"}, ("onednn", "fused", ())),
+        (("auto", "auto", "flash3"), "cuda", {}, ("torch", "torch", ("flash",))),
+        (("auto", "auto", "flash4"), "cuda", {"has_mask": True}, ("torch", "torch", ("varlen",))),
         (("auto", "auto", "flex"), "cuda", {"has_mask": True}, ("torch", "torch", ("flex",))),
     ],
 )
@@ -353,12 +369,74 @@ def test_onednn_is_for_amd_with_avx512(vendor, flags, want, tmp_path, monkeypatc
     assert resolve("auto", "auto", "auto", device_type="cpu").linear == want
 
 
+HOPPER, BLACKWELL, DATA_CENTRE_AMPERE = {"capability": (9, 0)}, {"capability": (10, 0)}, {"capability": (8, 0)}
+SPLIT, MASK = {"is_split": True}, {"has_mask": True}
+
+
+@pytest.mark.parametrize(
+    ("asked", "known", "installed", "want", "why"),
+    [
+        ("auto", HOPPER | SPLIT, "flash_attn_interface", 3, "cuDNN missing"),
+        ("auto", HOPPER | MASK, "flash_attn_interface", 3, "auto: document mask"),
+        ("auto", BLACKWELL | MASK, "flash_attn.cute", 4, "auto: document mask"),
+        ("auto", HOPPER | MASK, "", 2, "FlashAttention 2: flash_attn_interface cannot be imported (build hopper"),
+        ("auto", HOPPER, "flash_attn_interface", 2, "cuDNN missing"),
+        ("auto", HOPPER | MASK | SPLIT | {"no_varlen": "split"}, "flash_attn_interface", 2, "not varlen: split"),
+        ("auto", DATA_CENTRE_AMPERE | SPLIT, "flash_attn_interface", 2, "GPU before Hopper"),
+        ("flash", HOPPER | SPLIT, "flash_attn_interface", 2, ""),
+        ("flash3", HOPPER, "flash_attn_interface", 3, ""),
+        ("flash4", HOPPER, "flash_attn.cute", 4, ""),
+        ("flash3", {}, "", 3, ""),
+    ],
+)
+def test_later_versions_of_flash_attention_run_where_they_are_installed(
+    asked, known, installed, want, why, monkeypatch
+):
+    monkeypatch.setattr(choice, "_is_installed", lambda package: package == installed)
+    found = resolve("auto", "auto", asked, device_type="cuda", **known)
+    assert found.flash == want and why in dict(found.reasons)["attention"]
+    assert (f"with FlashAttention {want}" in str(found)) == (want != 2)
+
+
+@pytest.mark.parametrize(
+    ("asked", "known", "installed", "why"),
+    [
+        ("flash3", HOPPER, "", "flash_attn_interface cannot be imported (build hopper"),
+        ("flash4", BLACKWELL, "", "flash_attn.cute cannot be imported (pip install flash-attn-4)"),
+        ("flash3", BLACKWELL, "flash_attn_interface", "it is for compute capability 9.0"),
+        ("flash4", DATA_CENTRE_AMPERE, "flash_attn.cute", "it is for compute capability 9.0 and 10.0"),
+    ],
+)
+def test_a_version_of_flash_attention_that_cannot_run_is_refused(asked, known, installed, why, monkeypatch):
+    monkeypatch.setattr(choice, "_is_installed", lambda package: package == installed)
+    with pytest.raises(ConfigError) as found:
+        resolve("auto", "auto", asked, device_type="cuda", **known)
+    assert why in str(found.value) and asked in str(found.value)
+
+
+def test_a_package_that_is_missing_or_built_for_another_torch_is_not_installed(tmp_path, monkeypatch):
+    (tmp_path / "broken_flash.py").write_text("raise ImportError('undefined symbol: aoti_torch')")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = [choice._is_installed(name) for name in ("torch.nn", "no_such_package.cute", "broken_flash")]
+    assert found == [True, False, False]
+
+
+@pytest.mark.parametrize(("version", "want"), [(2, []), (3, ["FA3"])])
+def test_torch_is_told_of_a_later_version(version, want, monkeypatch):
+    told = []
+    monkeypatch.setattr(choice, "activate_flash_attention_impl", told.append)
+    with choice.applied(choice.Choice(flash=version)):
+        choice.activate_flash()
+    assert told == want
+
+
 @pytest.mark.parametrize(
     ("asked", "known", "flag"),
     [
         (("onednn", "auto", "auto"), {"device_type": "cuda"}, "--kernels.linear torch"),
         (("auto", "fused", "auto"), {"device_type": "cuda"}, "--kernels.pointwise torch"),
         (("auto", "auto", "cudnn"), {"device_type": "cpu"}, "--kernels.attention auto"),
+        (("auto", "auto", "flash3"), {"device_type": "cpu"}, "--kernels.attention auto"),
         (("auto", "auto", "blocked"), {"device_type": "cuda"}, "--kernels.attention auto"),
     ],
 )

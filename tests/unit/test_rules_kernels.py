@@ -9,6 +9,8 @@ LINEAR, POINTWISE, ATTENTION = "--kernels.linear", "--kernels.pointwise", "--ker
 MASK = ["--model.attention_mask", "document"]
 BF16 = ["--training.mixed_precision_param", "bfloat16"]
 FP32 = ["--training.mixed_precision_param", "float32"]
+HALF_MASK = [*BF16, *MASK]
+SPLIT = ["--parallelism.context_parallel_degree", "2"]
 GPU = {"num_gpus": 1}
 
 # rule, flags, what else is known, in the sentence, in "why", in "fix"
@@ -45,8 +47,8 @@ CASES = [
     (attention_backend_runs, [ATTENTION, "cudnn"], {}, "attention cudnn", "a CPU has flash", "attention auto"),
     (attention_backend_runs, [ATTENTION, "flex", *MASK], {}, "attention flex", "a CPU has flash", "attention auto"),
     (attention_backend_runs, [ATTENTION, "flash", *FP32], GPU, "attention flash", "16-bit", "bfloat16"),
-    (attention_backend_runs, [ATTENTION, "flash", *BF16, *MASK], GPU, "flash", "takes no mask", "flex or efficient"),
-    (attention_backend_runs, [ATTENTION, "cudnn", *BF16, *MASK], GPU, "cudnn", "NaN", "flex or efficient"),
+    (attention_backend_runs, [ATTENTION, "flash", *BF16, *MASK], GPU, "flash", "no mask", "varlen, flex or efficient"),
+    (attention_backend_runs, [ATTENTION, "cudnn", *BF16, *MASK], GPU, "cudnn", "NaN", "varlen, flex or efficient"),
     (
         attention_backend_runs,
         [ATTENTION, "cudnn", *BF16, "--debug.deterministic"],
@@ -56,6 +58,34 @@ CASES = [
         "attention flash",
     ),
     (attention_backend_runs, [ATTENTION, "flex", *BF16], GPU, "flex", "document mask", "attention_mask document"),
+    (attention_backend_runs, [ATTENTION, "varlen", *BF16], GPU, "varlen", "document mask", "attention_mask document"),
+    (attention_backend_runs, [ATTENTION, "varlen", *FP32, *MASK], GPU, "varlen", "16-bit", "bfloat16"),
+    (
+        attention_backend_runs,
+        [ATTENTION, "varlen", *HALF_MASK, *SPLIT],
+        GPU,
+        "varlen",
+        "masks of its own",
+        "attention auto",
+    ),
+    (
+        attention_backend_runs,
+        [ATTENTION, "flash3", *HALF_MASK, *SPLIT],
+        GPU,
+        "flash3",
+        "masks of its own",
+        "attention auto",
+    ),
+    (
+        attention_backend_runs,
+        [ATTENTION, "varlen", *HALF_MASK, "--model.dim", "48", "--model.num_heads", "4", "--model.num_kv_heads", "2"],
+        GPU,
+        "varlen",
+        "multiples of 8 up to 256, the model's are 12 and 12",
+        "attention auto",
+    ),
+    (attention_backend_runs, [ATTENTION, "flash4", *FP32], GPU, "flash4", "16-bit", "bfloat16"),
+    (attention_backend_runs, [ATTENTION, "varlen", *MASK], {}, "varlen", "a CPU has flash", "attention auto"),
     (
         attention_backend_runs,
         [ATTENTION, "flex", *BF16, *MASK, "--parallelism.context_parallel_degree", "2"],
@@ -85,6 +115,9 @@ def test_a_kernel_that_cannot_run_is_refused(rule, flags, known, sentence, why, 
         ([ATTENTION, "blocked", *FP32, "--training.seq_len", "1024"], {}),
         ([ATTENTION, "cudnn", *BF16], GPU),
         ([ATTENTION, "flex", *BF16, *MASK], GPU),
+        ([ATTENTION, "varlen", *BF16, *MASK], GPU),
+        ([ATTENTION, "flash3", *BF16, *MASK], GPU),
+        ([ATTENTION, "flash4", *BF16, *SPLIT], GPU),
         ([ATTENTION, "efficient", *MASK, *FP32], GPU),
     ],
 )

@@ -22,6 +22,7 @@ from crius.shards import local_tensor, named_parameters
 from crius.tools.dry_run.memory import Values
 from crius.tools.dry_run.recorder import Recorder
 from crius.train.build import Job, LowPrecision, build_gradients, build_part, keep_scales, run_optimizer
+from crius.train.setup import most_documents
 from crius.train.step import Accumulation, Runner, train_step
 
 STAGE_MICROBATCHES = 3
@@ -117,9 +118,12 @@ def _fill_state(optimizer: torch.optim.Optimizer, parameters: Sequence[tuple[str
 
 
 def _batch(job: Job, rows: int, recorder: Recorder) -> Batch:
+    """A batch of as many documents as one may have whose attention goes by them."""
     tokens, labels, positions = (torch.zeros((rows, job.num_tokens), dtype=torch.int64) for _ in range(3))
     recorder.timeline.mark((tokens, labels, positions), "buffers")
-    return Batch(tokens, labels, positions, tuple(range(rows)))
+    most = most_documents(job.config)
+    ends = torch.zeros((rows, most), dtype=torch.int32) if most else None
+    return Batch(tokens, labels, positions, tuple(range(rows)), ends)
 
 
 class _WatchedSync(GradientSync):
@@ -206,7 +210,7 @@ class _StageRunner:
             source = torch.empty(hidden_shape(self._job), dtype=dtype, requires_grad=True)
             timeline.mark([source], "buffers")
         self._recorder.phase("forward", number, count)
-        batch = {"positions_BT": part.positions_BT, "labels_BT": part.labels_BT}
+        batch = {"positions_BT": part.positions_BT, "labels_BT": part.labels_BT, "ends_BM": part.ends_BM}
         output = stage.forward_maybe_with_nosync(source, **batch)  # kept, as the schedules do
         final = output / valid_tokens if stage.is_last else (output,)
         received = None if stage.is_last else (torch.empty_like(output),)

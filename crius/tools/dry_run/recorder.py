@@ -26,7 +26,7 @@ from crius.tools.dry_run.memory import Bytes, Timeline
 _SHAPE_QUESTION = "_propagate_tensor_meta_non_cached"  # the part of it that a cache does not answer
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
-_ATTENTION = "_scaled_dot_product_"
+_ATTENTION, _VARLEN = "_scaled_dot_product_", "torch_attn::_varlen_attn"
 
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "broadcast", "send", "recv")
 
@@ -178,7 +178,7 @@ def flops(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[st
 @functools.cache
 def _formula(func: torch._ops.OpOverload) -> Formula:
     name = func._schema.name.removeprefix("aten::")
-    if name.startswith(_ATTENTION):
+    if name.startswith((_ATTENTION, _VARLEN)):
         return _attention
     if name == "_grouped_mm":
         return _grouped
@@ -191,6 +191,8 @@ def _formula(func: torch._ops.OpOverload) -> Formula:
 def _attention(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:
     named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False), **kwargs)
     query, key, value = named["query"], named["key"], named["value"]
+    if func._schema.name.startswith(_VARLEN):  # documents are taken for whole sequences
+        query, key, value = (x.unflatten(0, (-1, named["max_q"])).transpose(1, 2) for x in (query, key, value))
     (*batch, queries, width), keys = query.shape, key.shape[-2]
     pairs = queries * keys
     if named.get("is_causal"):  # query i sees the keys up to i

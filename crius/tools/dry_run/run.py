@@ -107,7 +107,7 @@ def _eager(config: RunConfig) -> tuple[RunConfig, list[str]]:
     if config.training.enable_cpu_offload:
         lines.append("cpu offload: memory of the host and of the device are counted together")
     if config.kernels.attention == "flex":
-        lines.append("flex is left out: memory is that of a mask of all pairs of tokens")
+        lines.append("flex is left out: memory is that of kernels.attention auto")
         config = replace(config, kernels=replace(config.kernels, attention="auto"))
     parallelism = replace(config.parallelism, enable_async_tensor_parallel=False)
     return replace(config, compile=CompileConfig(), parallelism=parallelism), lines

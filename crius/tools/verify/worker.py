@@ -15,7 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -238,17 +238,21 @@ def uneven_labels(batch: Batch, global_batch_size: int) -> Batch:
             start = stop = 0
         labels[row, :start] = IGNORE_INDEX
         labels[row, stop:] = IGNORE_INDEX
-    return Batch(batch.tokens_BT, labels, batch.positions_BT, batch.sample_ids)
+    return replace(batch, labels_BT=labels)
 
 
 def uneven_documents(batch: Batch) -> Batch:
-    """``batch`` with positions that restart once or twice in each row, at places that differ between rows."""
+    """``batch`` with positions that restart once or twice in each row, at places that differ between rows.
+
+    It says where documents end if ``batch`` does.
+    """
     length = batch.tokens_BT.shape[1]
     positions = torch.arange(length, device=batch.tokens_BT.device).repeat(len(batch), 1)
     for row, sample in enumerate(batch.sample_ids):
         for start in sorted({1 + 7 * sample % max(1, length - 1), length // 2 + sample % 2}):
             positions[row, start:] = torch.arange(length - start, device=positions.device)
-    return Batch(batch.tokens_BT, batch.labels_BT, positions, batch.sample_ids)
+    moved = replace(batch, positions_BT=positions)
+    return moved if batch.ends_BM is None else moved.with_ends(length)
 
 
 @torch.no_grad()
