@@ -20,6 +20,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from crius.config.layout import Layout
 from crius.config.run import RunConfig
+from crius.host import Machine
 from crius.kernels import choice
 from crius.metrics.ledger import TimeLedger
 from crius.parallel.init import allocate
@@ -92,7 +93,7 @@ def run(flags: list[str], rank: int, folder: str) -> dict[str, Any]:
         layout = Layout.of(config.parallelism, ranks.size)
         stack.enter_context(choice.applied(run_kernels(config, CUDA)))
         mesh, facts = build_mesh(layout, "cuda"), describe_model(config)
-        config = decide(config, facts, ranks, None)
+        config = decide(config, facts, Machine(device="cuda"), ranks, None)
         part = job.Job(config, facts, mesh, ranks)
         timeline = Timeline()
         axes = _axes(mesh)

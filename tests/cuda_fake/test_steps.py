@@ -111,8 +111,8 @@ def test_recomputation_and_chunks_of_the_loss_lower_the_peak(fake_gpu):
 
 @pytest.mark.parametrize(
     "layout",
-    ["--p.data_parallel_shard_degree 8", CASES["tp4_fsdp2"].flags, ""],
-    ids=["fsdp8", "tp4_fsdp2", "one_rank"],
+    ["--p.data_parallel_shard_degree 8", CASES["tp4_fsdp2"].flags, "", "--activation_checkpoint.mode full"],
+    ids=["fsdp8", "tp4_fsdp2", "one_rank", "one_rank_full"],
 )
 def test_a_dry_run_counts_the_bytes_of_a_gpu(layout, fake_gpu):
     """It runs on fake tensors of the host. What differs is what the loop keeps of the step before: less than 1 %."""

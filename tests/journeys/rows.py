@@ -96,7 +96,10 @@ J4 = [
         "crius plan --model llama3 --flavor 8b --gpus 8 --gpu h100",
         says=("tokens/s", "GiB", "(?i)mfu", "fewest GPUs", "data_parallel_shard_degree"),
     ),
-    Row("crius train --recipe llama3_8b --nproc 8 --dry_run", needs="ready for GPUs"),
+    Row(
+        "crius train --recipe llama3_8b --nproc 8 --dry_run",
+        says=(r"rank +peak +parameters", r"\n +0 +\d+\.\d\d ", r"(?<!\d)[1-8]?\d% of the 80 GiB of one h100-80g"),
+    ),
     Row(
         f"CRIUS_FAULT=kill:step=4,rank=1 crius train {SHORT} --training.steps 6 --checkpoint.interval 2"
         " --parallelism.data_parallel_shard_degree 2 --job.run_dir runs/dies",

@@ -29,6 +29,7 @@ from crius.parallel.compile import compile_blocks
 from crius.parallel.init import allocate, init_parameters, init_rules
 from crius.tools.bench.contestant import Channel, Turns
 from crius.tools.bench.machine import Machine, wait_for
+from crius.tools.plan.fit import fit
 from crius.train import job
 from crius.train.build import set_up_loss
 from crius.train.inputs import describe_model, open_run_corpus, run_batch_sizes
@@ -52,7 +53,7 @@ def train_job(config: RunConfig, run_dir: Path, num_ranks: int, warmup: int) -> 
     """
     config = dataclasses.replace(config, checkpoint=CheckpointConfig(enable=False))
     prepare = functools.partial(_held, Channel(), warmup)
-    target = functools.partial(job.run, config, run_dir, time.monotonic(), tools=Tools(prepare=prepare))
+    target = functools.partial(job.run, config, run_dir, time.monotonic(), tools=Tools(fit=fit, prepare=prepare))
     if num_ranks > 1:
         return run_workers(target, num_ranks, run_dir)
     return run_single(target, single_placement(), run_dir)

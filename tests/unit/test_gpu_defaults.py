@@ -1,0 +1,132 @@
+"""What a run on GPUs does where it is told nothing: it compiles where that works, and its allocator's segments grow."""
+
+import functools
+import json
+import os
+
+import pytest
+import torch
+from harness import parse
+
+from crius.cli.settings import run_of
+from crius.config.facts import Facts
+from crius.config.rules_layout import async_tensor_parallel_needs, compile_flags_have_effect
+from crius.errors import ConfigError
+from crius.host import Machine, missing_for_compile
+from crius.launch.local import run_workers
+from crius.models.registry import SPECS
+from crius.tools.plan.workload import from_config
+from crius.train.inputs import COMPILE, resolve
+from crius.train.job import set_up_torch
+
+GPU, CPU = Machine(device="cuda"), Machine(device="cpu")
+NO_TRITON = Machine(device="cuda", cannot_compile="the package triton is not installed")
+ZERO_BUBBLE = ["--parallelism.pipeline_parallel_degree", "2", "--parallelism.pipeline_parallel_schedule"]
+ZERO_BUBBLE += ["zbv_zero_bubble", "--model.num_layers", "4"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "machine", "want", "why"),
+    [
+        ([], GPU, True, "faster on a GPU"),
+        ([], CPU, False, "a CPU gains little"),
+        ([], NO_TRITON, False, "triton is not installed"),
+        (["--compile.backend", "aot_eager"], NO_TRITON, True, "faster on a GPU"),
+        (ZERO_BUBBLE, GPU, False, "splits the backward"),
+        (["--compile.enable"], CPU, True, None),
+        (["--compile.enable"], NO_TRITON, True, None),
+        (["--compile.no_enable"], GPU, False, None),
+        (["--compile.enable=false"], GPU, False, None),
+    ],
+)
+def test_a_run_compiles_on_a_gpu_where_that_works_and_else_as_it_is_told(flags, machine, want, why):
+    resolved = resolve(parse(flags), machine)
+    assert resolved.config.compile.enable is want
+    assert (COMPILE in resolved.reasons) == (why is not None) and (why or "") in resolved.reasons.get(COMPILE, "")
+    ranks = resolved.config.parallelism.total_ranks(1)
+    assert from_config(resolved.config, resolved.model, ranks).compile == want, "the planner reads the same"
+
+
+@pytest.mark.parametrize("value", ["true", "false"])
+def test_a_file_says_whether_a_run_compiles(value, tmp_path):
+    (tmp_path / "run.toml").write_text(f"[compile]\nenable = {value}\n")
+    asked = run_of("--config", str(tmp_path / "run.toml"))
+    for machine in (GPU, CPU):
+        assert resolve(asked, machine).config.compile.enable is (value == "true")
+
+
+@pytest.mark.parametrize(
+    ("flags", "rule", "what"),
+    [
+        (["--compile.loss"], compile_flags_have_effect, "compile.loss needs compile.enable"),
+        (["--compile.max_recompiles", "3"], compile_flags_have_effect, "has no effect without compile.enable"),
+        (
+            ["--parallelism.tensor_parallel_degree", "2", "--parallelism.enable_async_tensor_parallel"],
+            async_tensor_parallel_needs,
+            "needs torch.compile",
+        ),
+    ],
+)
+def test_what_needs_the_compiler_goes_without_its_flag_on_a_gpu_and_is_refused_on_a_cpu(flags, rule, what):
+    def problems(machine):
+        resolved = resolve(parse(flags), machine)
+        known = {"num_ranks": 2, "asked_ranks": 0, "asked_by": "", "num_gpus": 0, "num_cores": 2, "local_ranks": 2}
+        return [*rule(Facts(**vars(resolved), **known, origin=lambda name: "command line", specs=SPECS))]
+
+    assert problems(GPU) == []
+    assert any(isinstance(error, ConfigError) and what in error.what for error in problems(CPU))
+
+
+@pytest.mark.parametrize(
+    ("triton", "programs", "environ", "want"),
+    [
+        (True, ["gcc"], {}, ""),
+        (True, ["clang"], {}, ""),
+        (True, ["icc"], {"CC": "icc"}, ""),
+        (True, ["gcc"], {"CC": "icc"}, "there is no icc"),
+        (True, [], {}, "there is no gcc or clang"),
+        (False, ["gcc"], {}, "the package triton is not installed"),
+        (True, ["gcc"], {"TORCHDYNAMO_DISABLE": "1"}, "TORCHDYNAMO_DISABLE is set"),
+    ],
+)
+def test_what_the_compiler_lacks_on_a_host_is_said(triton, programs, environ, want, tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if triton and name == "triton" else None)
+    for name in programs:
+        (tmp_path / name).touch(mode=0o755)
+    found = missing_for_compile({"PATH": str(tmp_path), **environ})
+    assert found == want or (want and want in found)
+
+
+def note_first_look(path, flags, placement):
+    """Set up a process with ``flags``; to ``path`` how the allocator is set when CUDA is first asked for anything."""
+
+    def is_available():
+        if not path.exists():
+            path.write_text(json.dumps({name: value for name, value in os.environ.items() if "ALLOC_CONF" in name}))
+        return False
+
+    torch.cuda.is_available = is_available
+    set_up_torch(resolve(parse(flags), CPU).config, placement)
+    is_available()
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "want"),
+    [
+        ([], {}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        ([], {"PYTORCH_ALLOC_CONF": "max_split_size_mb:512"}, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:512"}),
+        ([], {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}),
+        (["--training.device", "cpu"], {}, {}),
+        (["--parallelism.enable_async_tensor_parallel"], {}, {}),
+    ],
+    ids=["alone", "set", "set_by_the_older_name", "cpu", "async_tp"],
+)
+def test_segments_grow_from_the_first_look_at_cuda_on_unless_the_user_set_it(
+    flags, environ, want, tmp_path, monkeypatch
+):
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert run_workers(functools.partial(note_first_look, tmp_path / "seen.json", flags), 1, tmp_path) == 0
+    assert json.loads((tmp_path / "seen.json").read_text()) == want
