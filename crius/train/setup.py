@@ -211,7 +211,8 @@ def decide(config: RunConfig, facts: ModelDescription, machine: Machine, ranks: 
     changes: dict[str, Any] = {name: "none"} if config.activation_checkpoint.mode == "auto" else {}
     if fit:
         changes, why = ranks.gather_json(fit(config, facts, machine, USABLE * _memory(ranks)))[0]
-        log.info("%s", why)
+        if why:
+            log.info("%s", why)
     return replace_fields(config, changes)
 
 
