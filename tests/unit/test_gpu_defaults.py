@@ -10,12 +10,14 @@ from harness import parse
 
 from crius.cli.settings import run_of
 from crius.config.facts import Facts
+from crius.config.layout import parse_layout
 from crius.config.rules_layout import async_tensor_parallel_needs, compile_flags_have_effect
 from crius.errors import ConfigError
 from crius.host import Machine, missing_for_compile
 from crius.launch.local import run_workers
 from crius.models.registry import SPECS
 from crius.tools.plan.workload import from_config
+from crius.tools.verify import matrix
 from crius.train.inputs import COMPILE, resolve
 from crius.train.job import set_up_torch
 
@@ -23,6 +25,11 @@ GPU, CPU = Machine(device="cuda"), Machine(device="cpu")
 NO_TRITON = Machine(device="cuda", cannot_compile="the package triton is not installed")
 ZERO_BUBBLE = ["--parallelism.pipeline_parallel_degree", "2", "--parallelism.pipeline_parallel_schedule"]
 ZERO_BUBBLE += ["zbv_zero_bubble", "--model.num_layers", "4"]
+
+
+def facts_of(flags, machine):
+    known = {"num_ranks": 2, "asked_ranks": 0, "asked_by": "", "num_gpus": 0, "num_cores": 2, "local_ranks": 2}
+    return Facts(**vars(resolve(parse(flags), machine)), **known, origin=lambda name: "command line", specs=SPECS)
 
 
 @pytest.mark.parametrize(
@@ -68,13 +75,15 @@ def test_a_file_says_whether_a_run_compiles(value, tmp_path):
     ],
 )
 def test_what_needs_the_compiler_goes_without_its_flag_on_a_gpu_and_is_refused_on_a_cpu(flags, rule, what):
-    def problems(machine):
-        resolved = resolve(parse(flags), machine)
-        known = {"num_ranks": 2, "asked_ranks": 0, "asked_by": "", "num_gpus": 0, "num_cores": 2, "local_ranks": 2}
-        return [*rule(Facts(**vars(resolved), **known, origin=lambda name: "command line", specs=SPECS))]
+    assert [*rule(facts_of(flags, GPU))] == []
+    assert any(isinstance(error, ConfigError) and what in error.what for error in rule(facts_of(flags, CPU)))
 
-    assert problems(GPU) == []
-    assert any(isinstance(error, ConfigError) and what in error.what for error in problems(CPU))
+
+def test_verify_compiles_the_rows_that_say_so_wherever_it_runs():
+    facts = facts_of([], GPU)
+    for row, want in (("fsdp2", False), ("fsdp2+compile", True), ("pp2+zbv_zero_bubble", False)):
+        one = matrix.case(facts, facts.config, parse_layout(row))
+        assert one.config and one.config.compile.enable is want, (row, one.problems)
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,7 @@ def check_bare(config: RunConfig, num_ranks: int) -> None:
             f"the bare loop has no {found}.",
             where="--overhead",
             why="it is the model, AdamW and nothing else, on one device in one precision",
-            fix=f"set {training.dtype} and the defaults for these, or leave out --overhead",
+            fix=f"{training.dtype}, --activation_checkpoint.mode none, defaults for the others; or no --overhead",
         )
 
 

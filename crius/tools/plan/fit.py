@@ -11,6 +11,7 @@ from crius.config.resolve import open_microbatches
 from crius.config.run import RunConfig, replace_fields
 from crius.host import Machine
 from crius.models.description import ModelDescription
+from crius.tools.plan.compare import summed
 from crius.tools.plan.hardware import KNOWN, of_machine
 from crius.tools.plan.memory import memory
 from crius.tools.plan.time import step_time
@@ -54,9 +55,8 @@ def fit(config: RunConfig, facts: ModelDescription, machine: Machine, budget: fl
     if chosen.memory.total > budget:
         which = f"the least of {len(found)}"
         log.warning("the run may not fit: lower --training.local_batch_size, or split the model over more ranks")
-    parts = {name: nbytes for name, nbytes in chosen.memory.parts.items() if nbytes >= chosen.memory.total / 100}
-    shown = " + ".join(f"{name} {nbytes / GIB:.2f}" for name, nbytes in parts.items())
-    why = f"auto: activation_checkpoint {chosen} of {budget / GIB:.2f} a rank, {which}: {shown}; {chosen.memory.note}"
+    parts = f"{summed(chosen.memory.parts, GIB)}; {chosen.memory.note}"
+    why = f"auto: activation_checkpoint {chosen} of {budget / GIB:.2f} a rank, {which}: {parts}"
     is_default = chosen.microbatch == max(one.microbatch for one in found)
     return {MODE: chosen.mode} | ({} if is_default else {MICROBATCH: chosen.microbatch}), why
 
