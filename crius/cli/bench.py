@@ -267,7 +267,7 @@ def _degrees(run: RunConfig) -> list[str]:
 
 def _checked(run: RunConfig) -> Facts:
     """What is known of a run that its rules let pass on any number of ranks, for nothing of it is started."""
-    facts = facts_of(run, 0, None, is_dry=True)
+    facts = dataclasses.replace(facts_of(run, 0, None), is_dry=True)
     rules.check(facts)
     need_torch()
     return facts

@@ -3,21 +3,27 @@
 import functools
 import json
 import os
+import sys
+from typing import ClassVar
 
 import pytest
 import torch
-from harness import parse
+from harness import SMALL, Alone, parse
 
+from crius.cli import bench
 from crius.cli.settings import run_of
 from crius.config.facts import Facts
 from crius.config.layout import parse_layout
 from crius.config.rules_layout import async_tensor_parallel_needs, compile_flags_have_effect
 from crius.errors import ConfigError
 from crius.host import Machine, missing_for_compile
+from crius.launch import environment
 from crius.launch.local import run_workers
 from crius.models.registry import SPECS
+from crius.tools.plan.fit import fit
 from crius.tools.plan.workload import from_config
 from crius.tools.verify import matrix
+from crius.train import setup
 from crius.train.inputs import COMPILE, resolve
 from crius.train.job import set_up_torch
 
@@ -52,6 +58,24 @@ def test_a_run_compiles_on_a_gpu_where_that_works_and_else_as_it_is_told(flags, 
     assert (COMPILE in resolved.reasons) == (why is not None) and (why or "") in resolved.reasons.get(COMPILE, "")
     ranks = resolved.config.parallelism.total_ranks(1)
     assert from_config(resolved.config, resolved.model, ranks).compile == want, "the planner reads the same"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "is_dry", "lacks", "want"),
+    [
+        (0, False, "", "False"),
+        (0, True, "", "True auto: compile on: faster on a GPU"),
+        (8, False, "", "True auto: compile on: faster on a GPU"),
+        (8, False, "no Triton", "False auto: compile off: no Triton"),
+        (8, True, "no Triton", "True auto: compile on: faster on a GPU"),
+    ],
+)
+def test_a_verb_looks_at_the_machine_or_at_the_one_that_it_stands_for(gpus, is_dry, lacks, want, monkeypatch, capsys):
+    monkeypatch.setattr(environment, "visible_gpus", lambda environ: gpus)
+    monkeypatch.setattr(sys.modules["crius.cli.app"], "missing_for_compile", lambda environ: lacks)
+    facts = bench.facts_of(parse([]), 0, None, is_dry=is_dry)
+    assert f"{facts.config.compile.enable} {capsys.readouterr().err}".strip() == want
+    assert bench._checked(parse([])).config.compile.enable == (gpus > 0 and not lacks), "what is timed is run here"
 
 
 @pytest.mark.parametrize("value", ["true", "false"])
@@ -139,3 +163,41 @@ def test_segments_grow_from_the_first_look_at_cuda_on_unless_the_user_set_it(
         monkeypatch.setenv(name, value)
     assert run_workers(functools.partial(note_first_look, tmp_path / "seen.json", flags), 1, tmp_path) == 0
     assert json.loads((tmp_path / "seen.json").read_text()) == want
+
+
+class Second(Alone):
+    """A rank that hears ``words`` from the others, where it says something of their kind."""
+
+    words: ClassVar[dict[type, list]] = {}
+
+    def gather_json(self, value):
+        return self.words.get(type(value), [value])
+
+
+OPEN = [*SMALL, "--model.num_layers", "2", "--training.global_batch_size", "16"]
+
+
+def test_ranks_take_the_recomputation_and_the_microbatch_that_the_first_one_found(monkeypatch):
+    """GPUs of other names have other times: without that they could find different ones, and hang."""
+    resolved = resolve(parse(OPEN), GPU)
+    assert resolved.config.activation_checkpoint.mode == "auto"
+    first = {"activation_checkpoint.mode": "full", "training.local_batch_size": 2}
+    monkeypatch.setattr(Second, "words", {tuple: [[first, "as the first says"]]})
+    monkeypatch.setattr(setup, "_memory", lambda ranks: 80 * 2**30)
+    ranks = Second(1, 2, torch.device("cuda"))
+    decided = setup.decide(resolved.config, resolved.model, GPU, ranks, fit)
+    assert (decided.activation_checkpoint.mode, decided.training.local_batch_size) == ("full", 2)
+
+
+def test_a_host_that_cannot_compile_is_refused_among_those_that_do(monkeypatch):
+    resolved = resolve(parse(OPEN), GPU)
+    monkeypatch.setattr(Second, "words", {str: ["true", "false"]})
+    monkeypatch.setattr(setup, "_check_alike", functools.partial(only_compile, setup._check_alike))
+    with pytest.raises(ConfigError, match="compile.enable differs between ranks: false on 1, first rank 1") as caught:
+        setup.decide(resolved.config, resolved.model, GPU, Second(0, 2, torch.device("cuda")), fit)
+    assert "--compile.enable true" in caught.value.fix
+
+
+def only_compile(check, config, name, ranks):
+    if name == COMPILE:
+        check(config, name, ranks)
