@@ -1,10 +1,13 @@
 """What this host has: instructions of its CPU, its memory, its limits, and the ranks of a run. No torch."""
 
 import contextlib
+import importlib.util
 import os
 import platform
 import re
 import resource
+import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +30,7 @@ class Machine:
         ranks: of the run.
         local_ranks: of them on a host.
         threads: of a rank on a CPU.
+        cannot_compile: why torch.compile makes no kernels for its GPUs; empty where it does.
     """
 
     device: str
@@ -34,11 +38,24 @@ class Machine:
     ranks: int = 1
     local_ranks: int = 1
     threads: int = 1
+    cannot_compile: str = ""
 
     @property
     def on_gpu(self) -> bool:
         """Whether it is on GPUs."""
         return self.device == "cuda"
+
+
+def missing_for_compile(environ: Mapping[str, str]) -> str:
+    """What torch.compile lacks on this host to make kernels for its GPUs; empty where nothing is known to."""
+    switch = next((name for name in ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE") if environ.get(name) == "1"), "")
+    if switch:
+        return f"{switch} is set"
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    compilers = [environ["CC"]] if "CC" in environ else ["gcc", "clang", "cc"]
+    found = any(shutil.which(name, path=environ.get("PATH")) for name in compilers)
+    return "" if found else f"Triton needs a C compiler, and there is no {' or '.join(compilers)}"
 
 
 def cpu_name() -> str:

@@ -20,10 +20,11 @@ from crius import __version__
 from crius.config.data import SOURCES as DATA_SOURCES
 from crius.config.facts import Facts
 from crius.config.load import RunSources
+from crius.config.resolve import USABLE, leaves_open
 from crius.config.rules import plain_name
 from crius.config.run import ModelConfig, RunConfig, replace_fields
 from crius.errors import ConfigError, EnvironmentError
-from crius.host import Machine
+from crius.host import Machine, missing_for_compile
 from crius.models.huggingface import read_model_settings
 from crius.models.registry import FLAVORS, IMPORTED, SPECS, find_spec
 from crius.plugins import install_line
@@ -31,6 +32,7 @@ from crius.redact import printable
 
 if TYPE_CHECKING:
     from crius.models.description import ModelDescription
+    from crius.tools.plan.hardware import Hardware
 
 Run = Annotated[RunConfig, Parameter(name="*")]
 Recipe = Annotated[str, Parameter(help="A run that comes with Crius; llama3_debug where no --config is given.")]
@@ -171,7 +173,7 @@ def facts_of(
         saved: settings of the checkpoint that the run resumes from.
     """
     from crius.launch.environment import sees_own_gpu, visible_gpus
-    from crius.train.inputs import resolve
+    from crius.train.inputs import COMPILE, resolve
 
     num_gpus = 0 if run.training.device == "cpu" else visible_gpus(os.environ)
     if num_gpus == 1 and placement and sees_own_gpu(placement, os.environ):
@@ -181,7 +183,12 @@ def facts_of(
     asked = placement.world_size if placement else nproc
     ranks = asked or num_gpus or 1
     local_ranks = placement.local_world_size if placement else ranks
-    machine = Machine(device="cuda" if on_gpu else "cpu", ranks=ranks, local_ranks=local_ranks)
+    machine = Machine(
+        device="cuda" if on_gpu else "cpu",
+        ranks=ranks,
+        local_ranks=local_ranks,
+        cannot_compile=missing_for_compile(os.environ) if on_gpu and not is_dry else "",
+    )
     resolved = resolve(
         _with_flavor(run),
         machine,
@@ -190,9 +197,14 @@ def facts_of(
         lay_out=functools.partial(_lay_out, machine, is_dry),
     )
     if saved is None and (not placement or placement.rank == 0):  # else it was printed
-        why = resolved.reasons.get(DETERMINISTIC)
-        lines = [resolved.reasons.get(AUTO), f"{DETERMINISTIC} is on: {why}" if why else None]
-        sys.stderr.writelines(f"{line}\n" for line in lines if line)
+        told = [resolved.reasons[AUTO]] if AUTO in resolved.reasons else []
+        if why := resolved.reasons.get(DETERMINISTIC):
+            told.append(f"{DETERMINISTIC} is on: {why}")
+        if on_gpu and COMPILE in resolved.reasons:
+            told.append(
+                f"auto: compile {'on' if resolved.config.compile.enable else 'off'}: {resolved.reasons[COMPILE]}"
+            )
+        sys.stderr.writelines(f"{line}\n" for line in told)
     here = asked or resolved.config.parallelism.total_ranks(num_gpus or 1)
     return Facts(
         **vars(resolved),
@@ -229,6 +241,26 @@ def _lay_out(machine: Machine, is_dry: bool, run: RunConfig, model: "ModelDescri
     filled = fill(run, model, hardware, machine.ranks, SOURCES.origin)
     SOURCES.origins |= dict.fromkeys(filled.overrides, AUTO)
     return filled.overrides, "\n".join(filled.lines)
+
+
+def place_of(facts: Facts) -> tuple[Machine, "Hardware"]:
+    """Where the run of ``facts`` is, and what each rank has there; GPUs that are not here are H100s."""
+    from crius.tools.plan.auto import gpu_name, hardware_here
+
+    ranks, here = facts.num_ranks, facts.local_ranks
+    on_gpu = facts.config.training.device != "cpu" and (facts.is_dry or facts.num_gpus > 0)
+    machine = Machine(device="cuda" if on_gpu else "cpu", name=gpu_name(), ranks=ranks, local_ranks=here)
+    return machine, hardware_here(on_gpu=on_gpu, num_ranks=ranks, local_ranks=here, is_dry=True)
+
+
+def fitted(facts: Facts, machine: Machine, hardware: "Hardware") -> tuple[RunConfig, str]:
+    """The run of ``facts`` with what it leaves to the memory of its ranks, from ``place_of``, and why."""
+    from crius.tools.plan.fit import fit
+
+    if not leaves_open(facts.config, on_gpu=machine.on_gpu):
+        return facts.config, ""
+    changes, why = fit(facts.config, facts.model, machine, USABLE * hardware.memory_bytes)
+    return replace_fields(facts.config, changes), why
 
 
 def _base_name(run: RunConfig) -> str:

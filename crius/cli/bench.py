@@ -193,8 +193,9 @@ def train(
     variants = [Variant("base", facts.config, facts.num_ranks)]
     with tempfile.TemporaryDirectory(prefix="crius-bench-") as folder:
         for flags in vs:
-            # where documents start is decided anew: by the tokenizer of the variant
-            other = _variant(dataclasses.replace(facts.config, data=facts.asked.data), flags, Path(folder))
+            # decided anew: where documents start, by the tokenizer of the variant, and whether it compiles
+            base = dataclasses.replace(facts.config, data=facts.asked.data, compile=facts.asked.compile)
+            other = _variant(base, flags, Path(folder))
             variants.append(Variant(flags, other.config, other.num_ranks))
     return train(variants, schedule, overhead=overhead, as_json=as_json, out=out)
 
@@ -266,7 +267,7 @@ def _degrees(run: RunConfig) -> list[str]:
 
 def _checked(run: RunConfig) -> Facts:
     """What is known of a run that its rules let pass on any number of ranks, for nothing of it is started."""
-    facts = facts_of(run, 0, None, is_dry=True)
+    facts = dataclasses.replace(facts_of(run, 0, None), is_dry=True)
     rules.check(facts)
     need_torch()
     return facts

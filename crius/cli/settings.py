@@ -29,14 +29,16 @@ from crius.cli.app import (
     data_app,
     emit,
     facts_of,
+    fitted,
     imports,
+    place_of,
 )
 from crius.config import rules
 from crius.config.changes import flag
 from crius.config.data import DataConfig, TokenizerConfig
 from crius.config.facts import Facts
 from crius.config.load import OF_MODEL, normalized_argv, recipe_names
-from crius.config.run import RunConfig
+from crius.config.run import RunConfig, replace_fields
 from crius.config.toml_file import differences, flatten
 from crius.errors import ConfigError, CriusError
 from crius.host import Machine
@@ -45,6 +47,10 @@ from crius.units import GIB
 
 if TYPE_CHECKING:
     from crius.launch.doctor import Report
+
+
+SHOWN_DECIDED = ("compile.enable", "activation_checkpoint.mode")
+"""Settings of which ``config show`` prints what this machine makes of them, where they are not given."""
 
 
 @config_app.command
@@ -58,23 +64,23 @@ def show(
     as_json: Json = False,
 ) -> int:
     """Print every setting of a run, its value and where it came from. Takes the flags of train."""
+    resolved = facts_of(run, nproc, None, is_dry=run.parallelism.auto)
     if run.parallelism.auto:
-        resolved = facts_of(run, nproc, None, is_dry=True).config
-        run = dataclasses.replace(resolved, data=run.data)  # a checkpoint may have the last word there
+        run = dataclasses.replace(resolved.config, data=run.data)  # a checkpoint may have the last word there
+    decided = {name: value for name, value in flatten(resolved.config).items() if name in SHOWN_DECIDED}
+    run = replace_fields(run, decided)
     for problem in rules.not_built(run):
         raise problem
     values = _shown(flatten(run))
+    origins = {name: SOURCES.origin(name) for name in values}
+    origins |= {name: f"{origins[name]}: {why}" for name, why in resolved.reasons.items() if name in decided}
     if as_json:
-        emit(
-            json.dumps(
-                {name: {"value": value, "origin": SOURCES.origin(name)} for name, value in values.items()}, indent=2
-            )
-        )
+        emit(json.dumps({name: {"value": value, "origin": origins[name]} for name, value in values.items()}, indent=2))
         return 0
     width = max(map(len, values))
     for name, value in values.items():
         shown = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-        emit(f"{name:<{width}}  {shown or '(empty)':<20}  {SOURCES.origin(name)}")
+        emit(f"{name:<{width}}  {shown or '(empty)':<20}  {origins[name]}")
     return 0
 
 
@@ -252,11 +258,12 @@ def _is_typed(name: str, value: Any) -> bool:
 
 def _memory(facts: Facts, gpu_bytes: int) -> tuple[float, float]:
     """Bytes that the fullest rank of a run is planned to hold, and those that this machine has for each."""
-    from crius.tools.plan.auto import hardware_here
     from crius.tools.plan.memory import memory
     from crius.tools.plan.workload import from_config
 
-    if facts.num_gpus:
-        return memory(from_config(facts.config, facts.model, facts.num_ranks)).total, gpu_bytes
-    here = hardware_here(on_gpu=False, num_ranks=facts.num_ranks, local_ranks=facts.local_ranks, is_dry=False)
-    return memory(from_config(facts.config, facts.model, facts.num_ranks, device="cpu"), here).total, here.memory_bytes
+    machine, here = place_of(facts)
+    if machine.on_gpu:
+        here = dataclasses.replace(here, memory_bytes=float(gpu_bytes))
+    config = fitted(facts, machine, here)[0]
+    workload = from_config(config, facts.model, facts.num_ranks, device="cuda" if machine.on_gpu else "cpu")
+    return memory(workload, None if machine.on_gpu else here).total, here.memory_bytes

@@ -6,7 +6,7 @@ import functools
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from crius.cli.app import (
     STARTED,
@@ -23,7 +23,9 @@ from crius.cli.app import (
     check_save_ops,
     emit,
     facts_of,
+    fitted,
     need_torch,
+    place_of,
     run_dir,
     silence_stdout,
 )
@@ -31,8 +33,10 @@ from crius.config import rules
 from crius.config.facts import Facts
 from crius.config.run import RunConfig
 from crius.errors import ConfigError, OutOfMemoryError
+from crius.host import Machine
 from crius.launch.environment import FAULTS, Placement
 from crius.launch.lock import RunLock
+from crius.units import GIB
 
 if TYPE_CHECKING:
     from crius.models.description import ModelDescription
@@ -101,7 +105,7 @@ def run_tools() -> "Tools":
     from crius.tools.plan.watch import watch_plan
     from crius.train.tools import Tools
 
-    tools = Tools(recomputation=_recomputation, watch=watch_plan, explain=_explain)
+    tools = Tools(fit=_fit, watch=watch_plan, explain=_explain)
     if FAULTS not in os.environ:
         return tools
     from crius.tools.faults.planted import PlantedFaults
@@ -110,10 +114,10 @@ def run_tools() -> "Tools":
     return dataclasses.replace(tools, around=planted.around, prepare=planted.prepare)
 
 
-def _recomputation(config: RunConfig, facts: "ModelDescription", num_ranks: int, budget: float, *, on_gpu: bool) -> str:
-    from crius.tools.plan.recomputation import recomputation
+def _fit(config: RunConfig, facts: "ModelDescription", machine: Machine, budget: float) -> tuple[dict[str, Any], str]:
+    from crius.tools.plan.fit import fit
 
-    return recomputation(config, facts, num_ranks, budget, on_gpu=on_gpu)
+    return fit(config, facts, machine, budget)
 
 
 def _explain(story: "Story", what: str, said: str) -> OutOfMemoryError:
@@ -196,12 +200,18 @@ def _check_options(nproc: int, strict: bool, dry_run: bool, dry_run_rank: int, a
 def _dry_run(run: RunConfig, nproc: int, rank: int, as_json: bool) -> int:
     """Build, lay out and step the model on tensors without memory, and say what a rank would hold and do."""
     facts = facts_of(run, nproc, None, is_dry=True)
-    run = facts.config
     rules.check(facts)
+    machine, hardware = place_of(facts)
+    run, why = fitted(facts, machine, hardware)
     need_torch()
     check_save_ops(run)
     from crius.tools.dry_run.run import dry_run
 
     report = dry_run(run, facts.num_ranks, rank, STARTED)
+    notes = [*report.notes, *([why] if why else [])]
+    if machine.on_gpu:
+        peak, whole = max(one.peak.total() for one in report.ranks), hardware.memory_bytes
+        notes.append(f"{peak / whole:.0%} of the {whole / GIB:.0f} GiB of one {hardware.name} at the peak")
+    report = dataclasses.replace(report, notes=notes)
     emit(json.dumps(report.as_dict(), indent=2) if as_json else "\n".join(report.lines()))
     return 0

@@ -178,6 +178,15 @@ def _is_gpipe(parallelism: ParallelismConfig) -> bool:
     return not parallelism.pipeline_parallel_schedule_csv and parallelism.pipeline_parallel_schedule == "gpipe"
 
 
+USABLE = 0.9
+"""Share of a device's memory that is planned with; the rest is for what the plan does not see, and for its error."""
+
+
+def leaves_open(config: RunConfig, *, on_gpu: bool) -> bool:
+    """Whether recomputation, or on a GPU the microbatch, is left to the memory of the ranks."""
+    return config.activation_checkpoint.mode == "auto" or (on_gpu and config.training.local_batch_size == -1)
+
+
 AUTO_GLOBAL_BATCH_SIZE = 8
 AUTO_LOCAL_BATCH_SIZE = 8
 AUTO_MICROBATCHES_A_UNIT = 4
@@ -238,6 +247,18 @@ def _virtual_batch_sizes(training: TrainingConfig, data_parallel_ranks: int) -> 
         nearest = _nearest_multiples(total, shards)
         raise ValueError(f"global_batch_size {total} is no multiple of the {shards} virtual shards; {nearest}")
     return BatchSizes(local=total // shards, total=total, accumulation=shards // data_parallel_ranks)
+
+
+def open_microbatches(training: TrainingConfig, data_parallel_ranks: int, microbatch_unit: int = 1) -> list[int]:
+    """Sizes of a microbatch that a run leaves open, down from the one that ``batch_sizes`` fills in: all make the same
+    global batch, and count as that one does.
+    """
+    sizes = batch_sizes(training, data_parallel_ranks, microbatch_unit)
+    if training.local_batch_size != -1 or training.reproducible:
+        return [sizes.local]
+    share = sizes.local * sizes.accumulation
+    unit = microbatch_unit if sizes.accumulation % microbatch_unit == 0 else 1
+    return [size for size in range(sizes.local, 0, -1) if share % size == 0 and share // size % unit == 0]
 
 
 def _local_batch_size(share: int, microbatch_unit: int) -> int:

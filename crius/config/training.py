@@ -18,7 +18,8 @@ class TrainingConfig:
 
     local_batch_size: int = -1
     """Sequences a rank takes in one microbatch. -1: global_batch_size / data-parallel ranks, at most 8, the rest is
-    accumulated. Lower it to save activation memory; the loss curve does not change."""
+    accumulated; on a GPU as many of those as fit, by the rule of activation_checkpoint.mode auto. Lower it to save
+    activation memory; the loss curve does not change."""
 
     global_batch_size: int = -1
     """Sequences in one optimizer step, over all ranks and microbatches. More than local_batch_size x data-parallel
@@ -148,11 +149,12 @@ SAVE_OPS = ("attention", "matmul", "matmul_every_other", "reduce_scatter")
 class ActivationCheckpointConfig:
     """Recompute activations in the backward instead of keeping them. The loss stays the same to the last bit."""
 
-    mode: Literal["none", "full", "selective", "memory_budget", "auto"] = "none"
+    mode: Literal["none", "full", "selective", "memory_budget", "auto"] | None = None
     """none keeps all activations. full keeps only each block's input and runs its forward again in the backward.
     selective does so for some blocks or some ops (selective_option). memory_budget lets torch.compile choose what to
-    recompute so that memory_budget of the activations stay; it needs --compile.enable. auto: the first of none,
-    selective by op and full that is estimated to fit into 90 % of the device's memory; the log has the estimates."""
+    recompute so that memory_budget of the activations stay; it needs compile.enable. auto: that of none, selective by
+    op and full that is planned to be the fastest of those that fit into 90 % of the memory of every rank; the log says
+    why. Not given: auto on a GPU, none on a CPU."""
 
     selective_option: Literal["op"] | int = "op"
     """mode selective. op: in every block the results of save_ops stay, all else is recomputed. An integer n: every
@@ -171,8 +173,9 @@ class ActivationCheckpointConfig:
 class CompileConfig:
     """torch.compile of each block."""
 
-    enable: bool = False
-    """Compile the blocks of the model: they share one graph. Faster on a GPU; a CPU gains little."""
+    enable: bool | None = None
+    """Compile the blocks of the model: they share one graph. Faster on a GPU; a CPU gains little. Not given: on a GPU,
+    where it can."""
 
     loss: bool = False
     """Also compile the loss, so that no logits are copied to float32. Needs enable."""

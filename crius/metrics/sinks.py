@@ -69,7 +69,11 @@ class ConsoleSink:
         mfu = "n/a" if record.mfu is None else f"{record.mfu:.1%}"
         total = "" if self._total is None else f"/{self._total:.0f}"
         data = record.data_seconds / record.step_seconds if record.step_seconds else 0.0
-        lost = (("skipped", record.skipped_steps), ("rolled_back", record.rolled_back_steps))
+        lost = (
+            ("alloc_retries", record.num_alloc_retries),
+            ("skipped", record.skipped_steps),
+            ("rolled_back", record.rolled_back_steps),
+        )
         return "  ".join(
             (
                 f"step {record.step:>{width}}/{self._steps}",

@@ -111,7 +111,7 @@ def apply_activation_checkpoint(
     blocks = list(numbered.values())
     is_budget = config.mode == "memory_budget"
     functorch_config.activation_memory_budget = config.memory_budget if is_budget else 1.0  # 1.0: torch's own
-    if config.mode == "none":
+    if config.mode in (None, "none"):
         return CheckpointedBlocks(0, len(blocks), "all activations stay")
     if is_budget:
         return _memory_budget(len(blocks), config.memory_budget, compile_enabled)

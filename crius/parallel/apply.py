@@ -45,7 +45,7 @@ def parallelize(model: nn.Module, facts: ModelDescription, mesh: Mesh, config: R
         _say(apply_tensor_parallel(model, plan, facts.num_kv_heads, mesh.tp))
     if mesh.cp:
         _say(apply_context_parallel(model, mesh.cp, config.parallelism.context_parallel_method))
-    checkpointed = apply_activation_checkpoint(model, plan, config.activation_checkpoint, config.compile.enable)
+    checkpointed = apply_activation_checkpoint(model, plan, config.activation_checkpoint, bool(config.compile.enable))
     compiled = compile_blocks(model, plan, config.compile) if config.compile.enable else 0
     _say(_shard(model, plan, mesh, config))
     return Applied(checkpointed, compiled)

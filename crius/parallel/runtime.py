@@ -4,7 +4,7 @@ import datetime
 import json
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -91,6 +91,16 @@ class World:
         parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
         dist.all_gather(parts, F.pad(data, (0, longest - data.numel())))
         return [json.loads(part[: int(size)].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
+
+
+def let_segments_grow(environ: MutableMapping[str, str]) -> None:
+    """Have the GPU's allocator map memory piece by piece, so that tensors of many sizes leave no gaps.
+
+    It reads its environment at its first allocation. What a user has set stays, by either name: torch 2.8 to 2.11 call
+    the older one deprecated.
+    """
+    if not any(name in environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
+        environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def pick_device(wanted: Literal["auto", "cpu", "cuda"], local_rank: int, *, sees_own_gpu: bool = False) -> torch.device:

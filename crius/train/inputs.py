@@ -12,17 +12,19 @@ from crius.checkpoint.folder import CheckpointFolder, read_manifest
 from crius.checkpoint.names import step_name
 from crius.checkpoint.state import read_state
 from crius.config.changes import FIRST_BOUNDARIES, changes, check_changes
-from crius.config.pipeline import microbatch_unit, settle_stages
+from crius.config.pipeline import microbatch_unit, settle_stages, splits_backward
 from crius.config.resolve import ITEMSIZE, BatchSizes, Resolved, auto_dtype, batch_sizes, compares_bits
 from crius.config.run import RunConfig, replace_fields
 from crius.config.toml_file import shown
 from crius.data.corpus import Corpus, open_corpus
 from crius.data.tokenizer import build_tokenizer
 from crius.data.tokens import META, TokenMeta
-from crius.errors import CheckpointError, ConfigError, CriusError, EnvironmentError
+from crius.errors import CheckpointError, ConfigError, CriusError, EnvironmentError, LayoutError
 from crius.host import Machine
 from crius.models.description import ModelDescription, ModuleFacts
 from crius.models.registry import SPECS, find_spec
+
+COMPILE = "compile.enable"
 
 ROWS = 64
 """A vocabulary that follows the tokenizer has a multiple of so many rows."""
@@ -67,11 +69,11 @@ def resolve(
     rows_are_given: bool = False,
     lay_out: LayOut | None = None,
 ) -> Resolved:
-    """Decide what ``asked`` leaves open: dtype, rows of the embedding, layout, stages, where a document starts, and
-    whether kernels are deterministic.
+    """Decide what ``asked`` leaves open: dtype, rows of the embedding, compilation, layout, stages, where a document
+    starts, whether recomputation is left to the memory, and whether kernels are deterministic.
 
     What cannot be read stays open: the room that opens it says why. What only the ranks know, they decide together in
-    ``crius.train.setup``: the kernels of their device, and the recomputation that its memory needs.
+    ``crius.train.setup``: the kernels of their device, and the recomputation and microbatch that its memory needs.
 
     Args:
         asked: the run.
@@ -84,6 +86,8 @@ def resolve(
     decisions: tuple[Callable[[RunConfig], Decision], ...] = (
         lambda run: _dtype(run, machine, saved),
         lambda run: _tokens(run, rows_are_given),
+        lambda run: _compile(run, machine),
+        lambda run: _recompute(run, machine),
         lambda run: _layout(run, lay_out),
         _stages,
         lambda run: _boundaries(run, saved),
@@ -125,6 +129,25 @@ def _tokens(config: RunConfig, rows_are_given: bool) -> Decision:
     if facts and not rows_are_given and number > facts.vocab_size:
         changes["model.vocab_size"] = -(-number // ROWS) * ROWS
     return changes, f"{number:,} token ids"
+
+
+def _compile(config: RunConfig, machine: Machine) -> Decision:
+    """What the rules refuse together with compilation, and what a host lacks for it, leaves it off."""
+    if config.compile.enable is not None:
+        return {}, ""
+    obstacle = "" if machine.on_gpu else "a CPU gains little"
+    if not obstacle and config.compile.backend == "inductor":
+        obstacle = machine.cannot_compile
+    with contextlib.suppress(LayoutError):  # a file that cannot be read: its rule says so
+        if not obstacle and splits_backward(config.parallelism):
+            obstacle = "the pipeline schedule splits the backward of a block"
+    return {COMPILE: not obstacle}, obstacle or "faster on a GPU"
+
+
+def _recompute(config: RunConfig, machine: Machine) -> Decision:
+    if config.activation_checkpoint.mode is not None:
+        return {}, ""
+    return {"activation_checkpoint.mode": "auto" if machine.on_gpu else "none"}, "a GPU" if machine.on_gpu else "a CPU"
 
 
 def _layout(config: RunConfig, lay_out: LayOut | None) -> Decision:

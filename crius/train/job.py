@@ -35,7 +35,7 @@ from crius.optim.build import WarmupStableDecay, build_optimizer
 from crius.parallel.compile import prepare_compile
 from crius.parallel.context import ContextShard
 from crius.parallel.mesh import build_mesh
-from crius.parallel.runtime import World, pick_device, world
+from crius.parallel.runtime import World, let_segments_grow, pick_device, world
 from crius.run_file import write_run_file
 from crius.shards import named_parameters
 from crius.train.build import Built, Job, build_gradients, build_model, build_runner, keep_scales, run_optimizer
@@ -102,11 +102,10 @@ def run(
             ranks = stack.enter_context(world(placement.rank, placement.world_size, device, meeting, seconds))
             mesh = build_mesh(one_layout(layout, ranks), device.type)
             _log_run(Job(config, facts, mesh, ranks), run_dir, corpus)
-            story.config = decided = decide(config, facts, ranks, tools.recomputation)
+            story.config = decided = decide(config, facts, machine, ranks, tools.fit)
+            _log_batch(Job(decided, facts, mesh, ranks))
             loop = assemble(Job(decided, facts, mesh, ranks), corpus, run_dir, ledger, stack, strict=strict)
-            # a run that goes on from this one decides recomputation anew
-            config = dataclasses.replace(decided, activation_checkpoint=config.activation_checkpoint)
-            job = Job(config, facts, mesh, ranks)
+            job = Job(config, facts, mesh, ranks)  # a run that goes on from this one decides anew
         if config.checkpoint.is_enabled:
             with ledger.phase("load"):
                 parts = Parts(loop.state, loop.guard, loop.loader, corpus.train.identity, ledger)
@@ -264,6 +263,8 @@ def set_up_torch(config: RunConfig, placement: Placement) -> torch.device:
     if config.debug.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+    if config.training.device != "cpu" and not config.parallelism.enable_async_tensor_parallel:
+        let_segments_grow(os.environ)  # symmetric memory was never tried with it
     own_gpu = sees_own_gpu(placement, os.environ)
     device = pick_device(config.training.device, placement.local_rank, sees_own_gpu=own_gpu)
     record_memory(config.profiler, device)
@@ -313,7 +314,7 @@ def _log_run(job: Job, run_dir: Path, corpus: Corpus) -> None:
     config, facts, layout, device = job.config, job.facts, job.mesh.layout, job.ranks.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
-    model, sizes = config.model, job.sizes
+    model = config.model
     lines = [
         f"crius {crius.__version__}, torch {torch.__version__}, {device.type} ({name}{threads}), run {run_dir}",
         f"kernels: {kernels.current()}",
@@ -327,7 +328,11 @@ def _log_run(job: Job, run_dir: Path, corpus: Corpus) -> None:
         log.info("%s", line)
     if job.ranks.rank == 0:
         log_save_plan(config, run_dir)
+
+
+def _log_batch(job: Job) -> None:
+    sizes = job.sizes
     log.info(
         "batch: %d sequences of %d tokens a step = %d a microbatch x %d data-parallel ranks x %d microbatches",
-        *(sizes.total, config.training.seq_len, sizes.local, layout.batch, sizes.accumulation),
+        *(sizes.total, job.config.training.seq_len, sizes.local, job.mesh.layout.batch, sizes.accumulation),
     )

@@ -10,17 +10,18 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch._dynamo.callback import callback_handler
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
 from crius.config.operation import ProfilerConfig
-from crius.config.resolve import auto_dtype, keeps_probabilities, varlen_obstacle
+from crius.config.resolve import USABLE, auto_dtype, keeps_probabilities, leaves_open, varlen_obstacle
 from crius.config.run import RunConfig, replace_fields
+from crius.config.toml_file import flatten
 from crius.errors import ConfigError
-from crius.host import free_host_bytes
+from crius.host import Machine, free_host_bytes
 from crius.kernels import choice
 from crius.launch.status import status
 from crius.models.description import ModelDescription
@@ -252,62 +253,61 @@ def profiler(config: ProfilerConfig, run_dir: Path, rank: int, device_type: str)
         yield step if config.enable or config.memory_snapshot else lambda number: None
 
 
-class Recomputation(Protocol):
-    """The mode that ``activation_checkpoint.mode auto`` is."""
+class Fit(Protocol):
+    """Recomputation and microbatch of a run that leaves them to the memory of its ranks."""
 
     def __call__(
-        self, config: RunConfig, facts: ModelDescription, num_ranks: int, budget: float, *, on_gpu: bool
-    ) -> str:
-        """Decide, and say what and why.
+        self, config: RunConfig, facts: ModelDescription, machine: Machine, budget: float
+    ) -> tuple[dict[str, Any], str]:
+        """Decide: dotted fields and their values, and why.
 
         Args:
             config: the run.
             facts: of its model.
-            num_ranks: of the run.
+            machine: where it is.
             budget: bytes of a rank that may be planned with.
-            on_gpu: where it computes.
         """
 
 
-USABLE = 0.9
-"""Share of a device's memory that is planned with; the rest is for what the plan does not see, and for its error."""
-
-
-def decide(config: RunConfig, facts: ModelDescription, ranks: World, recomputation: Recomputation | None) -> RunConfig:
-    """``config`` with the recomputation that its ranks agree on; says in which dtype they compute, and why.
+def decide(config: RunConfig, facts: ModelDescription, machine: Machine, ranks: World, fit: Fit | None) -> RunConfig:
+    """``config`` with the recomputation and the microbatch that its ranks agree on; says in which dtype they compute.
 
     Args:
         config: the run, resolved; its rules have been checked.
         facts: of its model.
-        ranks: all ranks, which decide alike.
-        recomputation: decides what is recomputed; without it nothing is.
+        machine: of this rank.
+        ranks: all ranks, which take what the first one decides for the least memory of them.
+        fit: decides what is left open; without it nothing is recomputed.
 
     Raises:
-        ConfigError: another rank computes in another dtype.
+        ConfigError: another rank computes in another dtype, or compiles where this one does not.
     """
-    on_gpu = ranks.device.type == "cuda"
-    _check_one_dtype(config, ranks)
-    dtype, why = auto_dtype(on_gpu=on_gpu)
+    for name in ("training.mixed_precision_param", "compile.enable"):
+        _check_alike(config, name, ranks)
+    dtype, why = auto_dtype(on_gpu=machine.on_gpu)
     stored, param = config.training.dtype, config.training.mixed_precision_param
     log.info("precision: %s weights, computed in %s; auto is %s here, on %s", stored, param, dtype, why)
-    if config.activation_checkpoint.mode != "auto":
+    if not leaves_open(config, on_gpu=machine.on_gpu):
         return config
-    budget = USABLE * _memory(ranks)
-    mode = recomputation(config, facts, ranks.size, budget, on_gpu=on_gpu) if recomputation else "none"
-    return replace_fields(config, {"activation_checkpoint.mode": mode})
+    name = "activation_checkpoint.mode"
+    changes: dict[str, Any] = {name: "none"} if config.activation_checkpoint.mode == "auto" else {}
+    if fit:
+        changes, why = ranks.gather_json(fit(config, facts, machine, USABLE * _memory(ranks)))[0]
+        if why:
+            log.info("%s", why)
+    return replace_fields(config, changes)
 
 
-def _check_one_dtype(config: RunConfig, ranks: World) -> None:
-    """Refuse ranks that would hang: one computes in another dtype than the others, on another CPU for example."""
-    name = "training.mixed_precision_param"
-    found: list[str] = ranks.gather_json(config.training.mixed_precision_param)
+def _check_alike(config: RunConfig, name: str, ranks: World) -> None:
+    """Refuse ranks of which one differs in a setting that each machine decides: they would hang, or compute apart."""
+    found: list[str] = ranks.gather_json(str(flatten(config)[name]).lower())
     if len(set(found)) == 1:
         return
-    first = ", ".join(f"{dtype} on {found.count(dtype)}, first rank {found.index(dtype)}" for dtype in sorted({*found}))
+    first = ", ".join(f"{value} on {found.count(value)}, first rank {found.index(value)}" for value in sorted({*found}))
     raise ConfigError(
         f"{name} differs between ranks: {first}.",
         where=f"--{name}",
-        why="auto is decided on each machine, by what its device multiplies",
+        why="what is not given is decided on each machine, by what it has",
         fix=f"the same on all of them, e.g. --{name} {found[0]}",
     )
 

@@ -18,7 +18,7 @@ from crius.metrics.record import PlanSink
 from crius.models.description import ModelDescription
 from crius.redact import redact
 from crius.train.loop import Loop
-from crius.train.setup import Recomputation, write_memory_snapshot
+from crius.train.setup import Fit, write_memory_snapshot
 
 _CPU_WORDS = re.compile(
     r"DefaultCPUAllocator: (can't allocate|not enough) memory|Cannot allocate memory|std::bad_alloc"
@@ -120,7 +120,7 @@ class Tools:
     """What the command line hands to a run.
 
     Attributes:
-        recomputation: decides ``activation_checkpoint.mode auto``; None: nothing is recomputed.
+        fit: decides what is left to the memory of the ranks; None: nothing is recomputed.
         watch: plans the decided run, on rank 0, and watches what comes of it; of its config, its model, where it is,
             its ledger and its folder.
         explain: says where the memory of a run that ran out of it went.
@@ -128,7 +128,7 @@ class Tools:
         prepare: gives the loop that runs in place of the one that is ready to.
     """
 
-    recomputation: Recomputation | None = None
+    fit: Fit | None = None
     watch: Callable[[RunConfig, ModelDescription, Machine, TimeLedger, Path], PlanSink] | None = None
     explain: Explain | None = None
     around: Callable[[RunConfig, Placement], contextlib.AbstractContextManager[None]] = lambda config, placement: (

@@ -125,12 +125,16 @@ CUDNN = 91900
 def stand_in(library: str) -> None:
     """Have this process believe in a GPU. ``library``, the shim, was loaded before torch."""
     ctypes.CDLL(library).crius_choose_attention()
+    # never called: without a kernel for CUDA autograd takes the operators that it is defined by, and their tensors
+    _ATEN.impl("silu_backward", lambda grad, x: torch.empty_like(x), "CUDA")
     for name, value in _CUDA.items():
         setattr(torch.cuda, name, value)
     torch.backends.cudnn.version = lambda: CUDNN
     Tensor.pin_memory = _pin_memory
     Tensor.is_pinned = _is_pinned
 
+
+_ATEN = torch.library.Library("aten", "IMPL")
 
 _PINNED: dict[int, weakref.ref] = {}
 """Storages that say they are page-locked. Fake tensors have no such memory, nor has a torch without CUDA."""

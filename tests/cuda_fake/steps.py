@@ -94,7 +94,7 @@ def run(flags: list[str], rank: int, folder: str) -> dict[str, Any]:
         layout = Layout.of(config.parallelism, ranks.size)
         stack.enter_context(choice.applied(run_kernels(config, CUDA)))
         mesh, facts = build_mesh(layout, "cuda"), describe_model(config)
-        config = decide(config, facts, ranks, None)
+        config = decide(config, facts, Machine(device="cuda"), ranks, None)
         part = job.Job(config, facts, mesh, ranks)
         timeline = Timeline()
         axes = _axes(mesh)

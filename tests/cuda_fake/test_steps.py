@@ -125,8 +125,8 @@ def test_a_layer_keeps_no_more_for_the_document_mask(layout, fake_gpu):
 
 @pytest.mark.parametrize(
     "layout",
-    [FSDP, CASES["tp4_fsdp2"].flags, "", CASES["document_mask"].flags],
-    ids=["fsdp8", "tp4_fsdp2", "one_rank", "document_mask"],
+    [FSDP, CASES["tp4_fsdp2"].flags, "", CASES["document_mask"].flags, "--activation_checkpoint.mode full"],
+    ids=["fsdp8", "tp4_fsdp2", "one_rank", "document_mask", "one_rank_full"],
 )
 def test_a_dry_run_counts_the_bytes_of_a_gpu(layout, fake_gpu):
     """It runs on fake tensors of the host. What differs is what the loop keeps of the step before: less than 1 %."""

@@ -17,6 +17,7 @@ from harness import ROOT, SMALL, TIED, crius, layout_flags, num_ranks, parse, re
 
 from crius.config.layout import Layout
 from crius.data.loader import BatchLoader
+from crius.host import Machine
 from crius.launch.local import run_workers
 from crius.metrics.ledger import TimeLedger
 from crius.parallel.mesh import build_mesh
@@ -82,7 +83,7 @@ def write_implementations(config, run_dir, placement):
                 records = Kept()
                 ledger = TimeLedger(time.monotonic())
                 facts = describe_model(run)
-                given = Job(decide(run, facts, ranks, None), facts, mesh, ranks)
+                given = Job(decide(run, facts, Machine(device="cpu"), ranks, None), facts, mesh, ranks)
                 loop = job.assemble(given, corpus, run_dir, ledger, stack)
                 loop.reports.sinks.append(records)
                 loop.run()

@@ -96,7 +96,10 @@ J4 = [
         "crius plan --model llama3 --flavor 8b --gpus 8 --gpu h100",
         says=("tokens/s", "GiB", "(?i)mfu", "fewest GPUs", "data_parallel_shard_degree"),
     ),
-    Row("crius train --recipe llama3_8b --nproc 8 --dry_run", needs="ready for GPUs"),
+    Row(
+        "crius train --recipe llama3_8b --nproc 8 --dry_run",
+        says=(r"rank +peak +parameters", r"\n +0 +\d+\.\d\d ", r"(?<!\d)[1-8]?\d% of the 80 GiB of one h100-80g"),
+    ),
     Row(  # a node stalls for 40 s, under the limit of GPUs; what SIGUSR2 leaves says which process is rank 1
         f"crius train {SHORT} --model.num_layers 1 --training.steps 100 --watchdog.limit_seconds 100"
         " --parallelism.data_parallel_shard_degree 2 --job.run_dir runs/stalls & pid=$!;"

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 import re
 import time
 import tomllib
@@ -10,20 +11,22 @@ import pytest
 from harness import SMALL, parse, read_metrics, run_job, steps_of
 from test_rules import facts_of
 
-from crius.config.resolve import with_dtype
+from crius.cli.settings import run_of
 from crius.config.rules_layout import activation_checkpoint_options
 from crius.config.run import replace_fields
+from crius.host import Machine
 from crius.launch.local import run_workers
 from crius.tools.dry_run.run import dry_run
+from crius.tools.plan.fit import Candidate, candidates, choose, fit
+from crius.tools.plan.hardware import KNOWN
 from crius.tools.plan.memory import memory
-from crius.tools.plan.recomputation import choose_mode, estimates
 from crius.tools.plan.workload import Estimate, from_config
 from crius.tools.verify import worker
 from crius.tools.verify.parameters import Shards
 from crius.tools.verify.run import run as run_task
 from crius.tools.verify.worker import Task
 from crius.train import setup
-from crius.train.inputs import describe_model
+from crius.train.inputs import describe_model, resolve, run_batch_sizes
 
 MODE = "activation_checkpoint.mode"
 MODES = ("none", "selective", "full")
@@ -70,9 +73,10 @@ def test_the_estimate_is_within_5_percent_of_the_dry_run(flags, num_ranks, modes
 @pytest.mark.parametrize(
     ("budget", "expected"), [(30.0, "none"), (29.0, "selective"), (20.0, "selective"), (19.0, "full"), (1.0, "full")]
 )
-def test_the_first_mode_that_fits_is_chosen_and_else_the_last(budget, expected):
-    found = {mode: Estimate({"activations": size}) for mode, size in zip(MODES, (30.0, 20.0, 10.0), strict=True)}
-    assert choose_mode(found, budget) == expected
+def test_the_first_that_fits_is_chosen_and_else_the_smallest(budget, expected):
+    sizes = zip(MODES, (30.0, 20.0, 10.0), (1.0, 2.0, 3.0), strict=True)
+    found = [Candidate(mode, 1, Estimate({"activations": size}), seconds) for mode, size, seconds in sizes]
+    assert choose(found, budget).mode == expected
 
 
 def run(flags, run_dir, gib):
@@ -99,24 +103,26 @@ def test_a_run_takes_what_fits_and_computes_the_same_bits(tmp_path, capfd):
     )
     assert modes == ("auto", "auto") and curves[0] == curves[1]  # of run.toml, which decides anew
     log = "".join(capfd.readouterr())
-    assert re.findall(r"auto: (\w+): .*, chosen", log) == ["none", "full"]
+    assert re.findall(r"auto: activation_checkpoint (\w+) with 8 a microbatch", log) == ["none", "full"]
     assert "may not fit: lower --training.local_batch_size" in log
 
 
-def gpu_estimates(flags):
-    """Of one rank on a GPU."""
-    config = with_dtype(parse(flags), on_gpu=True)
-    return estimates(config, describe_model(config), 1, on_gpu=True)
+def found_for(flags, ranks=1, device="cuda"):
+    """The ways to train these flags on some ranks, and the run, resolved."""
+    resolved = resolve(run_of("--config", os.devnull, *flags), Machine(device=device, ranks=ranks))
+    return candidates(resolved.config, resolved.model, Machine(device=device, ranks=ranks)), resolved
 
 
 def test_an_update_in_host_memory_does_not_hide_what_the_gpu_holds():
     """On the host it is the largest moment of the step; on the GPU the activations are, 82 GiB of them."""
     flags = ["--model.flavor", "8b", "--training.seq_len", "8192", "--training.local_batch_size", "2"]
-    found = gpu_estimates([*flags, "--training.enable_cpu_offload", "--optimizer.implementation", "foreach"])
-    assert choose_mode(found, 72 * 2**30) != "none" and found["none"].parts["activations"] > 72 * 2**30
-    for one in found.values():
-        assert one.note != "update"
-        assert [one.parts[name] for name in ("parameters", "gradients", "optimizer")] == [0, 0, 0]
+    found, _ = found_for(
+        [*flags, "--compile.no_enable", "--training.enable_cpu_offload", "--optimizer.implementation", "foreach"]
+    )
+    assert choose(found, 72 * 2**30).mode != "none" and found[0].memory.parts["activations"] > 72 * 2**30
+    for one in found:
+        assert one.memory.note != "update"
+        assert [one.memory.parts[name] for name in ("parameters", "gradients", "optimizer")] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -148,11 +154,52 @@ def test_an_option_that_auto_would_not_heed_is_refused_wherever_it_stands(option
 
 
 def test_a_schedule_that_splits_its_backward_keeps_all():
-    more = {"parallelism.pipeline_parallel_degree": 2, "parallelism.pipeline_parallel_schedule": "zbv_zero_bubble"}
-    more["model.num_layers"] = 4
-    config = replace_fields(parse([*TINY, *AUTO]), more)
-    found = estimates(config, describe_model(config), 2, on_gpu=False)
-    assert list(found) == ["none"]
+    more = [
+        "--model.num_layers",
+        "4",
+        "--parallelism.pipeline_parallel_degree",
+        "2",
+        "--parallelism.pipeline_parallel_schedule",
+    ]
+    found, resolved = found_for([*TINY, *more, "zbv_zero_bubble"], ranks=2)
+    assert {one.mode for one in found} == {"none"} and resolved.config.compile.enable is False
+
+
+LLAMA = ["--training.seq_len", "8192", "--model.flavor"]
+CARD = KNOWN["h100-80g"].memory_bytes
+
+
+@pytest.mark.parametrize(("flavor", "ranks"), [("8b", 8), ("70b", 64)])
+def test_the_defaults_of_a_gpu_fit_into_its_memory_and_make_the_same_batch(flavor, ranks):
+    found, resolved = found_for([*LLAMA, flavor, "--training.global_batch_size", str(8 * ranks)], ranks)
+    changes, why = fit(resolved.config, resolved.model, Machine(device="cuda", ranks=ranks), 0.9 * CARD)
+    run = replace_fields(resolved.config, changes)
+    as_before = replace_fields(resolved.config, {MODE: "none"})
+    planned, before = (memory(from_config(one, resolved.model, ranks)).total for one in (run, as_before))
+    assert planned <= 0.9 * CARD < CARD < before
+    assert why.startswith(f"auto: activation_checkpoint {run.activation_checkpoint.mode} with ") and "fastest" in why
+    for one in found:
+        way = replace_fields(resolved.config, {MODE: one.mode, "training.local_batch_size": one.microbatch})
+        assert run_batch_sizes(way, ranks).total == run_batch_sizes(as_before, ranks).total
+    assert [one.seconds for one in found] == sorted(one.seconds for one in found)
+
+
+@pytest.mark.parametrize(
+    ("more", "sizes"),
+    [
+        ([], [8, 4, 2, 1]),
+        (["--training.local_batch_size", "4"], [4]),
+        (["--training.reproducible"], [2]),
+        (["--parallelism.data_parallel_shard_degree", "2", "--parallelism.pipeline_parallel_degree", "2"], [1]),
+        (["--training.global_batch_size", "12"], [6, 4, 3, 2, 1]),
+    ],
+    ids=["open", "asked", "virtual_shards", "pipeline", "12"],
+)
+def test_a_microbatch_is_left_to_the_memory_of_a_gpu_only_where_it_is_open(more, sizes):
+    ranks = 4 if "--parallelism.pipeline_parallel_degree" in more else 1
+    flags = ["--training.global_batch_size", "16", *more, "--model.num_layers", "4"]
+    assert list(dict.fromkeys(one.microbatch for one in found_for(flags, ranks)[0])) == sizes
+    assert {one.microbatch for one in found_for(flags, ranks, "cpu")[0]} == {sizes[0]}
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -78,6 +78,6 @@ def test_ranks_that_decide_on_different_dtypes_are_refused(monkeypatch):
     config = parse([*SMALL, PARAM, "bfloat16"])
     monkeypatch.setattr(Alone, "gather_json", lambda ranks, value: [value, "float32", value])
     with pytest.raises(ConfigError) as caught:
-        decide(config, describe_model(config), Alone(0, 1, torch.device("cpu")), None)
+        decide(config, describe_model(config), Machine(device="cpu"), Alone(0, 1, torch.device("cpu")), None)
     assert "bfloat16 on 2, first rank 0, float32 on 1, first rank 1" in str(caught.value)
     assert f"{PARAM} bfloat16" in caught.value.fix

@@ -31,7 +31,7 @@ ARROWS = [
     ("tools/verify", "tools.faults"),
     ("tools/verify", "tools.data_audit"),
     ("train", "interop"),
-    ("tools/verify", "tools.plan.recomputation"),
+    ("tools/verify", "tools.plan.fit"),
 ]
 PRIVATE = ("config.load", "config.rules", "config.toml_file")  # sections, run and resolve are for all
 # (importers, what they may not import although it lies below them)

@@ -143,8 +143,10 @@ def test_a_line_of_metrics_jsonl_that_is_no_record_is_moved_aside(line, tmp_path
 
 
 def test_step_line_counts_lost_steps_once_there_are_any(caplog):
-    (line,) = console_lines(caplog, dataclasses.replace(STEP, skipped_steps=2, rolled_back_steps=7))
-    assert line.endswith("  data 0.4%  skipped 2  rolled_back 7")
+    (line,) = console_lines(
+        caplog, dataclasses.replace(STEP, num_alloc_retries=3, skipped_steps=2, rolled_back_steps=7)
+    )
+    assert line.endswith("  data 0.4%  alloc_retries 3  skipped 2  rolled_back 7")
 
 
 def test_step_line_says_what_is_not_known(caplog):

@@ -9,7 +9,9 @@ import pytest
 from harness import ROOT, commands, llama, parse
 
 from crius.config.toml_file import flatten
+from crius.host import Machine
 from crius.tools.plan.validate import compare_dry_run
+from crius.train.inputs import resolve
 
 SMALL = ["--flavor", "8b", "--gpus", "8"]
 _MAIN = """
@@ -56,7 +58,7 @@ def test_the_command_of_a_plan_can_be_pasted(plan):
     code, out, _ = plan(*SMALL, "--precision", "float8")
     assert code == 0
     [command] = commands(out, "crius train")
-    settings = flatten(parse(command))
+    settings = flatten(resolve(parse(command), Machine(device="cuda")).config)
     for name, value in {
         "model.flavor": "8b",
         "training.seq_len": 8192,

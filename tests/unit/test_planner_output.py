@@ -7,14 +7,14 @@ import pytest
 from harness import commands, llama, parse
 
 from crius import cli
-from crius.config.resolve import with_dtype
+from crius.host import Machine
 from crius.launch.local import run_workers
 from crius.tools.plan.hardware import hardware, shared
 from crius.tools.plan.legal import violations
 from crius.tools.plan.memory import memory
 from crius.tools.plan.plan import PLAN_RULES
 from crius.tools.plan.workload import from_config
-from crius.train.inputs import describe_known_model
+from crius.train.inputs import describe_known_model, resolve
 
 SMALL = ["--flavor", "8b", "--gpus", "8"]
 NO_CP = ["--parallelism.context_parallel_degree", "1"]
@@ -52,7 +52,7 @@ def test_a_plan_is_12_lines_and_its_command_is_that_run(name, plan, planned):
     if "--recipe" not in flags:
         flags = ["--recipe", "llama3_debug", *flags]  # as crius train does
     on_gpu = data["gpu"] != "cpu"
-    run = with_dtype(parse(flags), on_gpu=on_gpu)
+    run = resolve(parse(flags), Machine(device="cuda" if on_gpu else "cpu"), rows_are_given=True).config
     facts = describe_known_model(run)
     assert violations(run, facts, data["num_gpus"], PLAN_RULES) == []
     workload = from_config(run, facts, data["num_gpus"], device="cuda" if on_gpu else "cpu")

@@ -366,6 +366,9 @@ def test_runs_of_crius_are_judged_by_their_settings(tmp_path, capsys):
     sizes = {"training.global_batch_size": 8, "parallelism.data_parallel_shard_degree": 8, "compile.enable": True}
     work = from_config(with_dtype(replace_fields(config, sizes), on_gpu=True), llama("8b"), 8)
     assert found["rows"][0]["planned_speed"] == pytest.approx(tokens_per_second(work, KNOWN["h100-80g"]))
+    open_row = {key: value for key, value in OWN.items() if key not in ("compile.enable", "training.local_batch_size")}
+    assert cli.main(["plan", "--validate", str(written(tmp_path, open_row)), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"] == found["rows"][:1], "what a GPU does by itself"
     reasons = {one["id"]: one["reason"] for one in found["not_judged"]}
     assert "no model llama3/9b" in reasons["c"] and "training.seq_len" in reasons["d"]
     assert "multiply to 8 ranks, but there are 7" in reasons["e"] and "abacus" in reasons["f"]

@@ -16,10 +16,13 @@ from crius.config.rules_layout import open_files_suffice
 from crius.config.rules_pipeline import PIPELINE_RULES
 from crius.config.rules_quantize import QUANTIZE_RULES
 from crius.config.rules_training import KERNEL_RULES, OPTIMIZER_RULES, REPRODUCIBLE_RULES, STABILITY_RULES
+from crius.config.run import replace_fields
+from crius.config.toml_file import flatten
 from crius.errors import ConfigError
+from crius.host import Machine
 from crius.launch import environment
 from crius.models.registry import SPECS
-from crius.train.inputs import describe_known_model
+from crius.train.inputs import describe_known_model, resolve
 
 # Lines leave this table as the features arrive.
 NOT_BUILT = [
@@ -36,6 +39,8 @@ def facts_of(flags, *, ranks=0, num_gpus=0, is_dry=False):
     """What the rules see of ``crius train FLAGS``; ``ranks`` is what torchrun started, if it did."""
     cli.SOURCES.origins.clear()
     config = parse(flags)
+    decided = flatten(resolve(config, Machine(device="cuda" if num_gpus or is_dry else "cpu")).config)
+    config = replace_fields(config, {name: decided[name] for name in ("compile.enable", "activation_checkpoint.mode")})
     model = describe_known_model(config)
     num_ranks = ranks or config.parallelism.total_ranks(num_gpus or 1)
     return Facts(
@@ -138,6 +143,7 @@ def test_all_that_is_not_built_yet_is_refused_in_one_line():
     assert without(flags, error.fix) == []
 
 
+@pytest.mark.usefixtures("no_gpus")
 @pytest.mark.parametrize("flags", [FSDP, ASYNC_2D, PIPELINE_3D], ids=["fsdp", "async_2d", "pipeline_3d"])
 def test_the_commands_people_come_with_parse_and_break_no_rule(flags, capsys, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)

@@ -29,6 +29,7 @@ from crius.parallel.compile import compile_blocks
 from crius.parallel.init import allocate, init_parameters, init_rules
 from crius.tools.bench.contestant import Channel, Turns
 from crius.tools.bench.machine import Machine, wait_for
+from crius.tools.plan.fit import fit
 from crius.train import job
 from crius.train.build import set_up_loss
 from crius.train.inputs import describe_model, open_run_corpus, run_batch_sizes
@@ -52,7 +53,7 @@ def train_job(config: RunConfig, run_dir: Path, num_ranks: int, warmup: int) -> 
     """
     config = dataclasses.replace(config, checkpoint=CheckpointConfig(enable=False))
     prepare = functools.partial(_held, Channel(), warmup)
-    target = functools.partial(job.run, config, run_dir, time.monotonic(), tools=Tools(prepare=prepare))
+    target = functools.partial(job.run, config, run_dir, time.monotonic(), tools=Tools(fit=fit, prepare=prepare))
     if num_ranks > 1:
         return run_workers(target, num_ranks, run_dir)
     return run_single(target, single_placement(), run_dir)
@@ -161,7 +162,7 @@ def check_bare(config: RunConfig, num_ranks: int) -> None:
             f"the bare loop has no {found}.",
             where="--overhead",
             why="it is the model, AdamW and nothing else, on one device in one precision",
-            fix=f"set {training.dtype} and the defaults for these, or leave out --overhead",
+            fix=f"{training.dtype}, --activation_checkpoint.mode none, defaults for the others; or no --overhead",
         )
 
 

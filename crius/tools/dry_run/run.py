@@ -37,7 +37,7 @@ def dry_run(config: RunConfig, num_ranks: int, rank: int, started: float, *, ext
     Nothing is allocated, no other process is started and no data is opened.
 
     Args:
-        config: the run, resolved; its rules have been checked.
+        config: the run, resolved, with what is left to the memory decided; its rules have been checked.
         num_ranks: ranks of the layout.
         rank: the one to stand in for, from 0.
         started: ``time.monotonic()`` at the start of the command.
@@ -89,13 +89,6 @@ def _eager(config: RunConfig) -> tuple[RunConfig, list[str]]:
             where="--activation_checkpoint.mode",
             why="torch.compile chooses what to recompute, and fake tensors are not compiled",
             fix="--activation_checkpoint.mode selective, or leave out --dry_run",
-        )
-    if config.activation_checkpoint.mode == "auto":
-        raise ConfigError(
-            "a dry run cannot show activation_checkpoint.mode auto.",
-            where="--activation_checkpoint.mode",
-            why="it depends on the memory of a device, and there is none",
-            fix="--activation_checkpoint.mode none, selective or full, whose memory the dry run measures",
         )
     lines = []
     if config.parallelism.pipeline_parallel_degree > 1 and (about_stages := describe_stages(config.parallelism)):

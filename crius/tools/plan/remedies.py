@@ -294,7 +294,7 @@ def _changes(config: RunConfig, num_ranks: int, on_gpu: bool) -> Iterator[_Chang
 
 
 def _of_activations(config: RunConfig, sizes: BatchSizes) -> Iterator[_Change]:
-    mode = config.activation_checkpoint.mode
+    mode = config.activation_checkpoint.mode or "none"
     later = {"none": ("selective", "full"), "memory_budget": ("full",), "selective": ("full",)}
     for other in later.get(mode, ()):
         option = {"activation_checkpoint.selective_option": "op"} if other == "selective" else {}

@@ -14,14 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from crius.config.run import RunConfig
+from crius.config.resolve import USABLE
+from crius.config.run import RunConfig, replace_fields
 from crius.errors import ConfigError, CriusError
+from crius.host import Machine
 from crius.models.description import ModelDescription
 from crius.table import aligned
+from crius.tools.plan.fit import fit
 from crius.tools.plan.hardware import hardware
 from crius.tools.plan.memory import memory, rank_bytes
 from crius.tools.plan.time import tokens_per_second
-from crius.tools.plan.workload import from_config
+from crius.tools.plan.workload import Device, from_config
 from crius.units import GIB
 
 SPEED, MEMORY = "tokens_per_second_per_rank", "memory_gib"
@@ -196,8 +199,11 @@ def _judged(name: str, row: Mapping[str, str], read: Read) -> Judged:
     if not (row[SPEED] or row[MEMORY]):
         raise ValueError(f"neither {SPEED} nor {MEMORY} is given")
     config, facts = read({key: value for key, value in row.items() if "." in key and value})
-    machine = hardware(row["gpu"])
-    work = from_config(config, facts, int(row["num_gpus"]), device="cpu" if machine.generation == "cpu" else "cuda")
+    machine, ranks = hardware(row["gpu"]), int(row["num_gpus"])
+    device: Device = "cpu" if machine.generation == "cpu" else "cuda"
+    place = Machine(device=device, name=machine.device, ranks=ranks)
+    changes, _ = fit(config, facts, place, USABLE * machine.memory_bytes)  # as the run did where it was not told
+    work = from_config(replace_fields(config, changes), facts, ranks, device=device)
     return Judged(
         name=name,
         speed=float(row[SPEED]) if row[SPEED] else None,

@@ -253,7 +253,7 @@ def from_config(config: RunConfig, facts: ModelDescription, num_ranks: int, *, d
         stages_per_rank=stages_per_rank(parallelism) if layout.pp > 1 else 1,
         activation_checkpoint=cast(Checkpointing, mode) if mode in ("selective", "full") else "none",
         selective_layers=option if isinstance(option, int) else None,
-        compile=config.compile.enable and device != "dry_run",
+        compile=bool(config.compile.enable) and device != "dry_run",
         precision=kind(config.quantize.dense) if is_enabled(config.quantize.dense) else _precision(config),
         float8_recipe=float8.recipe if float8.enable else "",
         float8_all_gather=float8.enable and float8.enable_fsdp_float8_all_gather,

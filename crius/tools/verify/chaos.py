@@ -298,7 +298,7 @@ def chaos(
 
 def _compiles(config: RunConfig) -> bool:
     """Whether a run writes kernels."""
-    return config.compile.enable and config.compile.backend == "inductor"
+    return bool(config.compile.enable) and config.compile.backend == "inductor"
 
 
 def _with_own_cache(start: Start, cache: Path) -> Start:

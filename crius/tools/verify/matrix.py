@@ -137,6 +137,8 @@ def case(facts: Facts, config: RunConfig, layout: Layout) -> Case:
     """
     if layout.num_ranks == 1:  # what means nothing on one device is no reason to refuse the reference
         config = replace_fields(config, _MEANINGLESS_ALONE)
+    if facts.asked.compile.enable is None:  # only rows with +compile do, as their tolerances are
+        config = replace_fields(config, {"compile.enable": None})
     try:
         resolved = resolve(apply_layout(config, layout), Machine(device="cpu"), rows_are_given=True)
     except ConfigError as error:

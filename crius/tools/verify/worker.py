@@ -30,6 +30,7 @@ from crius.data.loader import IGNORE_INDEX, Batch
 from crius.errors import NonFiniteError
 from crius.launch.environment import Placement
 from crius.launch.report import log_path
+from crius.metrics.device import machine_of
 from crius.metrics.ledger import TimeLedger
 from crius.metrics.record import Record, StepMetrics
 from crius.models.layers import CausalAttention, Linear
@@ -38,7 +39,7 @@ from crius.parallel.init import Init, Normal, init_rules
 from crius.parallel.mesh import build_mesh
 from crius.parallel.runtime import World, world
 from crius.shards import local_tensor, named_state
-from crius.tools.plan.recomputation import recomputation
+from crius.tools.plan.fit import fit
 from crius.tools.verify.parameters import Shards, checksums, compare
 from crius.train.build import Job, build_model, low_precision
 from crius.train.inputs import describe_model, open_run_corpus
@@ -171,7 +172,8 @@ def start(task: Task, placement: Placement) -> None:
 
 def _loop(task: Task, job: Job, stack: contextlib.ExitStack, recorder: Recorder) -> Loop:
     corpus = open_run_corpus(job.config, job.mesh.layout.batch)
-    decided = dataclasses.replace(job, config=decide(job.config, job.facts, job.ranks, recomputation))
+    machine = machine_of(job.ranks.device, job.ranks.size, job.ranks.size)
+    decided = dataclasses.replace(job, config=decide(job.config, job.facts, machine, job.ranks, fit))
     loop = assemble(decided, corpus, task.run_dir, TimeLedger(time.monotonic()), stack, strict=task.strict)
     loop.reports.sinks.append(recorder)
     return loop
