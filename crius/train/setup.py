@@ -169,17 +169,21 @@ def _end_compilation(*_: object) -> None:
 def record_memory(config: ProfilerConfig, device: torch.device) -> None:
     """Have CUDA's allocator note what it does, where that is asked for. Call it before anything is allocated."""
     if config.memory_snapshot and device.type == "cuda":
-        torch.cuda.memory._record_memory_history(max_entries=_MEMORY_EVENTS)
+        torch.cuda.memory._record_memory_history(stacks="python", max_entries=_MEMORY_EVENTS)
 
 
 def write_memory_snapshot(path: Path) -> None:
-    """Write what the allocator noted; what cannot be written is lost, with a warning."""
+    """Write what the allocator noted, for pytorch.org/memory_viz; what cannot be written is lost, with a warning."""
+    _keep("memory snapshot", path, torch.cuda.memory._dump_snapshot)
+
+
+def _keep(what: str, path: Path, write: Callable[[str], object]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        torch.cuda.memory._dump_snapshot(str(path))
-        log.info("memory snapshot: %s, for pytorch.org/memory_viz", path)
+        write(str(path))
+        log.info("%s: %s", what, path)
     except (OSError, RuntimeError) as error:
-        log.warning("memory snapshot %s cannot be written: %s", path, error)
+        log.warning("%s %s cannot be written, and is lost: %s", what, path, error)
 
 
 def place_in_window(config: ProfilerConfig, index: int) -> int:
@@ -221,8 +225,7 @@ def profiler(config: ProfilerConfig, run_dir: Path, rank: int, device_type: str)
 
     def write(trace: profile) -> None:
         if first:  # the run may end before the first step of a window
-            file("json").parent.mkdir(parents=True, exist_ok=True)
-            trace.export_chrome_trace(str(file("json")))
+            _keep("trace", file("json"), trace.export_chrome_trace)
 
     def step(number: int) -> None:
         nonlocal first, index

@@ -12,6 +12,12 @@ FEW = ["--model.num_layers", "2", "--training.steps", "2", "--validation.interva
 INACTIVE = {
     "async_tp": (ASYNC, {}, "async_tp", "0 fused (needs CUDA)"),
     "compile": (["--compile.enable"], {"TORCHDYNAMO_DISABLE": "1"}, "compile", "0 of 2 blocks, 0 graphs (switched off"),
+    "profiler": (
+        ["--profiler.memory_snapshot", "--profiler.nvtx", "--profiler.start_step", "1"],
+        {},
+        "memory_snapshot, nvtx",
+        "nvtx: 0 ranges (needs CUDA)",
+    ),
     "save_ops": (SELECTIVE, {}, "save_ops reduce_scatter", "0 results stay in a block"),
     "selective": (
         ["--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_option", "3"],

@@ -52,6 +52,24 @@ def test_compiled_blocks_train_as_eager_ones_do(tmp_path):
     assert runs["compiled_bfloat16"].losses == pytest.approx(runs["eager_bfloat16"].losses, rel=1e-2, abs=0)
 
 
+def test_equal_bits_are_had_without_a_word_about_kernels(tmp_path):
+    flags = [*GOLDEN_RUN, *BFLOAT16, "--training.reproducible", "--sdc.recompute_interval", "5"]
+    runs = train_all(tmp_path, {"first": flags, "again": flags})
+    assert runs["first"].losses == runs["again"].losses
+    assert "optimizer: adamw fused" in runs["first"].output
+
+
+def test_traces_snapshots_and_ranges_leave_their_files_and_the_losses_as_they_were(tmp_path):
+    exact = [*GOLDEN_RUN, "--debug.deterministic"]
+    asked = ["--profiler.enable", "--profiler.memory_snapshot", "--profiler.nvtx", "--profiler.start_step", "2"]
+    runs = train_all(tmp_path, {"plain": exact, "asked": [*exact, *asked, "--profiler.interval", "9"]})
+    assert runs["asked"].losses == runs["plain"].losses
+    for step in (2, 11, 20):
+        folder = tmp_path / "asked" / "traces" / f"step-{step}"
+        assert "cudaLaunchKernel" in (folder / "rank-0.json").read_text()
+        assert step == 20 or b"device_traces" in (folder / "rank-0.memory.pickle").read_bytes()
+
+
 def test_cpu_offload_trains_the_same_in_less_gpu_memory(tmp_path):
     runs = train_all(tmp_path, {"gpu": GOLDEN_RUN, "offload": [*GOLDEN_RUN, "--training.enable_cpu_offload"]})
     assert_same_start(runs["offload"].losses, runs["gpu"].losses)  # the update is computed by the CPU's kernel

@@ -124,7 +124,7 @@ def cuda_calls(monkeypatch):
     monkeypatch.setattr(status, "limit_seconds", 10.0)
     monkeypatch.setattr(profile, "export_chrome_trace", lambda self, path: record("trace", path))
     memory, nvtx = torch.cuda.memory, torch.cuda.nvtx
-    monkeypatch.setattr(memory, "_record_memory_history", lambda max_entries: calls.append(("history", max_entries)))
+    monkeypatch.setattr(memory, "_record_memory_history", lambda **known: calls.append(("history", known)))
     monkeypatch.setattr(memory, "_dump_snapshot", lambda path: record("memory", path))
     monkeypatch.setattr(nvtx, "range_push", lambda text: calls.append(("push", text)))
     monkeypatch.setattr(nvtx, "range_pop", lambda: calls.append(("pop", "")))
@@ -177,14 +177,14 @@ def test_a_snapshot_of_the_memory_is_written_at_the_end_of_each_window(tmp_path,
     record_memory(config, torch.device("cuda", 0))
     found, _ = taken(config, tmp_path, 7, device="cuda")
     assert found == [f"traces/step-{step}/rank-0.memory.pickle" for step in (2, 5)]
-    assert cuda_calls == [("history", 100_000), *[("memory", "profiler")] * 2]
+    assert cuda_calls == [("history", {"stacks": "python", "max_entries": 100_000}), *[("memory", "profiler")] * 2]
 
 
-def test_a_snapshot_that_cannot_be_written_ends_no_run(tmp_path, cuda_calls, caplog):
+def test_what_cannot_be_written_ends_no_run(tmp_path, cuda_calls, caplog):
     (tmp_path / "traces").touch()
     logging.getLogger("crius").propagate = True
-    taken(ProfilerConfig(memory_snapshot=True, start_step=1), tmp_path, 3, device="cuda")
-    assert "memory.pickle cannot be written" in caplog.text
+    taken(ProfilerConfig(enable=True, memory_snapshot=True, start_step=1), tmp_path, 3, device="cuda")
+    assert "memory.pickle cannot be written" in caplog.text and "rank-0.json cannot be written" in caplog.text
 
 
 def test_phases_are_nvtx_ranges_while_the_steps_run(tmp_path, cuda_calls):
