@@ -211,7 +211,8 @@ def _dry_run(run: RunConfig, nproc: int, rank: int, as_json: bool) -> int:
     notes = [*report.notes, *([why] if why else [])]
     if machine.on_gpu:
         peak, whole = max(one.peak.total() for one in report.ranks), hardware.memory_bytes
-        notes.append(f"{peak / whole:.0%} of the {whole / GIB:.0f} GiB of one {hardware.name} at the peak")
+        eager = ", without what compiled blocks save" if run.compile.enable else ""
+        notes.append(f"{peak / whole:.0%} of the {whole / GIB:.0f} GiB of one {hardware.name} at the peak{eager}")
     report = dataclasses.replace(report, notes=notes)
     emit(json.dumps(report.as_dict(), indent=2) if as_json else "\n".join(report.lines()))
     return 0

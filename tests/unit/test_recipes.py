@@ -1,6 +1,7 @@
 """The recipes for real models: each is planned for GPUs that hold it, and dry-run."""
 
 import dataclasses
+import os
 import re
 
 import pytest
@@ -51,9 +52,9 @@ def test_a_recipe_leaves_a_tenth_of_the_card_free_on_its_gpus_and_on_more(name, 
     assert [str(error) for rule in LAYOUT_RULES for error in rule(facts)] == []
 
 
-def share_of_the_card(name, ranks):
-    """Of the peak of a rank, as ``crius train --dry_run`` says it."""
-    done = crius("train", "--recipe", name, "--nproc", str(ranks), "--dry_run", timeout=900)
+def share_of_the_card(*flags):
+    """Percent of the peak of a rank, as ``crius train --dry_run`` says it."""
+    done = crius("train", *flags, "--dry_run", timeout=900)
     assert done.returncode == 0, done.stderr
     return int(re.search(r"(\d+)% of the 80 GiB of one h100-80g at the peak", done.stdout)[1])
 
@@ -62,7 +63,15 @@ def share_of_the_card(name, ranks):
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("name", ["llama3_8b", "llama3_70b", "llama3_405b"])
 def test_the_dry_run_of_a_recipe_is_below_90_percent_of_the_card(name, times):
-    assert share_of_the_card(name, times * GPUS[name]) < 90
+    assert share_of_the_card("--recipe", name, "--nproc", str(times * GPUS[name])) < 90
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("flavor", "ranks"), [("8b", 8), ("70b", 64)])
+def test_the_dry_run_of_the_defaults_fits_into_the_card(flavor, ranks):
+    """It counts eager blocks, which keep more than the compiled ones that the run was planned with."""
+    sizes = ["--model.flavor", flavor, "--training.seq_len", "8192", "--training.global_batch_size", str(8 * ranks)]
+    assert share_of_the_card("--config", os.devnull, *sizes, "--nproc", str(ranks)) < 100
 
 
 @pytest.mark.slow
