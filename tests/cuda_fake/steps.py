@@ -130,7 +130,7 @@ def _on_axis(axes: dict[str, str], *operator: Any) -> tuple[str, str, int] | Non
 def _weights_are_fake(fake: FakeMode, watch: Watch, timeline: Timeline, stack: contextlib.ExitStack) -> Iterator[None]:
     """Enter the fake mode when the first part is laid out: the mesh and ``fully_shard`` do not work inside it."""
 
-    def materialize(part: torch.nn.Module, rules: Any, world: World, config: Any) -> None:
+    def materialize(part: torch.nn.Module, rules: Any, world: World, config: Any, *, draws: bool) -> None:
         if not watch.is_on:
             watch.is_on = True
             for mode in (fake, watch, timeline.watching_resizes()):
