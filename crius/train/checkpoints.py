@@ -142,6 +142,7 @@ class Checkpoints:
             ConfigError: the run has other settings or other data than it can go on with.
         """
         self._parts, found = parts, self.found
+        parts.guard.before_change = self.saver.before_change
         status.update(phase="load")
         seed_streams(self._ranks.device, self._config.debug.seed, self._ranks.rank)
         if found is None:

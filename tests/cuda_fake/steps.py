@@ -18,6 +18,7 @@ import torch
 from harness import num_ranks, parse
 from torch.distributed.pipelining import PipelineStage
 
+from crius.checkpoint.tensors import StagedPlanner
 from crius.config.layout import Layout
 from crius.config.run import RunConfig
 from crius.kernels import choice
@@ -31,6 +32,7 @@ from crius.tools.dry_run.memory import Timeline
 from crius.tools.dry_run.recorder import collective
 from crius.tools.dry_run.run import _axes, dry_run
 from crius.train import build, job
+from crius.train.checkpoints import Parts
 from crius.train.inputs import describe_model, open_run_corpus
 from crius.train.setup import decide, run_kernels
 from cuda_fake.device import CUDA, WAITS, FakeFactories, FakeMode
@@ -76,13 +78,14 @@ def _config(flags: list[str]) -> RunConfig:
     return parse([*small, *flags])
 
 
-def run(flags: list[str], rank: int, folder: str) -> dict[str, Any]:
+def run(flags: list[str], rank: int, folder: str, *, stages: bool = False) -> dict[str, Any]:
     """Train for ``STEPS`` steps as ``rank`` of the layout that ``flags`` ask for; what the steady step did.
 
     Args:
         flags: of ``crius train``.
         rank: from 0.
         folder: of the run.
+        stages: what a checkpoint has is copied to the host at the beginning of the steady step.
     """
     config = _config(flags)
     logging.getLogger("crius").setLevel(logging.WARNING)
@@ -101,14 +104,21 @@ def run(flags: list[str], rank: int, folder: str) -> dict[str, Any]:
         stack.enter_context(_weights_are_fake(fake, watch, timeline, stack))
         stack.enter_context(_stages_know_shapes(part))
         corpus = open_run_corpus(config, layout.batch)
-        WAITS.step, WAITS.seen = 1, []
+        WAITS.step, WAITS.seen, WAITS.order = 1, [], []
         with FakeFactories(fake):
             loop = job.assemble(part, corpus, Path(folder), TimeLedger(time.monotonic()), stack)
 
         def after_step(step: int, done: int) -> None:
             watch.next_step()
             WAITS.step = step + 1
+            if stages and WAITS.step == STEADY:
+                parts = Parts(loop.state, loop.guard, loop.loader, "", loop.ledger)
+                planner.set_up_planner(parts.tensors())
+                planner._plan = planner.create_local_plan()  # of all ranks together there is none: the others are fake
+                planner.stage()
+                loop.guard.before_change = planner.before_change
 
+        planner = StagedPlanner()
         watch.next_step()
         loop.after_step.append(after_step)
         loop.run()
@@ -118,6 +128,7 @@ def run(flags: list[str], rank: int, folder: str) -> dict[str, Any]:
         **vars(seen),
         "peak": max(peaks),
         "waits": [step for when, step in WAITS.seen if when == STEADY],
+        "order": [what for when, *what in WAITS.order if when == STEADY],
     }
 
 
