@@ -321,6 +321,14 @@ CASES = [
     ),
     (
         rules_layout.compile_flags_have_effect,
+        ["--compile.enable", "--compile.backend", "cudagraphs", SHARD, "2"],
+        {"ranks": 2},
+        "compile.backend cudagraphs does not go with 2 ranks",
+        "--compile.backend (command line)",
+        "--compile.backend inductor",
+    ),
+    (
+        rules_layout.compile_flags_have_effect,
         ["--compile.loss"],
         {},
         "compile.loss needs",

@@ -184,7 +184,7 @@ class Saver:
             if place.rank == 0:
                 place.store.set(f"{pending.key}/outcome", problem)
             pending.mode = "sync"
-        elif self._config.mode == "async" and self._has_memory(num_bytes):
+        elif self._config.mode == "async" and self._has_memory():
             self._planner.stage()
             pending.thread = threading.Thread(
                 target=self._write, args=(pending, plan, metadata, head, state), name="crius-checkpoint", daemon=True
@@ -200,6 +200,10 @@ class Saver:
         blocked = time.monotonic() - begin
         self.blocked_seconds += blocked
         pending.blocked += blocked
+
+    def before_change(self) -> None:
+        """Call before the tensors that were saved last change: on a GPU they may still be on their way to the host."""
+        self._planner.before_change()
 
     def poll(self) -> None:
         """Look whether the save that is under way has ended, and say so. Costs nothing where none is."""
@@ -334,10 +338,12 @@ class Saver:
             return f"{self._folder.disk.where} has {free / MIB:,.1f} MiB free, {needed / MIB:,.1f} MiB are needed"
         return ""
 
-    def _has_memory(self, num_bytes: int) -> bool:
+    def _has_memory(self) -> bool:
+        if self._planner.has_copies:
+            return True
         available = free_host_bytes()
-        needed = num_bytes * self._place.ranks_here
-        if self._planner.has_copies or needed < available:
+        needed = self._planner.copy_bytes() * self._place.ranks_here
+        if needed < available:
             return True
         log.warning(
             "checkpoint: the copies of an async save need %.1f GiB of host memory, %.1f GiB are free: saved in sync",

@@ -1,5 +1,6 @@
 """The tensors of a save: DCP plans which rank writes which part, and each rank writes its parts into one file."""
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -43,6 +44,9 @@ class StagedPlanner(DefaultSavePlanner):
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._copies: dict[MetadataIndex, Tensor] = {}
+        self._stream: torch.cuda.Stream | None = None
+        self._arrived: torch.cuda.Event | None = None
+        self._awaited = True
         self._planned: list[Any] | None = None
 
     def agree(self, tensors: dict[str, Tensor], rank: int, gather: Gather) -> tuple[SavePlan, Metadata]:
@@ -62,19 +66,31 @@ class StagedPlanner(DefaultSavePlanner):
         return self._plan, self._metadata
 
     def stage(self) -> None:
-        """Copy this rank's part to host memory, over the copies of the last time. Waits for the device.
+        """Copy this rank's part to host memory, over the copies of the last time.
 
-        From now on ``resolve_data`` gives the copies.
+        From now on ``resolve_data`` gives the copies. Those of a GPU are made on a stream of their own, and this does
+        not wait for them: call ``before_change`` before the tensors change, and keep the tensors until then.
         """
         old, self._copies = self._copies, {}
-        for item in self._plan.items:
-            source = self.lookup_object(item.index)
-            copy = old.pop(item.index, None)
-            if copy is None or (copy.shape, copy.dtype) != (source.shape, source.dtype):
-                copy = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
-            self._copies[item.index] = copy.copy_(source, non_blocking=source.is_cuda)
-        if any(copy.is_pinned() for copy in self._copies.values()):
-            torch.cuda.current_stream().synchronize()
+        sources = {item.index: self.lookup_object(item.index) for item in self._plan.items}
+        on_gpu = any(source.is_cuda for source in sources.values())
+        if on_gpu:
+            self._stream = self._stream or torch.cuda.Stream()
+            self._stream.wait_stream(torch.cuda.current_stream())  # the last update is still to come there
+        with torch.cuda.stream(self._stream) if on_gpu else contextlib.nullcontext():
+            for index, source in sources.items():
+                copy = old.pop(index, None)
+                if copy is None or (copy.shape, copy.dtype) != (source.shape, source.dtype):
+                    copy = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+                self._copies[index] = copy.copy_(source, non_blocking=source.is_cuda)
+        self._arrived = self._stream.record_event() if on_gpu and self._stream else None
+        self._awaited = False
+
+    def before_change(self) -> None:
+        """Call before the tensors change. On a GPU what changes them waits there for the copies; the host does not."""
+        if self._arrived and not self._awaited:
+            torch.cuda.current_stream().wait_event(self._arrived)
+        self._awaited = True
 
     @property
     def has_copies(self) -> bool:
@@ -83,15 +99,23 @@ class StagedPlanner(DefaultSavePlanner):
 
     def drop_copies(self) -> None:
         """Free the copies; ``resolve_data`` gives the tensors themselves again."""
-        self._copies = {}
+        self._copies, self._arrived = {}, None
+
+    def copy_bytes(self) -> int:
+        """Bytes of host memory that ``stage`` takes: torch rounds page-locked ones up to a power of two."""
+        sources = [self.lookup_object(item.index) for item in self._plan.items]
+        return sum(1 << (s.nbytes - 1).bit_length() if s.is_cuda else s.nbytes for s in sources)
 
     def num_bytes(self) -> int:
         """Bytes that this rank writes."""
         return sum(_numel(item) * _data(item).properties.dtype.itemsize for item in self._plan.items)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """The copy of a part where there is one, else the part."""
+        """The copy of a part where there is one, as soon as its numbers are there, else the part."""
         copy = self._copies.get(index)
+        if copy is not None and self._arrived and self._stream:
+            with torch.cuda.device(self._stream.device):  # a thread begins on GPU 0, and would make a context there
+                self._arrived.synchronize()
         return super().lookup_object(index).detach() if copy is None else copy
 
 

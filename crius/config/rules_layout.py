@@ -278,6 +278,13 @@ def compile_flags_have_effect(facts: Facts) -> Violations:
         yield ConfigError(
             "compile.loss needs compile.enable.", where=facts.flag("compile.loss"), fix="--compile.enable"
         )
+    if compile_.enable and compile_.backend == "cudagraphs" and facts.num_ranks > 1:
+        yield ConfigError(
+            f"compile.backend cudagraphs does not go with {facts.num_ranks} ranks.",
+            where=facts.flag("compile.backend"),
+            why="a CUDA graph has fixed addresses, and FSDP gathers weights into other memory in each step",
+            fix="--compile.backend inductor",
+        )
     names = () if compile_.enable else ("compile.backend", "compile.cache_dir", "compile.max_recompiles")
     yield from without_effect(facts, [(name, " without compile.enable", "--compile.enable") for name in names])
 

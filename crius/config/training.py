@@ -181,8 +181,8 @@ class CompileConfig:
     """Also compile the loss, so that no logits are copied to float32. Needs enable."""
 
     backend: Literal["inductor", "aot_eager", "eager", "cudagraphs"] = "inductor"
-    """Backend of torch.compile. inductor generates kernels; cudagraphs replays eager ones; aot_eager and eager
-    only trace, to find bugs."""
+    """Backend of torch.compile. inductor generates kernels; cudagraphs replays eager ones, on one rank; aot_eager
+    and eager only trace, to find bugs."""
 
     cache_dir: str = ""
     """Folder of compiled kernels. Empty: crius/compile under the user's cache folder. A second run starts faster."""

@@ -71,7 +71,17 @@ def _say(lines: Iterable[str]) -> None:
         log.info("%s", line)
 
 
-def materialize(model: nn.Module, rules: list[tuple[str, Init]], world: World, config: RunConfig) -> None:
-    """Allocate this rank's shards and start them from ``debug.seed``, alike under every layout."""
+def materialize(
+    model: nn.Module, rules: list[tuple[str, Init]], world: World, config: RunConfig, *, draws: bool
+) -> None:
+    """Allocate this rank's shards and start them from ``debug.seed``, alike under every layout.
+
+    Args:
+        model: laid out, on the meta device.
+        rules: of the whole model.
+        world: all ranks.
+        config: of the run.
+        draws: see ``init_parameters``.
+    """
     allocate(model, "cpu" if config.training.enable_cpu_offload else world.device, buffers=world.device)
-    init_parameters(model, rules, config.debug.seed)
+    init_parameters(model, rules, config.debug.seed, draws=draws)

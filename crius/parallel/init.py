@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +23,8 @@ from crius.models.plan import match
 from crius.shards import local_shard, named_parameters
 
 BLOCK_NUMEL = 1 << 16  # elements drawn with one seed; seeding costs 10 us, a shard draws at most one block too many
+SHARES = 4
+"""Runs of blocks per thread: few, since handing one over costs, and more than one, since a core may be busy."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,14 @@ def init_rules(model: ModelDescription) -> list[tuple[str, Init]]:
     ]
 
 
-def init_parameters(model: nn.Module, rules: list[tuple[str, Init]], seed: int) -> None:
+def init_parameters(model: nn.Module, rules: list[tuple[str, Init]], seed: int, *, draws: bool = True) -> None:
     """Fill every parameter and buffer of ``model`` by the first rule whose pattern fits its name.
+
+    Args:
+        model: its memory is allocated.
+        rules: for all names of the whole model.
+        seed: seed of the run.
+        draws: whether to draw random numbers; without it such weights are NaN until a checkpoint is loaded into them.
 
     Raises:
         PlanError: no rule fits a parameter.
@@ -84,19 +91,31 @@ def init_parameters(model: nn.Module, rules: list[tuple[str, Init]], seed: int) 
         local, offset = local_shard(parameter)
         if isinstance(rule, Constant):
             local.fill_(rule.value)
+        elif not draws:
+            local.fill_(math.nan)
         elif local.numel():
             first, *columns = (slice(start, start + size) for start, size in zip(offset, local.shape, strict=True))
-            drawn = draw_rows(name, parameter.shape, first.start, first.stop, seed, rule.limit, tuple(columns))
-            local.copy_(drawn.mul_(rule.std))
+            # no second buffer where the numbers can be drawn in place
+            out = local if local.device.type == "cpu" and local.dtype == torch.float32 else None
+            drawn = draw_rows(name, parameter.shape, first.start, first.stop, seed, rule, tuple(columns), out)
+            if out is None:
+                local.copy_(drawn)
 
 
 def draw_rows(
-    name: str, shape: torch.Size, first: int, last: int, seed: int, limit: float, columns: tuple[slice, ...] = ()
+    name: str,
+    shape: torch.Size,
+    first: int,
+    last: int,
+    seed: int,
+    rule: Normal,
+    columns: tuple[slice, ...] = (),
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Rows ``[first, last)`` of a standard normal parameter, clamped to ``[-limit, limit]``; float32 on the CPU.
+    """Rows ``[first, last)`` of a parameter that starts by ``rule``; float32 on the CPU.
 
     Blocks are drawn by as many threads as torch has. A block is drawn whole, also where only some of its columns are
-    wanted: one generator makes its numbers in turn.
+    wanted: one generator makes its numbers in turn (docs/gpu.md).
 
     Args:
         name: full name of the parameter.
@@ -104,36 +123,41 @@ def draw_rows(
         first: first row.
         last: row after the last.
         seed: seed of the run.
-        limit: largest magnitude, in standard deviations.
-        columns: what is wanted of the other dims; empty: all.
+        rule: standard deviation and limit.
+        columns: slices of the other dims; empty: all.
+        out: where the numbers are written; None for new memory.
     """
-    block_rows = max(1, BLOCK_NUMEL // math.prod(shape[1:]))
-    widths = [dim.stop - dim.start for dim in columns] or shape[1:]
-    out = torch.empty((last - first, *widths))
+    width = math.prod(shape[1:])
+    block_rows = max(1, BLOCK_NUMEL // width)
+    if out is None:
+        out = torch.empty((last - first, *([dim.stop - dim.start for dim in columns] or shape[1:])))
+    target = out.numpy()
+
+    def fill(blocks: range) -> None:
+        scratch = torch.empty((block_rows, *shape[1:]))  # stays in the thread's cache
+        for block in blocks:
+            start, stop = block * block_rows, min((block + 1) * block_rows, shape[0])
+            low, high = max(start, first), min(stop, last)
+            scratch[: stop - start].normal_(generator=_generator(f"{seed}/{name}/{block}"))
+            # numpy stays in this thread; torch's operators would call threads of their own
+            wanted = scratch.numpy()[(slice(low - start, high - start), *columns)]
+            np.clip(wanted, -rule.limit, rule.limit, out=wanted)
+            np.multiply(wanted, np.float32(rule.std), out=target[low - first : high - first])
+
     blocks = range(first // block_rows, -(-last // block_rows))
-
-    def fill(block: int) -> None:
-        start, stop = block * block_rows, min((block + 1) * block_rows, shape[0])
-        low, high = max(start, first), min(stop, last)
-        drawn = _draw_block(f"{seed}/{name}/{block}", (stop - start, *shape[1:]), limit)
-        # numpy's copy stays in this thread; torch's would call threads of its own
-        out[low - first : high - first].numpy()[...] = drawn[(slice(low - start, high - start), *columns)]
-
     num_threads = min(len(blocks), torch.get_num_threads())
     if num_threads <= 1:
-        for block in blocks:
-            fill(block)
+        fill(blocks)
     else:
+        span = -(-len(blocks) // (SHARES * num_threads))
         with ThreadPoolExecutor(num_threads) as pool:
-            list(pool.map(fill, blocks))
+            list(pool.map(fill, (blocks[at : at + span] for at in range(0, len(blocks), span))))
     return out
 
 
-def _draw_block(key: str, shape: tuple[int, ...], limit: float) -> "np.ndarray[Any, Any]":
+def _generator(key: str) -> torch.Generator:
     digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-    drawn: np.ndarray[Any, Any] = torch.randn(shape, generator=generator).numpy()
-    return np.clip(drawn, -limit, limit, out=drawn)
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -55,12 +55,14 @@ class Job:
         facts: of its model.
         mesh: the ranks, by axes.
         ranks: all of them.
+        is_loaded: its weights will come from a checkpoint, and are not drawn.
     """
 
     config: RunConfig
     facts: ModelDescription
     mesh: Mesh
     ranks: World
+    is_loaded: bool = field(default=False, kw_only=True)
 
     @cached_property
     def sizes(self) -> BatchSizes:
@@ -248,12 +250,13 @@ def run_loss(job: Job, precision: LowPrecision | None) -> LossChunks:
 
 
 def build_model(job: Job) -> Built:
-    """This rank's stages of the model, their shards drawn from ``debug.seed``."""
+    """This rank's stages of the model, their shards drawn from ``debug.seed``, or NaN where they will be loaded."""
     built = build_parts(job)
     begin, rules = time.monotonic(), init_rules(job.facts)
     for part in built.parts:
-        materialize(part, rules, job.ranks, job.config)
-    log.info("init: weights drawn from seed %d in %.1f s", job.config.debug.seed, time.monotonic() - begin)
+        materialize(part, rules, job.ranks, job.config, draws=not job.is_loaded)
+    how = "not drawn, for a checkpoint will be loaded" if job.is_loaded else f"drawn from seed {job.config.debug.seed}"
+    log.info("init: weights %s, %.1f s", how, time.monotonic() - begin)
     return built
 
 

@@ -71,15 +71,17 @@ class Checkpoints:
         job: the run.
         run_dir: its folder.
         placement: of this process.
-        parts: what is saved.
 
     Attributes:
         folder: where they lie.
+        found: the checkpoint that ``find`` found to resume from; None where there is none.
         before_write: called before each write, with the number of the save of this process, from 1.
     """
 
-    def __init__(self, job: Job, run_dir: Path, placement: Placement, parts: Parts) -> None:
-        self._config, self._layout, self._ranks, self._parts = job.config, job.mesh.layout, job.ranks, parts
+    _parts: Parts
+
+    def __init__(self, job: Job, run_dir: Path, placement: Placement) -> None:
+        self._config, self._layout, self._ranks = job.config, job.mesh.layout, job.ranks
         assert self._ranks.store is not None
         self.before_write: Callable[[int], None] = lambda save: None
         self._saves = 0
@@ -96,36 +98,53 @@ class Checkpoints:
             self._attempt,
         )
         self.saver = Saver(self.folder, self._config.checkpoint, place, self._beat, self._wait)
+        self.found: Found | None = None
         self._run_id = ""
         self._last_saved = -1
         self._last_time = time.monotonic()
 
-    def resume(self) -> dict[str, float]:
-        """Go on from the newest good checkpoint, or from ``checkpoint.load_path``, or start.
+    def find(self) -> None:
+        """Look for the newest good checkpoint, or one in ``checkpoint.load_path``: ``found``, the same on all ranks.
+
+        It needs no model, so that weights are not drawn where they will be loaded.
+
+        Raises:
+            CheckpointError: there are checkpoints and none can be used.
+        """
+        config = self._config.checkpoint
+        with status.during("load"):
+            if self._ranks.rank == 0:
+                for line in self.folder.collect(self._attempt):
+                    log.info("checkpoint: %s", line)
+            step = self._ranks.gather_json(self._own_step() if self._ranks.rank == 0 else None)[0]
+            self.found = self._find(self.folder, step)
+            if self.found is None and config.load_path:
+                self.found = self._find(CheckpointFolder(open_disk(config.load_path)), config.load_step)
+                if self.found is None:
+                    raise CheckpointError(
+                        f"there is no checkpoint in {config.load_path}.",
+                        where="--checkpoint.load_path",
+                        fix="name a folder that has step-N folders, such as runs/NAME/checkpoints",
+                    )
+                check_steps_left(self.found.manifest.step, self._config)
+
+    def resume(self, parts: Parts) -> dict[str, float]:
+        """Go on from the checkpoint that ``find`` found, or start.
+
+        Args:
+            parts: what is loaded, and saved from now on.
 
         Returns:
             The seconds of the time ledger in the checkpoint; empty where there is none, or it is of another command.
 
         Raises:
-            CheckpointError: there are checkpoints and none can be used.
+            CheckpointError: it does not have the tensors of the run, or cannot be read.
             ConfigError: the run has other settings or other data than it can go on with.
         """
+        self._parts, found = parts, self.found
+        parts.guard.before_change = self.saver.before_change
         status.update(phase="load")
-        config = self._config.checkpoint
-        if self._ranks.rank == 0:
-            for line in self.folder.collect(self._attempt):
-                log.info("checkpoint: %s", line)
         seed_streams(self._ranks.device, self._config.debug.seed, self._ranks.rank)
-        found = self._find(self.folder, self._ranks.gather_json(self._own_step() if self._ranks.rank == 0 else None)[0])
-        if found is None and config.load_path:
-            found = self._find(CheckpointFolder(open_disk(config.load_path)), config.load_step)
-            if found is None:
-                raise CheckpointError(
-                    f"there is no checkpoint in {config.load_path}.",
-                    where="--checkpoint.load_path",
-                    fix="name a folder that has step-N folders, such as runs/NAME/checkpoints",
-                )
-            check_steps_left(found.manifest.step, self._config)
         if found is None:
             self._run_id = self._ranks.gather_json(uuid.uuid4().hex)[0]
             return {}

@@ -70,6 +70,7 @@ class UpdateGuard:
         after_update: called after each update.
 
     Attributes:
+        before_change: called before each change of the weights, by an update or a rollback.
         passed_step: number of the last step it has looked at without ending the run; 0 before the first.
     """
 
@@ -103,6 +104,7 @@ class UpdateGuard:
         can_wait = config.nonfinite == "stop" and config.spike in ("warn", "off")
         self._looks_late = self._optimizer.takes_found_inf and can_wait
         self._unseen: _Unseen | None = None
+        self.before_change: Callable[[], None] = lambda: None
         self.passed_step = 0
         self._in_a_row = dict.fromkeys(IN_A_ROW, 0)
 
@@ -124,6 +126,7 @@ class UpdateGuard:
         if self._looks_late or self.check():
             if self._kept and self._state.updates - self._kept.updates >= self._config.snapshot_interval:
                 self._keep(result.step - 1)  # weights that a finite loss and gradient have just been computed with
+            self.before_change()
             self._optimizer.step()
             self._after_update()
             self._state.updates += 1
@@ -289,6 +292,7 @@ class UpdateGuard:
         """Go back to the snapshot; ``is_made``: whether the update of ``step`` is in the weights."""
         assert self._snapshot and self._kept
         lost = self._state.updates - self._kept.updates + (not is_made)
+        self.before_change()
         self._snapshot.restore()
         self._state.updates = self._kept.updates
         self._state.rolled_back_steps += lost

@@ -98,19 +98,21 @@ def run(
             machine = machine_of(device, placement.world_size, placement.local_world_size)
             story.begin(device, machine, config, facts)
             corpus = open_run_corpus(config, layout.batch)  # before the ranks meet, so that none waits in a collective
-            meeting, seconds = placement.rendezvous, config.comm.timeout_seconds
-            ranks = stack.enter_context(world(placement.rank, placement.world_size, device, meeting, seconds))
+            ranks = stack.enter_context(_meet(config, placement, device))
             mesh = build_mesh(one_layout(layout, ranks), device.type)
             _log_run(Job(config, facts, mesh, ranks), run_dir, corpus)
             story.config = decided = decide(config, facts, machine, ranks, tools.fit)
-            _log_batch(Job(decided, facts, mesh, ranks))
-            loop = assemble(Job(decided, facts, mesh, ranks), corpus, run_dir, ledger, stack, strict=strict)
             job = Job(config, facts, mesh, ranks)  # a run that goes on from this one decides anew
-        if config.checkpoint.is_enabled:
+            whole = dataclasses.replace(job, config=decided)
+            _log_batch(whole)
+        checkpoints = _checkpoints(job, run_dir, placement, ledger) if config.checkpoint.is_enabled else None
+        with ledger.phase("initialise"):
+            whole = dataclasses.replace(whole, is_loaded=bool(checkpoints and checkpoints.found))
+            loop = assemble(whole, corpus, run_dir, ledger, stack, strict=strict)
+        if checkpoints:
             with ledger.phase("load"):
                 parts = Parts(loop.state, loop.guard, loop.loader, corpus.train.identity, ledger)
-                checkpoints = Checkpoints(job, run_dir, placement, parts)
-                recovery.resumed(checkpoints.resume(), loop.state.step)
+                recovery.resumed(checkpoints.resume(parts), loop.state.step)
                 keep_scales(job, loop.state.parts)  # of the weights that were loaded
                 loop.after_step.append(lambda step, done: recovery.step(step))
                 samples = stack.enter_context(contextlib.closing(_sample_log(job, run_dir, corpus, loop)))
@@ -120,6 +122,19 @@ def run(
             loop.reports.sinks += [*_sinks(job, run_dir, stack, loop.state.step), *([watch] if watch else [])]
         recovery.ready()
         _run(tools.prepare(dataclasses.replace(loop, stop=stop)), run_dir, placement, watch)
+
+
+def _meet(config: RunConfig, placement: Placement, device: torch.device) -> contextlib.AbstractContextManager[World]:
+    seconds = config.comm.timeout_seconds
+    return world(placement.rank, placement.world_size, device, placement.rendezvous, seconds)
+
+
+def _checkpoints(job: Job, run_dir: Path, placement: Placement, ledger: TimeLedger) -> Checkpoints:
+    """The checkpoints of the run, and the one among them to resume from, known before its weights are made."""
+    with ledger.phase("load"):
+        checkpoints = Checkpoints(job, run_dir, placement)
+        checkpoints.find()
+    return checkpoints
 
 
 def one_layout(layout: Layout, ranks: World) -> Layout:

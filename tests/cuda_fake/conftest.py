@@ -20,14 +20,17 @@ class FakeGpu:
         self._library = library
         self._process: subprocess.Popen | None = None
 
-    def step(self, argv: list[str], rank: int = 0, *, compiles: bool = False, dry_run: bool = False) -> dict:
+    def step(
+        self, argv: list[str], rank: int = 0, *, compiles: bool = False, dry_run: bool = False, stages: bool = False
+    ) -> dict:
         """What the steady step of a run with the flags ``argv`` did on ``rank``: the fields of ``watch.Seen``.
 
         With ``compiles`` also the ``code`` that Inductor generated, a text for each graph; with ``dry_run`` also
-        the ``dry_run_peak`` in bytes.
+        the ``dry_run_peak`` in bytes; with ``stages`` a checkpoint is copied to the host at its beginning.
         """
         process = self._process = self._process or self._started()
-        process.stdin.write(json.dumps({"flags": argv, "rank": rank, "compiles": compiles, "dry_run": dry_run}) + "\n")
+        request = {"flags": argv, "rank": rank, "compiles": compiles, "dry_run": dry_run, "stages": stages}
+        process.stdin.write(json.dumps(request) + "\n")
         process.stdin.flush()
         line = process.stdout.readline()
         assert line, f"the process with the fake GPU ended with {process.wait()}"

@@ -6,6 +6,7 @@ which numbers the host waited for.
 
 import contextlib
 import ctypes
+import itertools
 import weakref
 from collections import namedtuple
 from dataclasses import dataclass, field
@@ -30,10 +31,16 @@ class Waits:
     Attributes:
         step: the present one.
         seen: for each wait the step it was in, and the step of the work that it waited for.
+        order: what is queued, with its step and its stream: copies to the host, updates, and waits for another stream.
     """
 
     step: int = 0
     seen: list[tuple[int, int]] = field(default_factory=list)
+    order: list[tuple[int | str, ...]] = field(default_factory=list)
+
+    def queue(self, *what: str) -> None:
+        """Note what is queued: a word, and streams."""
+        self.order.append((self.step, *what))
 
 
 WAITS = Waits()
@@ -42,22 +49,23 @@ WAITS = Waits()
 class Stream:
     """A stream on which everything is done at once. Torch 2.15 asks its fields."""
 
+    numbers = itertools.count()
     stream_id = cuda_stream = 0
     device = CUDA
     device_index, device_type = 0, 1
 
     def __init__(self, *args, **options):
-        pass
+        self.name = f"stream {next(self.numbers)}"
 
     def wait_stream(self, stream):
-        pass
+        WAITS.queue("wait", self.name, stream.name)
 
     def wait_event(self, event):
-        pass
+        WAITS.queue("wait", self.name, event.name)
 
     def record_event(self, event=None):
         event = event or Event()
-        event.record()
+        event.record(self)
         return event
 
     def query(self):
@@ -71,10 +79,10 @@ class Event:
     """An event that has always come."""
 
     def __init__(self, *args, **options):
-        self._step = WAITS.step
+        self._step, self.name = WAITS.step, "never"
 
     def record(self, stream=None):
-        self._step = WAITS.step
+        self._step, self.name = WAITS.step, (stream or current_stream()).name
         return self
 
     def wait(self, stream=None):
@@ -91,13 +99,30 @@ def _synchronize(device=None):
     WAITS.seen.append((WAITS.step, WAITS.step))
 
 
-_STREAM = Stream()
+_STREAMS = [Stream()]
+
+
+def current_stream(device=None):
+    """The stream that work is queued on."""
+    return _STREAMS[-1]
+
+
+@contextlib.contextmanager
+def _stream(stream):
+    _STREAMS.append(stream or current_stream())
+    try:
+        yield
+    finally:
+        _STREAMS.pop()
+
+
 _CUDA = {
     "Stream": Stream,
     "Event": Event,
-    "stream": lambda stream: contextlib.nullcontext(stream),
-    "current_stream": lambda device=None: _STREAM,
-    "default_stream": lambda device=None: _STREAM,
+    "stream": _stream,
+    "device": contextlib.nullcontext,
+    "current_stream": current_stream,
+    "default_stream": lambda device=None: _STREAMS[0],
     "set_stream": lambda stream: None,
     "synchronize": _synchronize,
     "_lazy_init": lambda: None,

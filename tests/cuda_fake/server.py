@@ -37,7 +37,7 @@ def _answer(steps, request: dict) -> dict:
 
             inductor.stand_in()
         with tempfile.TemporaryDirectory() as folder:
-            seen = steps.run(request["flags"], request["rank"], folder)
+            seen = steps.run(request["flags"], request["rank"], folder, stages=request["stages"])
         if request["dry_run"]:
             seen["dry_run_peak"] = steps.dry_run_peak(request["flags"])
         return seen | ({"code": inductor.CODE} if request["compiles"] else {})

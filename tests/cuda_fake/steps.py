@@ -18,6 +18,7 @@ import torch
 from harness import num_ranks, parse
 from torch.distributed.pipelining import PipelineStage
 
+from crius.checkpoint.tensors import StagedPlanner
 from crius.config.layout import Layout
 from crius.config.run import RunConfig
 from crius.host import Machine
@@ -32,6 +33,7 @@ from crius.tools.dry_run.memory import Timeline
 from crius.tools.dry_run.recorder import collective
 from crius.tools.dry_run.run import _axes, dry_run
 from crius.train import build, job
+from crius.train.checkpoints import Parts
 from crius.train.inputs import describe_model, open_run_corpus, resolve
 from crius.train.setup import decide, run_kernels
 from cuda_fake.device import CUDA, WAITS, FakeFactories, FakeMode
@@ -77,13 +79,14 @@ def _config(flags: list[str]) -> RunConfig:
     return parse([*small, *flags])
 
 
-def run(flags: list[str], rank: int, folder: str) -> dict[str, Any]:
+def run(flags: list[str], rank: int, folder: str, *, stages: bool = False) -> dict[str, Any]:
     """Train for ``STEPS`` steps as ``rank`` of the layout that ``flags`` ask for; what the steady step did.
 
     Args:
         flags: of ``crius train``.
         rank: from 0.
         folder: of the run.
+        stages: what a checkpoint has is copied to the host at the beginning of the steady step.
     """
     config = resolve(_config(flags), Machine(device="cuda"), rows_are_given=True).config
     torch.use_deterministic_algorithms(bool(config.debug.deterministic))
@@ -103,14 +106,21 @@ def run(flags: list[str], rank: int, folder: str) -> dict[str, Any]:
         stack.enter_context(_weights_are_fake(fake, watch, timeline, stack))
         stack.enter_context(_stages_know_shapes(part))
         corpus = open_run_corpus(config, layout.batch)
-        WAITS.step, WAITS.seen = 1, []
+        WAITS.step, WAITS.seen, WAITS.order = 1, [], []
         with FakeFactories(fake):
             loop = job.assemble(part, corpus, Path(folder), TimeLedger(time.monotonic()), stack)
 
         def after_step(step: int, done: int) -> None:
             watch.next_step()
             WAITS.step = step + 1
+            if stages and WAITS.step == STEADY:
+                parts = Parts(loop.state, loop.guard, loop.loader, "", loop.ledger)
+                planner.set_up_planner(parts.tensors())
+                planner._plan = planner.create_local_plan()  # of all ranks together there is none: the others are fake
+                planner.stage()
+                loop.guard.before_change = planner.before_change
 
+        planner = StagedPlanner()
         watch.next_step()
         loop.after_step.append(after_step)
         loop.run()
@@ -120,6 +130,7 @@ def run(flags: list[str], rank: int, folder: str) -> dict[str, Any]:
         **vars(seen),
         "peak": max(peaks),
         "waits": [step for when, step in WAITS.seen if when == STEADY],
+        "order": [what for when, *what in WAITS.order if when == STEADY],
     }
 
 
@@ -132,7 +143,7 @@ def _on_axis(axes: dict[str, str], *operator: Any) -> tuple[str, str, int] | Non
 def _weights_are_fake(fake: FakeMode, watch: Watch, timeline: Timeline, stack: contextlib.ExitStack) -> Iterator[None]:
     """Enter the fake mode when the first part is laid out: the mesh and ``fully_shard`` do not work inside it."""
 
-    def materialize(part: torch.nn.Module, rules: Any, world: World, config: Any) -> None:
+    def materialize(part: torch.nn.Module, rules: Any, world: World, config: Any, *, draws: bool) -> None:
         if not watch.is_on:
             watch.is_on = True
             for mode in (fake, watch, timeline.watching_resizes()):

@@ -62,6 +62,23 @@ def test_a_step_reads_nothing_and_moves_only_the_batch_and_the_loss(case: Case, 
     assert {name: seen["ops"].get(f"aten::{name}", 0) for name in case.ops} == case.ops
 
 
+@pytest.mark.parametrize("name", ["one_rank", "fsdp8"])
+def test_a_checkpoint_is_copied_beside_the_step_and_the_update_waits_for_it_on_the_gpu(name, fake_gpu):
+    """Weights, moments and counts, on a stream that begins after the last update. The host does not wait."""
+    seen = fake_gpu.step(CASES[name].argv, stages=True)
+    assert seen["reads"] == [] and set(seen["waits"]) <= {STEADY - 1}
+    copied = [what for what, _ in seen["copies"] if what.startswith("cuda->cpu float32")]
+    assert len(copied) == 4 * 21 and not [what for what in copied if what.endswith("waits")]
+    order = seen["order"]
+    update = order.index(next(what for what in order if what[0] == "update"))
+    main = order[update][1]
+    copies = [at for at, (kind, stream, *_) in enumerate(order) if kind == "copy" and stream != main]
+    side = order[copies[0]][1]
+    assert len(copies) == len(copied) and {order[at][1] for at in copies} == {side}
+    assert order[: copies[0]] == [["wait", side, main]]
+    assert ["wait", main, side] in order[copies[-1] : update]
+
+
 def test_offloaded_weights_come_from_pinned_memory_and_gradients_go_there(fake_gpu):
     """The update is on the host, which waits for the gradients of the step; the weights do not wait."""
     seen = fake_gpu.step(Case(f"{FSDP} --training.enable_cpu_offload").argv)

@@ -13,6 +13,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from cuda_fake.device import WAITS, current_stream
+
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)
 _SCALAR = "aten::_local_scalar_dense"
 _READS = (_SCALAR, "aten::is_nonzero", "aten::equal", "aten::nonzero", "aten::masked_select", "aten::_unique2")
@@ -82,6 +84,8 @@ class Watch(TorchDispatchMode):
             self._note_copy(name, args, kwargs, result)
         if on_gpu or _is_on_gpu(result):
             now.ops[name] += 1
+        if name.startswith("aten::_fused_adam"):
+            WAITS.queue("update", current_stream().name)
         if found := self._collective(func, args, kwargs, result):
             (now.collectives if on_gpu else now.of_host).append(found)
         for item in tree_iter(result):
@@ -98,6 +102,8 @@ class Watch(TorchDispatchMode):
         is_late = async_ and (source.device.type == "cuda" or source.is_pinned())
         what = f"{source.device.type}->{result.device.type} {str(source.dtype)[6:]} {list(source.shape)}"
         self.steps[-1].copies.append((what if is_late else f"{what} waits", _caller()))
+        if result.device.type == "cpu":
+            WAITS.queue("copy", current_stream().name)
 
 
 def _is_on_gpu(item) -> bool:

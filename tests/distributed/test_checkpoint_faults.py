@@ -11,12 +11,14 @@ import threading
 import time
 
 import pytest
+import torch.distributed as dist
 from checkpoint_runs import flags
 from harness import ROOT, TEXT, crius, parse, read_metrics, run, steps_of, train
 
 from crius.checkpoint.names import step_name
 from crius.errors import ConfigError
 from crius.launch.lock import run_lock
+from crius.train import loop
 from crius.train.inputs import check_resume
 
 
@@ -177,6 +179,22 @@ def test_a_signal_saves_on_all_ranks_and_ends_with_75(number, tmp_path):
     assert run(flags("fsdp2", "--checkpoint.enable", steps=500), tmp_path, is_supervised=True) == 75
     done = steps_of(read_metrics(tmp_path))[-1]["step"]
     assert steps_there(tmp_path) == [step_name(done)]
+
+
+def test_the_ranks_of_a_run_agree_by_time_and_not_in_each_step(tmp_path, monkeypatch):
+    """Each time is a collective over all ranks. Step times jump on a busy machine: two times a second are allowed."""
+    greatest = loop._greatest
+
+    def noted(words, num_ranks):
+        with (tmp_path / f"agreed-{dist.get_rank()}").open("a") as file:
+            file.write(f"{time.monotonic()}\n")
+        return greatest(words, num_ranks)
+
+    monkeypatch.setattr(loop, "_greatest", noted)
+    train(flags("fsdp2", "--checkpoint.enable", steps=100), tmp_path)
+    times = [[float(line) for line in (tmp_path / f"agreed-{rank}").read_text().split()] for rank in range(2)]
+    assert len(times[0]) == len(times[1])
+    assert len(times[0]) < 4 + 2 * (times[0][-1] - times[0][0])
 
 
 def test_the_ledger_covers_a_run_that_was_killed(tmp_path, monkeypatch):

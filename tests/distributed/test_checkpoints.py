@@ -7,6 +7,7 @@ from checkpoint_runs import contents, flags
 from harness import TIED, run, steps_of, train
 
 from crius.checkpoint.names import step_name
+from crius.parallel import init
 from crius.train import checkpoints
 
 pytestmark = pytest.mark.usefixtures("imported_torchao")
@@ -103,3 +104,36 @@ def test_optimizer_state_that_is_not_taken_over_is_said(tmp_path, capfd):
     said = capfd.readouterr().out
     assert "resume: 42 tensors of optimizer state are not taken over, such as optim.layers.0" in said
     assert "resume: the optimizer starts anew for 14 parameters, such as layers.0" in said
+
+
+@pytest.mark.parametrize("layout", ["1", "pp2_fsdp2", "tp2"])
+def test_weights_are_drawn_at_the_start_and_not_where_they_are_loaded(layout, tmp_path, monkeypatch):
+    """By any rank. Into the same folder, and from another one."""
+    draw = init.draw_rows
+
+    def counting(name, *args):
+        with (tmp_path / "drawn").open("a") as file:
+            file.write(f"{name}\n")
+        return draw(name, *args)
+
+    monkeypatch.setattr(init, "draw_rows", counting)
+    train(flags(layout, "--checkpoint.enable", steps=2), tmp_path / "old")
+    drawn = (tmp_path / "drawn").read_text().split()
+    assert len(set(drawn)) == 2 + 2 * 7
+    load = ("--checkpoint.load_path", str(tmp_path / "old" / "checkpoints"))
+    for folder, more, steps in (("old", (), 3), ("new", load, 4)):
+        train(flags(layout, "--checkpoint.enable", *more, steps=steps), tmp_path / folder)
+    assert (tmp_path / "drawn").read_text().split() == drawn
+
+
+def test_a_weight_that_is_neither_drawn_nor_loaded_ends_the_run(tmp_path, monkeypatch, capfd):
+    """What a bug of loading leaves out is NaN, not whatever lay in that memory."""
+    train(flags("1", "--checkpoint.enable", steps=2), tmp_path)
+    load = checkpoints.load_tensors
+
+    def forget(found, tensors):
+        load(found, {name: target for name, target in tensors.items() if "layers.1.attention.wo" not in name})
+
+    monkeypatch.setattr(checkpoints, "load_tensors", forget)
+    assert run(flags("1", "--checkpoint.enable"), tmp_path) == 1
+    assert "step 3: loss nan" in capfd.readouterr().err

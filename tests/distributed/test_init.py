@@ -10,11 +10,12 @@ from harness import TEXT, parse
 
 from crius.cli.app import facts_of
 from crius.config.layout import parse_layout
-from crius.parallel.init import BLOCK_NUMEL, draw_rows
+from crius.parallel.init import BLOCK_NUMEL, Normal, draw_rows
 from crius.tools.verify import matrix, worker
 from crius.tools.verify.parameters import Shards
 from crius.tools.verify.worker import Task
 
+UNIT = Normal(1.0)
 FLAGS = ["--recipe", "verify", "--data.source", "text", "--data.path", str(TEXT)]
 
 
@@ -63,7 +64,7 @@ def test_no_two_matrices_start_alike(one_device):
 @pytest.mark.parametrize("shape", [(700, 300), (5, BLOCK_NUMEL + 3), (3 * BLOCK_NUMEL + 1,), (64, 16, 200)])
 def test_any_range_of_rows_is_that_slice_of_the_whole(shape):
     size = torch.Size(shape)
-    draw = functools.partial(draw_rows, "layers.0.w", size, seed=1, limit=3.0)
+    draw = functools.partial(draw_rows, "layers.0.w", size, seed=1, rule=UNIT)
     whole = draw(0, size[0])
     assert whole.shape == size
     block_rows = max(1, BLOCK_NUMEL // whole[0].numel())
@@ -76,10 +77,10 @@ def test_any_range_of_rows_is_that_slice_of_the_whole(shape):
 @pytest.mark.parametrize("num_threads", [1, 4])
 def test_columns_and_threads_change_no_bit(num_threads):
     size, before = torch.Size((900, 8, 200)), torch.get_num_threads()
-    whole = draw_rows("layers.0.w", size, 0, 900, 1, 3.0)
+    whole = draw_rows("layers.0.w", size, 0, 900, 1, UNIT)
     torch.set_num_threads(num_threads)
     try:
-        part = draw_rows("layers.0.w", size, 30, 870, 1, 3.0, (slice(2, 7), slice(50, 150)))
+        part = draw_rows("layers.0.w", size, 30, 870, 1, UNIT, (slice(2, 7), slice(50, 150)))
     finally:
         torch.set_num_threads(before)
     assert torch.equal(part, whole[30:870, 2:7, 50:150])
@@ -87,14 +88,14 @@ def test_columns_and_threads_change_no_bit(num_threads):
 
 def test_name_seed_and_block_each_give_other_numbers():
     size = torch.Size((2 * BLOCK_NUMEL, 1))
-    base = draw_rows("a", size, 0, size[0], 1, 3.0)
-    for other in (draw_rows("b", size, 0, size[0], 1, 3.0), draw_rows("a", size, 0, size[0], 2, 3.0)):
+    base = draw_rows("a", size, 0, size[0], 1, UNIT)
+    for other in (draw_rows("b", size, 0, size[0], 1, UNIT), draw_rows("a", size, 0, size[0], 2, UNIT)):
         assert (base == other).float().mean() < 0.01  # 0.27 % are clamped, to one of two values
     assert (base[:BLOCK_NUMEL] == base[BLOCK_NUMEL:]).float().mean() < 0.01
 
 
 def test_draws_are_a_clamped_standard_normal():
-    drawn = draw_rows("a", torch.Size((1_000_000,)), 0, 1_000_000, 1, 2.0)
+    drawn = draw_rows("a", torch.Size((1_000_000,)), 0, 1_000_000, 1, Normal(1.0, limit=2.0))
     assert drawn.abs().max() == 2.0
     # 1,000,000 draws: standard error 1e-3 of the mean, 7e-4 of the std; clamping at 2 makes the std 0.9594
     assert drawn.mean().item() == pytest.approx(0, abs=5e-3)
@@ -107,7 +108,7 @@ def test_one_thread_draws_more_than_20_million_numbers_a_second():
     best = 0.0
     for _ in range(3):  # the best of 3: other processes may be busy
         begin = time.perf_counter()
-        draw_rows("a", size, 0, size[0], 1, 3.0)
+        draw_rows("a", size, 0, size[0], 1, UNIT)
         best = max(best, size.numel() / (time.perf_counter() - begin))
     print(f"{best / 1e6:.0f} million numbers a second")
     assert best > 20e6

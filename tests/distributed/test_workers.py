@@ -1,5 +1,6 @@
 """Standing workers run row after row in the same processes; what fails ends them, and nothing is left behind."""
 
+import datetime
 import functools
 import os
 import shutil
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from workers import RowFailed, Workers
 
@@ -97,6 +99,35 @@ def timeouts(placement):
             group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
             for group in distributed_c10d._world.pg_map
         }
+
+
+def timeouts_of_two_backends(placement):
+    """The same where a group has one backend for each device, as on GPUs; that of cuda is a stand-in for NCCL."""
+    seen, join = [], dist.init_process_group
+
+    def nccl(store, rank, size, timeout):
+        seen.append(timeout.total_seconds())
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+    def join_without_nccl(backend, device_id, **options):
+        assert (backend, device_id) == ("cpu:gloo,cuda:nccl", torch.device("cuda", 0))
+        join("cpu:gloo,cuda:standin", **options)
+
+    dist.Backend.register_backend("standin", nccl, devices=["cuda"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "init_process_group", join_without_nccl)
+        patch.setattr(torch.cuda, "set_device", lambda device: None)
+        patch.setattr(distributed_c10d, "default_pg_nccl_timeout", datetime.timedelta(minutes=10))
+        with world(placement.rank, placement.world_size, torch.device("cuda", 0), placement.rendezvous, 77):
+            build_mesh(Layout(dp_replicate=2, tp=2), "cuda")
+            asked = [distributed_c10d._get_default_timeout(name).total_seconds() for name in ("nccl", "gloo")]
+    return len(seen), {*seen, *asked}
+
+
+def test_comm_timeout_seconds_reaches_the_groups_of_gpus(workers, tmp_path):
+    """That of all ranks, and those of the two axes of each."""
+    count, found = zip(*workers(4).run(timeouts_of_two_backends, tmp_path), strict=True)
+    assert min(count) >= 3 and found == ({77.0},) * 4
 
 
 def test_comm_timeout_seconds_reaches_the_group_of_every_axis(workers, tmp_path):

@@ -1,5 +1,6 @@
 """What a process does before its first CUDA call, on a machine without a GPU: torch's answers are patched."""
 
+import functools
 import logging
 import socket
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch.profiler import profile
 from crius.config.operation import ProfilerConfig
 from crius.config.run import RunConfig
 from crius.errors import EffectError, EnvironmentError, OutOfMemoryError
+from crius.launch.environment import joined_placement, sees_own_gpu
 from crius.launch.status import status
 from crius.parallel import interface, runtime
 from crius.parallel.interface import GLOO, NCCL, choose_interface
@@ -45,6 +47,49 @@ def test_a_process_without_a_gpu_of_its_own_is_refused(cards):
     cards(1)
     with pytest.raises(EnvironmentError, match="local rank 3 needs a GPU of its own, but torch .* can use 1"):
         pick_device("auto", 3)
+
+
+TORCHRUN = {"RANK": "{rank}", "LOCAL_RANK": "{local}", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
+TORCHRUN |= {"MASTER_ADDR": "node-0", "MASTER_PORT": "29500"}
+SRUN = {"SLURM_PROCID": "{rank}", "SLURM_LOCALID": "{local}", "SLURM_NTASKS": "8", "SLURM_TASKS_PER_NODE": "4(x2)"}
+SRUN |= {"SLURM_NODEID": "0", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_JOB_NODELIST": "node[0-1]"}
+SRUN |= {"SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1"}
+
+
+@pytest.mark.parametrize(
+    ("launcher", "mask", "index"),
+    [
+        (TORCHRUN, "0,1,2,3", "{local}"),
+        (TORCHRUN, None, "{local}"),
+        (TORCHRUN, "{local}", "0"),
+        (SRUN, "0,1,2,3", "{local}"),
+        (SRUN, None, "{local}"),
+        (SRUN, "{local}", "0"),
+        (SRUN, "0", "0"),
+        (SRUN, "GPU-8f2a{local}", "0"),
+        (SRUN, "MIG-8f2a{local}", "0"),
+        (SRUN, "4,5,6,7", "{local}"),
+        (TORCHRUN, "0,1", None),
+    ],
+)
+def test_every_rank_of_torchrun_and_slurm_takes_a_gpu_that_it_is_shown(launcher, mask, index, cards):
+    """torch counts what the mask shows, from 0, and of a host with 4 GPUs all where there is none."""
+    for rank in range(8):
+        here = {"rank": rank, "local": rank % 4}
+        environ = {name: value.format(**here) for name, value in launcher.items()}
+        environ |= {} if mask is None else {"CUDA_VISIBLE_DEVICES": mask.format(**here)}
+        placement = joined_placement(environ)
+        assert (placement.rank, placement.local_rank) == (rank, rank % 4)
+        shown = 4 if mask is None else len(mask.split(","))
+        cards(shown)
+        pick = functools.partial(
+            pick_device, "auto", placement.local_rank, sees_own_gpu=sees_own_gpu(placement, environ)
+        )
+        if index is None and rank % 4 >= shown:
+            with pytest.raises(EnvironmentError, match="needs a GPU of its own"):
+                pick()
+        else:
+            assert pick().index == int((index or "{local}").format(**here))
 
 
 @pytest.fixture

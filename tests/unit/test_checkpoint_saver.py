@@ -131,6 +131,89 @@ def test_copies_that_do_not_fit_into_memory_are_not_made(tmp_path, monkeypatch, 
     assert "saved in sync" in caplog.text
 
 
+@pytest.mark.parametrize(("on_gpu", "is_enough"), [(False, True), (True, False)])
+def test_page_locked_copies_take_the_next_power_of_two(on_gpu, is_enough, tmp_path, monkeypatch):
+    """Weights of 768 and a count of 4 bytes; on a GPU torch's allocator takes 1,024 and 4."""
+
+    class Weight(torch.Tensor):
+        is_cuda = on_gpu
+
+    monkeypatch.setattr(save_module, "free_host_bytes", lambda: 900)
+    saver = saver_in(tmp_path, mode="async")
+    tensors = {name: tensor.as_subclass(Weight) for name, tensor in tensors_of(1).items()}
+    saver._planner.agree(tensors, 0, alone)
+    assert saver._has_memory() == is_enough
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says it is on a GPU. Copies of it are made when something waits for them."""
+
+    is_cuda = True
+    copies: list = []
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.copy_ and kwargs:
+            assert kwargs == {"non_blocking": True}
+            cls.copies.append(args)
+            return args[0]
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+    @classmethod
+    def arrive(cls):
+        while cls.copies:
+            copy, source = cls.copies.pop()
+            copy.copy_(torch.Tensor(source))
+
+
+class FakeStream:
+    """Notes who waits for it: another stream, or a thread of the host. It is its own event."""
+
+    device = 0
+
+    def __init__(self, name, waits):
+        self.name, self.waits = name, waits
+
+    def wait_stream(self, stream):
+        self.waits.append(f"{self.name} for {stream.name}")
+
+    def wait_event(self, event):
+        self.wait_stream(event)
+        OnGpu.arrive()
+
+    def record_event(self):
+        return self
+
+    def synchronize(self):
+        self.waits.append(f"{threading.current_thread().name} for {self.name}")
+        OnGpu.arrive()
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_copies_of_a_gpu_are_awaited_by_what_changes_and_by_what_writes_the_tensors(changes, tmp_path, monkeypatch):
+    """Training itself waits for nothing."""
+    waits, release, empty = [], threading.Event(), torch.empty
+    main, side = FakeStream("main", waits), FakeStream("side", waits)
+    mocks = {"current_stream": lambda: main, "Stream": lambda: side}
+    for name, mock in (mocks | dict.fromkeys(("stream", "device"), contextlib.nullcontext)).items():
+        monkeypatch.setattr(torch.cuda, name, mock)
+    monkeypatch.setattr(torch, "empty", lambda *sizes, pin_memory=False, **options: empty(*sizes, **options))
+    saver = saver_in(tmp_path, beat=lambda: release.wait(20) or None, mode="async")
+    tensors = {name: tensor.as_subclass(OnGpu) for name, tensor in tensors_of(5).items()}
+    saver.save(5, tensors, {"train": {"step": 5}}, head(5))
+    assert waits == ["side for main"]
+    if changes:
+        for _ in range(2):
+            saver.before_change()
+        assert waits == ["side for main", "main for side"]
+        for tensor in tensors.values():
+            tensor.zero_()
+    release.set()
+    saver.wait()
+    assert set(waits[1 + changes :]) == {"crius-checkpoint for side"}
+    assert loaded(tmp_path) == 5
+
+
 @pytest.mark.parametrize("url", ["{tmp}", "file://{tmp}"])
 @pytest.mark.parametrize("file", ["rank-00000", "state", "manifest"])
 def test_a_disk_that_flips_a_bit_of_any_file_has_not_saved(file, url, tmp_path):

@@ -120,12 +120,13 @@ def test_a_process_alone_decides_after_each_step_and_asks_nobody(monkeypatch):
     assert alone.ask(15, True, False) == Decision(15, True, False)
 
 
+@pytest.mark.parametrize("num_ranks", [2, 512])
 @pytest.mark.parametrize(("seconds", "asked"), [(0.01, [0, 1, 101]), (0.25, [0, 1, 5, 9]), (7.0, range(200))])
-def test_several_ranks_ask_each_other_about_once_a_second(seconds, asked, monkeypatch):
+def test_several_ranks_ask_each_other_about_once_a_second(seconds, asked, num_ranks, monkeypatch):
     now, times = [0.0], []
     monkeypatch.setattr(loop.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(dist, "all_reduce", lambda words, op: times.append(round(now[0] / seconds)))
-    ranks = Agreement(2)
+    ranks = Agreement(num_ranks)
     for _ in range(200):
         ranks.ask(None, False, False)
         now[0] += seconds

@@ -255,6 +255,16 @@ def test_rollback_of_the_first_step_leaves_the_optimizer_without_state(tmp_path)
     assert bench.state.updates == 0
 
 
+def test_each_change_of_the_weights_is_announced(tmp_path):
+    """By an update, and by a rollback: copies of a GPU's weights may be on their way."""
+    bench, before = make_bench(tmp_path, nonfinite="rollback"), []
+    bench.guard.before_change = lambda: before.append(bench.bits())
+    for count, loss in enumerate((2.0, 2.0, math.nan), start=1):
+        weights = bench.bits()
+        bench.take_step(loss=loss)
+        assert len(before) == count and is_same(before[-1], weights)
+
+
 def test_a_snapshot_is_never_of_weights_that_gave_a_bad_step(tmp_path):
     bench = make_bench(tmp_path, nonfinite="rollback", snapshot_interval=2)
     for _ in range(2):
