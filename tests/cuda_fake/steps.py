@@ -46,6 +46,7 @@ STEADY = 2
 _SETTINGS = {
     **{"model.num_layers": 2, "training.seq_len": 128, "training.global_batch_size": 8, "training.steps": STEPS},
     **{"training.mixed_precision_param": "bfloat16", "validation.interval": 0, "training.device": "cuda"},
+    "activation_checkpoint.mode": "none",
 }
 
 
@@ -76,7 +77,7 @@ def dry_run_peak(flags: list[str]) -> int:
 def _config(flags: list[str]) -> RunConfig:
     given = {flag.removeprefix("--") for flag in flags}
     small = [part for name, value in _SETTINGS.items() if name not in given for part in (f"--{name}", str(value))]
-    return parse([*small, *flags])
+    return parse([*([] if "compile.enable" in given else ["--compile.no_enable"]), *small, *flags])
 
 
 def run(flags: list[str], rank: int, folder: str, *, stages: bool = False) -> dict[str, Any]:
