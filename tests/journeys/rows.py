@@ -21,6 +21,7 @@ class Row:
         needs: the part that builds it; see ``BUILT``.
         never: what must not be printed, beside a traceback.
         seconds: its time limit.
+        is_slow: it takes more CPU time than a test may; no later row needs it.
     """
 
     command: str
@@ -29,6 +30,7 @@ class Row:
     needs: str = "nothing lost"
     never: tuple[str, ...] = ()
     seconds: int = 120
+    is_slow: bool = False
 
 
 SHORT = "--training.seq_len 64 --model.num_layers 2 --validation.interval 0"
@@ -99,6 +101,7 @@ J4 = [
     Row(
         "crius train --recipe llama3_8b --nproc 8 --dry_run",
         says=(r"rank +peak +parameters", r"\n +0 +\d+\.\d\d ", r"(?<!\d)[1-8]?\d% of the 80 GiB of one h100-80g"),
+        is_slow=True,
     ),
     Row(  # a node stalls for 40 s, under the limit of GPUs; what SIGUSR2 leaves says which process is rank 1
         f"crius train {SHORT} --model.num_layers 1 --training.steps 100 --watchdog.limit_seconds 100"

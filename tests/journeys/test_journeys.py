@@ -13,7 +13,15 @@ from harness import ROOT, TEXT
 from journeys import rows
 
 JOURNEYS = {name: getattr(rows, name) for name in ("J1", "J2", "J4", "J6", "J7")}
-STEPS = [(journey, number) for journey, steps in JOURNEYS.items() for number in range(len(steps))]
+STEPS = [
+    pytest.param(
+        *(journey, number),
+        marks=[pytest.mark.slow] if row.is_slow else [],
+        id=f"{journey}.{number + 1}: {row.command[:60]}",
+    )
+    for journey, steps in JOURNEYS.items()
+    for number, row in enumerate(steps)
+]
 
 
 class Desk:
@@ -78,9 +86,7 @@ def desks(tmp_path_factory):
     return get
 
 
-@pytest.mark.parametrize(
-    ("journey", "number"), STEPS, ids=[f"{j}.{n + 1}: {JOURNEYS[j][n].command[:60]}" for j, n in STEPS]
-)
+@pytest.mark.parametrize(("journey", "number"), STEPS)
 def test_the_step_does_what_the_journey_says(journey, number, desks):
     row = JOURNEYS[journey][number]
     if row.needs not in rows.BUILT:

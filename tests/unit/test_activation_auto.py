@@ -163,6 +163,8 @@ def test_a_schedule_that_splits_its_backward_keeps_all():
     ]
     found, resolved = found_for([*TINY, *more, "zbv_zero_bubble"], ranks=2)
     assert {one.mode for one in found} == {"none"} and resolved.config.compile.enable is False
+    asked = replace_fields(resolved.config, {"training.local_batch_size": 1})
+    assert fit(asked, resolved.model, Machine(device="cuda", ranks=2), 1e12) == ({MODE: "none"}, ""), "one way is left"
 
 
 LLAMA = ["--training.seq_len", "8192", "--model.flavor"]

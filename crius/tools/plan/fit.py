@@ -51,7 +51,7 @@ def fit(config: RunConfig, facts: ModelDescription, machine: Machine, budget: fl
     faster = [str(one) for one in found[: found.index(chosen)]]
     which = "the fastest that fits" + (f" ({faster[-1]} would not)" if faster else "")
     if chosen.memory.total <= budget and len(found) == 1:
-        return {}, ""
+        return {MODE: chosen.mode}, ""
     if chosen.memory.total > budget:
         which = f"the least of {len(found)}"
         log.warning("the run may not fit: lower --training.local_batch_size, or split the model over more ranks")
