@@ -5,6 +5,7 @@ import threading
 from collections import Counter
 
 import pytest
+import torch
 
 from cuda_fake.cases import CASES, CONTEXT, FSDP, Case
 from cuda_fake.library import shim_library
@@ -109,6 +110,7 @@ def test_recomputation_and_chunks_of_the_loss_lower_the_peak(fake_gpu):
     assert peaks["full"] < peaks["op"] < peaks["none"] < peaks["all logits"], peaks
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch 2.11 makes tensors that the watch does not see")
 @pytest.mark.parametrize(
     "layout",
     ["--p.data_parallel_shard_degree 8", CASES["tp4_fsdp2"].flags, ""],
