@@ -110,7 +110,9 @@ def test_recomputation_and_chunks_of_the_loss_lower_the_peak(fake_gpu):
     assert peaks["full"] < peaks["op"] < peaks["none"] < peaks["all logits"], peaks
 
 
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch 2.11 makes tensors that the watch does not see")
+@pytest.mark.skipif(
+    torch.version.cuda is not None, reason="a build for CUDA has kernels for norms and SiLU, which keep less"
+)
 @pytest.mark.parametrize(
     "layout",
     ["--p.data_parallel_shard_degree 8", CASES["tp4_fsdp2"].flags, ""],
