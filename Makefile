@@ -5,7 +5,7 @@
 # make bench-cpu   Crius against plain PyTorch and Hugging Face's Trainer on this CPU, about 10 minutes
 #
 # Another torch is one variable, for example for a GPU whose driver is older than 580
-#   make setup CRIUS_TORCH="torch>=2.13 --index-url https://download.pytorch.org/whl/cu126"
+#   make setup CRIUS_TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cu126"
 CRIUS_TORCH ?= torch==2.13.0
 PYTHON ?= python3
 
