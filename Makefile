@@ -1,10 +1,11 @@
 # make setup   .venv with Crius and torch          make train       train the debug Llama on this machine
 # make test    everything that CI runs              make clean       remove .venv
 # make test-full   that, then the slow tests and those with real weights and data, which make setup-real installs
+# make test-torch VERSION=2.15.0   the tests that torch can break, on that torch: 6 GB and 10 minutes; KEEP=1 keeps it
 # make bench-cpu   Crius against plain PyTorch and Hugging Face's Trainer on this CPU, about 10 minutes
 #
-# A GPU machine overrides one variable, for example
-#   make setup CRIUS_TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cu130"
+# Another torch is one variable, for example for a GPU whose driver is older than 580
+#   make setup CRIUS_TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cu126"
 CRIUS_TORCH ?= torch==2.13.0
 PYTHON ?= python3
 
@@ -25,7 +26,7 @@ MAKE_VENV = $(PYTHON) -m venv $(VENV)
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 endif
 
-.PHONY: setup setup-real train test test-full lint bench-cpu clean
+.PHONY: setup setup-real train test test-full test-torch lint bench-cpu clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml
@@ -33,6 +34,7 @@ $(STAMP): pyproject.toml
 	$(INSTALL) $(CRIUS_TORCH)
 	$(INSTALL) -e '.[standard]'
 	rm -f $(VENV)/.setup-*
+	$(BIN)/crius doctor | grep -E '^(torch|gpus|missing|optional)'
 	touch $@
 
 $(TEST_STAMP): $(STAMP)
@@ -85,6 +87,9 @@ REST = -m 'slow or real'
 test-full: test setup-real
 	$(BIN)/pytest $(TWO) $(REST) $(TOGETHER)
 	$(BIN)/pytest $(REST) $(ALONE) || [ $$? -eq 5 ]  # 5: none of them is slow
+
+test-torch:
+	$(PYTHON) tests/other_torch.py $(VERSION) $(if $(KEEP),--keep)
 
 bench-cpu: $(BENCH_STAMP)
 	$(BIN)/python benchmarks/bench_cpu.py --out $(BENCH_OUT)

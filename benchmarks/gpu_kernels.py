@@ -48,4 +48,4 @@ def judge_loss(report: Report, rows: list[dict[str, Any]], *, is_gpu: bool) -> N
     report.check(claim, bool(good), f"{best['loss']}: {best['speedup']:.3f} x, {sizes}")
 
 
-KERNELS: dict[str, tuple[Section, float]] = {"kernels": (kernels, 50)}
+KERNELS: dict[str, tuple[Section, float]] = {"kernels": (kernels, 40)}

@@ -1,4 +1,4 @@
-"""The sections ``models`` and ``full_8b``: Crius beside torchtitan's mathematics and Hugging Face's Llama.
+"""The sections ``models`` and ``models_1b``: Crius beside torchtitan's mathematics and Hugging Face.
 
 No torch here.
 
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpu_sections import ROOT, Place, Report, Section, TimeLimit, converted_line, train
+from gpu_sections import ROOT, Place, Report, Section, TimeLimit, converted_line
 
 from crius.models.description import ModelDescription
 from crius.models.registry import SPECS
@@ -19,10 +19,14 @@ from crius.tools.bench.turns import Contestant, Outcome, largest_difference, med
 
 TEXT = ["--data.source", "text", "--data.path", str(ROOT / "tests" / "golden" / "tempest.txt")]
 FLOAT8 = ["--quantize.dense.float8.enable", "--quantize.dense.float8.recipe", "tensorwise"]
-LEAST_RATIO, LEAST_MFU = 1.15, 0.60
+LEAST_RATIO = 0.97
+"""Like for like: the kernels are the same, so 1.00 to 1.03 is expected, less the spread of a GPU's clocks."""
+LEAST_MFU, EXPECTED_MFU = 0.34, {"8B": "34-39 %", "8B-shaped, 4 layers": "48-54 %"}
+"""By Crius's count of FLOPs. Published runs of torchtitan on 8 GPUs with FSDP show 34 to 39 % for 8B, compiled. The
+other is an estimate: 4 layers without FSDP, so nothing is gathered."""
 ROUNDS, STEPS, WARM_STEPS = 8, 6, 4
-GROUP_SECONDS = 70.0
-"""A group that would have less than this is not begun: so long do starts, compilations and some rounds take."""
+LEAST_SHARE = 0.6
+"""A group that would have less than this of its seconds is not begun: starts and compilations take most of them."""
 GIB = 1 << 30
 RESERVE_GIB = 4.0
 """Memory that is no contestant's: the driver's, and what the allocators of several processes lose."""
@@ -79,7 +83,6 @@ class Case:
 # matmuls and of the optimizer that they have in the whole model
 SHAPED_8B = Case("8B-shaped, 4 layers", "8b", 4, 128_256 // 8, 8192, 1)
 WHOLE_1B = Case("1B", "1b", 0, 0, 4096, 2)
-WHOLE_8B = Case("8B", "8b", 0, 0, 8192, 1)
 TINY = Case("debug, 1 layer", "debug", 1, 512, 64, 2)
 
 
@@ -106,19 +109,25 @@ class Entry:
 
 CRIUS = Entry("Crius", "crius")
 CRIUS_FLOAT8 = Entry("Crius, float8", "crius", flags=FLOAT8)
-TITAN = Entry("titan math, SDPA", "titan", ("--recompute",))
-TITAN_FLEX = Entry("titan math, flex", "titan", ("--recompute", "--attention", "flex"), needs_gpu=True)
-TITAN_KEEP = Entry("titan math, SDPA, no recompute", "titan")
-TITAN_FLOAT8 = Entry("titan math, SDPA, float8", "titan", ("--recompute", "--float8", "tensorwise"))
+TITAN = Entry("titan math, SDPA", "titan")
+TITAN_FLEX = Entry("titan math, flex", "titan", ("--attention", "flex"), needs_gpu=True)
+TITAN_RECOMPUTE = Entry("titan math, SDPA, recompute", "titan", ("--recompute",))
+TITAN_FLOAT8 = Entry("titan math, SDPA, float8", "titan", ("--float8", "tensorwise"))
 HF = Entry("Hugging Face", "hf")
 
-GROUPS: tuple[tuple[Case, str, tuple[Entry, ...]], ...] = (
-    (SHAPED_8B, "bfloat16", (CRIUS, TITAN, HF, TITAN_FLEX, TITAN_KEEP)),
-    (WHOLE_1B, "bfloat16", (CRIUS, TITAN, HF)),
-    (SHAPED_8B, "float8", (CRIUS, CRIUS_FLOAT8, TITAN_FLOAT8)),
-    (WHOLE_1B, "float8", (CRIUS, CRIUS_FLOAT8)),
+Plan = tuple[Case, str, tuple[Entry, ...], float]
+"""A model and a batch, the precision, the entries, and the seconds of their group."""
+
+GROUPS: tuple[Plan, ...] = (
+    (SHAPED_8B, "bfloat16", (CRIUS, TITAN, HF, TITAN_RECOMPUTE, TITAN_FLEX), 95.0),
+    (SHAPED_8B, "float8", (CRIUS, CRIUS_FLOAT8, TITAN_FLOAT8), 70.0),
 )
-"""In the order of their priority. Of one group all are in memory together."""
+"""In the order of their priority, with their seconds. All entries of a group are in memory together."""
+
+GROUPS_1B: tuple[Plan, ...] = (
+    (WHOLE_1B, "bfloat16", (CRIUS, TITAN, HF), 90.0),
+    (WHOLE_1B, "float8", (CRIUS, CRIUS_FLOAT8, TITAN_FLOAT8), 70.0),
+)
 
 
 def state_bytes(facts: ModelDescription, *, weight: int, moment: int) -> int:
@@ -188,12 +197,24 @@ class Group:
 
 
 def models(place: Place, report: Report) -> None:
-    """Crius, torchtitan's mathematics and Hugging Face's Llama in turns: 8B-shaped and 1B, bfloat16 and float8."""
-    groups = [(TINY, "bfloat16", (CRIUS, TITAN, HF)), (TINY, "float8", (CRIUS_FLOAT8,))] if place.tiny else GROUPS
-    for case, precision, entries in groups:
+    """4 layers of 8B: Crius and torchtitan's mathematics, like for like, and Hugging Face's Llama, in turns."""
+    compare(place, report, GROUPS)
+
+
+def models_1b(place: Place, report: Report) -> None:
+    """1B whole: Crius and torchtitan's mathematics, like for like, and Hugging Face's Llama, in turns."""
+    compare(place, report, GROUPS_1B)
+
+
+def compare(place: Place, report: Report, groups: Sequence[Plan]) -> None:
+    """Let each group have its seconds, and what those before it left of theirs."""
+    if place.tiny:
+        groups = [(TINY, "bfloat16", (CRIUS, TITAN, HF), 1.0), (TINY, "float8", (CRIUS_FLOAT8,), 1.0)]
+    for number, (case, precision, entries, wanted) in enumerate(groups, start=1):
         title = f"{case.name}, {precision}"
-        if report.left() < (GROUP_SECONDS if place.device == "cuda" else 0.0):
-            report.note(f"{title} is not run: {max(0.0, report.left()):.0f} s of the section are left")
+        seconds = max(report.left() - sum(later for *_, later in groups[number:]), min(wanted, report.left()))
+        if place.device == "cuda" and seconds < LEAST_SHARE * wanted:
+            report.note(f"{title} is not run: {max(0.0, seconds):.0f} s are left for it")
             continue
         taken = [entry for entry in entries if place.device == "cuda" or not entry.needs_gpu]
         if importlib.util.find_spec("transformers") is None and HF in taken:
@@ -203,15 +224,16 @@ def models(place: Place, report: Report) -> None:
             taken, skipped = that_fit(taken, case, place.memory_gib)
             for line in skipped:
                 report.note(f"{title}: {line}")
-        group = run_group(place, report, Group(case, precision), taken)
+        group = run_group(place, report, Group(case, precision), taken, seconds)
         rows_of(report, group)
         judge(report, group, is_gpu=place.device == "cuda")
 
 
-def run_group(place: Place, report: Report, group: Group, entries: Sequence[Entry]) -> Group:
-    """Let ``entries`` take turns."""
+def run_group(place: Place, report: Report, group: Group, entries: Sequence[Entry], seconds: float = 1e9) -> Group:
+    """Let ``entries`` take turns for ``seconds`` at most, of those that the section has left."""
     if report.left() <= 0:
         raise TimeLimit(f"{report.limit:.0f} s are over before {group.title}")
+    seconds = min(seconds, report.left())
     contestants = [contestant(place, report, group, entry) for entry in entries]
     print(f"[{report.name}] {group.title}: {', '.join(entry.name for entry in entries)}", flush=True)
     rounds, steps = (2, 2) if place.tiny else (ROUNDS, STEPS)
@@ -219,9 +241,9 @@ def run_group(place: Place, report: Report, group: Group, entries: Sequence[Entr
         contestants,
         rounds=rounds,
         steps=steps,
-        start_seconds=report.left(),
-        turn_seconds=max(10.0, report.left() / 4),
-        total_seconds=report.left(),
+        start_seconds=seconds,
+        turn_seconds=max(10.0, seconds / 4),
+        total_seconds=seconds,
         say=lambda line: print(f"[{report.name}] {line.splitlines()[0]}", flush=True),
     )
     for outcome, one, entry in zip(found, contestants, entries, strict=True):
@@ -291,31 +313,35 @@ def judge(report: Report, group: Group, *, is_gpu: bool) -> None:
     """The claims of a group. Speeds are claimed on a GPU alone."""
     base = group.of(CRIUS.name)
     if group.precision == "bfloat16":
-        titans = [found for entry in (TITAN, TITAN_FLEX) if (found := group.of(entry.name))]
-        claim = f"{group.title}: Crius is at least {LEAST_RATIO} x as fast as titan's mathematics"
-        if base is None or not titans:
-            report.check(claim, False, "a run is missing")
-        else:
-            best = min(titans, key=lambda outcome: outcome.samples().median)
-            ratio = median_ratio(best, base, "wall_seconds")
-            report.check(claim, ratio >= LEAST_RATIO if is_gpu else None, f"{ratio:.3f} x of {best.name}")
-        not_slower(report, group, base, (TITAN_KEEP, HF), is_gpu=is_gpu)
-        share = mfu(base) if base else None
-        claim = f"{group.title}: at least {LEAST_MFU:.0%} MFU"
-        shown = "no peak is known" if share is None else f"{share:.1%}"
-        report.check(claim, (share is not None and share >= LEAST_MFU) if is_gpu else None, shown)
+        like_for_like(report, group, CRIUS, TITAN, is_gpu=is_gpu)
+        if base and (other := group.of(HF.name)):
+            ratio = median_ratio(other, base, "wall_seconds")
+            claim = f"{group.title}: {base.name} is at least as fast as {HF.name}"
+            report.check(claim, ratio >= 1 if is_gpu else None, f"{ratio:.3f} x")
+        judge_mfu(report, group.title, group.case, mfu(base) if base else None, is_gpu=is_gpu)
     else:
         judge_float8(report, group, is_gpu=is_gpu)
     judge_losses(report, group)
 
 
-def not_slower(report: Report, group: Group, base: Outcome | None, entries: Sequence[Entry], *, is_gpu: bool) -> None:
-    """Whether ``base`` is at least as fast as each of ``entries`` that ran."""
-    for entry in entries:
-        if base and (other := group.of(entry.name)):
-            ratio = median_ratio(other, base, "wall_seconds")
-            claim = f"{group.title}: {base.name} is at least as fast as {entry.name}"
-            report.check(claim, ratio >= 1 if is_gpu else None, f"{ratio:.3f} x")
+def like_for_like(report: Report, group: Group, ours: Entry, theirs: Entry, *, is_gpu: bool) -> None:
+    """Whether Crius is as fast as torchtitan's mathematics, which computes with the same kernels and as little anew."""
+    claim = f"{group.title}: {ours.name} is at least {LEAST_RATIO} x as fast as {theirs.name}, like for like"
+    base, other = group.of(ours.name), group.of(theirs.name)
+    if base is None or other is None:
+        is_left_out = not {ours.name, theirs.name} <= set(group.outcomes)
+        report.check(claim, None if is_left_out else False, "left out" if is_left_out else "a run is missing")
+        return
+    ratio = median_ratio(other, base, "wall_seconds")
+    report.check(claim, ratio >= LEAST_RATIO if is_gpu else None, f"{ratio:.3f} x")
+
+
+def judge_mfu(report: Report, title: str, case: Case, share: float | None, *, is_gpu: bool) -> None:
+    """Whether 8B, or some layers of it, reach what is published; what is expected stands beside it."""
+    if expected := EXPECTED_MFU.get(case.name):
+        shown = "no peak is known" if share is None else f"{share:.1%}"
+        passed = (share is not None and share >= LEAST_MFU) if is_gpu else None
+        report.check(f"{title}: at least {LEAST_MFU:.0%} MFU", passed, f"{shown}; expected: {expected}")
 
 
 def judge_float8(report: Report, group: Group, *, is_gpu: bool) -> None:
@@ -327,7 +353,8 @@ def judge_float8(report: Report, group: Group, *, is_gpu: bool) -> None:
         report.check(claim, ratio > 1 if is_gpu else None, f"{ratio:.3f} x")
     else:
         report.check(claim, False if is_gpu else None, "a run is missing")
-    not_slower(report, group, low, (TITAN_FLOAT8,), is_gpu=is_gpu)
+    if is_gpu:
+        like_for_like(report, group, CRIUS_FLOAT8, TITAN_FLOAT8, is_gpu=is_gpu)
     if low:
         line = converted_line(group.logs.get(CRIUS_FLOAT8.name, ""))
         report.check(f"{group.title}: linear layers were converted", bool(line), line or "no line says so")
@@ -346,46 +373,5 @@ def judge_losses(report: Report, group: Group) -> None:
             report.check(f"{group.title}: {name} starts from Crius's loss", gap < limit, f"{gap:.2e} relative")
 
 
-def full_8b_gib(*, recompute: bool) -> float:
-    """Peak memory of 8B in bfloat16 weights, gradients and moments with one sequence of 8192 tokens, in GiB.
-
-    The gathered weights are counted once more, and with selective recomputing half of the activations stay.
-    """
-    facts = WHOLE_8B.facts
-    kept = activation_bytes(facts, WHOLE_8B.tokens) * (0.5 if recompute else 1.0)
-    gathered = 2 * facts.num_parameters
-    return (state_bytes(facts, weight=2, moment=2) + gathered + 1.15 * kept) / GIB + 2 * CONTEXT_GIB
-
-
-def full_8b_mode(memory_gib: float) -> tuple[str, str]:
-    """The least recomputing that fits, and the arithmetic; no mode where nothing does."""
-    none, selective = full_8b_gib(recompute=False), full_8b_gib(recompute=True)
-    words = f"{none:.0f} GiB without recomputing, {selective:.0f} GiB with, of {memory_gib:.0f} GiB"
-    room = 0.94 * memory_gib
-    return ("none" if none <= room else "selective" if selective <= room else ""), words
-
-
-def full_8b(place: Place, report: Report) -> None:
-    """All of 8B at 8192 tokens, weights and both moments of AdamW in bfloat16: rate, MFU and peak memory."""
-    mode, words = full_8b_mode(place.memory_gib)
-    report.note(f"estimate: {words}")
-    if not mode and not place.tiny:
-        report.note("8B is not run: it does not fit")
-        return
-    case = TINY if place.tiny else WHOLE_8B
-    # the last of a flag given twice counts
-    extra = ["--training.steps", "8" if place.tiny else "16", "--metrics.log_interval", "2"]
-    extra += ["--training.dtype", "bfloat16", "--optimizer.state_dtype", "bfloat16"]
-    extra += ["--activation_checkpoint.mode", mode or "none"]
-    run = train(place, report, "8b", case.flags(place) + extra)
-    if run is None:
-        return
-    summary = run.summary(warm=4)
-    report.row(model=case.name, recompute=mode, **summary)
-    share = summary["mfu_percent"]
-    passed = share is not None and share >= 100 * LEAST_MFU if place.device == "cuda" else None
-    report.check(f"8B: at least {LEAST_MFU:.0%} MFU", passed, f"{share} %")
-
-
-MODELS: dict[str, tuple[Section, float]] = {"models": (models, 200)}
-FULL_8B: dict[str, tuple[Section, float]] = {"full_8b": (full_8b, 130)}
+MODELS: dict[str, tuple[Section, float]] = {"models": (models, sum(seconds for *_, seconds in GROUPS))}
+MODELS_1B: dict[str, tuple[Section, float]] = {"models_1b": (models_1b, sum(seconds for *_, seconds in GROUPS_1B))}

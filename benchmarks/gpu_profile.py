@@ -147,4 +147,4 @@ def covered(work: Iterable[Event]) -> float:
     return total
 
 
-PROFILE: dict[str, tuple[Section, float]] = {"profile": (profile, 45)}
+PROFILE: dict[str, tuple[Section, float]] = {"profile": (profile, 30)}

@@ -115,4 +115,4 @@ def judge_peaks(report: Report, peaks: dict[str, float], *, is_gpu: bool) -> Non
             report.check(claim, passed, f"{modes[less]:.2f} and {modes[more]:.2f} GiB")
 
 
-SWEEP: dict[str, tuple[Section, float]] = {"sweep": (sweep, 105)}
+SWEEP: dict[str, tuple[Section, float]] = {"sweep": (sweep, 75)}

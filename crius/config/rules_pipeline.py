@@ -1,5 +1,7 @@
 """Rules about the pipeline: stages, microbatches, schedule files, and what does not go with a split backward."""
 
+import importlib.metadata
+
 from crius.config.facts import Facts, Rule, Violations, without_effect
 from crius.config.parallelism import ParallelismConfig
 from crius.config.pipeline import (
@@ -16,8 +18,11 @@ from crius.config.pipeline import (
 from crius.config.resolve import batch_sizes
 from crius.config.schedule import PREFIX, read_schedule
 from crius.errors import LayoutError
+from crius.plugins import install_line
 
 _DEFAULTS = ParallelismConfig()
+_SPLITTING_TORCH = (2, 13)
+"""The first torch whose split backward can ask for gradients at nodes of autograd functions written in Python."""
 
 
 def _is_sound(facts: Facts) -> bool:
@@ -141,7 +146,7 @@ def microbatches_suit(facts: Facts) -> Violations:
 
 
 def split_backward_goes_with(facts: Facts) -> Violations:
-    """A schedule that runs the backward in two parts needs the graph of eager blocks with their weights at hand."""
+    """A schedule that runs the backward in two parts needs torch 2.13, and eager blocks with their weights at hand."""
     config = facts.config
     parallelism = config.parallelism
     if not _is_sound(facts) or not splits_backward(parallelism):
@@ -151,6 +156,14 @@ def split_backward_goes_with(facts: Facts) -> Violations:
     else:
         asked, other = "schedule", f"--{PREFIX}schedule interleave_1f1b"
     schedule = f"{PREFIX}{asked} {getattr(parallelism, f'pipeline_parallel_{asked}')}"
+    torch = next(iter(importlib.metadata.distributions(name="torch")), None)
+    if torch and tuple(map(int, torch.version.split(".")[:2])) < _SPLITTING_TORCH:
+        yield LayoutError(
+            f"{schedule} needs torch 2.13 or newer; torch {torch.version} is installed.",
+            where=facts.flag(f"{PREFIX}{asked}"),
+            why="older ones compute no gradients of weights apart where an operator is an autograd function in Python",
+            fix=f"{other}, or {install_line('--upgrade', 'torch>=2.13')}",
+        )
     mode = parallelism.reshard_after_forward_mode
     if mode == "always":
         name = "parallelism.reshard_after_forward_mode"

@@ -5,12 +5,14 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import crius
+from crius.launch.environment import visible_gpus
 from crius.plugins import REQUIREMENTS, install_line
 
 try:
@@ -32,6 +34,9 @@ PACKAGES = (
     ("matplotlib", False, "the picture of crius verify precision", REQUIREMENTS["matplotlib"]),
 )
 OLDEST_TORCH = (2, 11)
+_WHEELS = "https://download.pytorch.org/whl"
+OLDEST_DRIVER = {12: 525, 13: 580}
+"""Of a major version of CUDA, for all its minor versions: docs.nvidia.com/deploy/cuda-compatibility."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +75,12 @@ class Report:
         return "\n".join([*lines, verdict])
 
 
-def examine() -> Report:
-    """Look at this machine. Imports torch and asks it for its devices; starts nothing."""
+def examine(root: Path = Path("/")) -> Report:
+    """Look at this machine. Imports torch and asks it for its devices; starts nothing.
+
+    Args:
+        root: where ``dev`` and ``proc`` are; tests give a fake one.
+    """
     facts = {"crius": crius.__version__, "python": platform.python_version(), "platform": platform.platform()}
     missing: list[str] = []
     optional: list[str] = []
@@ -84,33 +93,83 @@ def examine() -> Report:
     facts["memory"] = f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB"
     facts["free disk"] = f"{shutil.disk_usage(Path.cwd()).free / 2**30:.1f} GiB in this folder"
     if torch is not None:
-        facts.update(_ask_torch(missing))
+        facts.update(_ask_torch(root, missing, optional))
     gpu_bytes = torch.cuda.get_device_properties(0).total_memory if torch and torch.cuda.is_available() else 0
     return Report(facts, missing, optional, gpu_bytes)
 
 
-def _ask_torch(missing: list[str]) -> dict[str, str]:
+def _ask_torch(root: Path, missing: list[str], optional: list[str]) -> dict[str, str]:
     """What torch says of this machine; what makes it unusable is added to ``missing``."""
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if version < OLDEST_TORCH:
         missing.append(f"torch {torch.__version__} is older than 2.11: {install_line('--upgrade', 'torch>=2.11')}")
     backends = {"gloo": torch.distributed.is_gloo_available(), "nccl": torch.distributed.is_nccl_available()}
+    driver = _driver(root)
     return {
+        "torch": f"{torch.__version__}, {_build()}",
         "vectors": torch.backends.cpu.get_cpu_capability(),
         "backends": ", ".join(name for name, there in backends.items() if there),
-        "gpus": _gpus(missing),
+        **({"driver": driver} if driver else {}),
+        "gpus": _gpus(root, driver, missing, optional),
     }
 
 
-def _gpus(missing: list[str]) -> str:
+def _build() -> str:
+    """What torch was built for."""
+    if torch.version.cuda:
+        return f"built for CUDA {torch.version.cuda}"
+    return f"built for ROCm {torch.version.hip}" if torch.version.hip else "a CPU build"
+
+
+def _driver(root: Path) -> str:
+    """Version of NVIDIA's driver; empty where none is loaded."""
+    try:
+        text = (root / "proc/driver/nvidia/version").read_text()
+    except OSError:
+        return ""
+    match = re.search(r"\s(\d{3,}\.[\d.]+)", text)
+    return match[1] if match else ""
+
+
+def _gpus(root: Path, driver: str, missing: list[str], optional: list[str]) -> str:
     """The GPUs that torch can use, as a phrase; a GPU that it cannot use is added to ``missing``."""
     if torch.cuda.is_available():
         devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
         return ", ".join(f"{device.name} {device.total_memory / 2**30:.0f} GiB" for device in devices)
-    present = sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
-    if present and torch.version.cuda is None:
-        missing.append(
-            f"a torch with CUDA (this machine has {', '.join(present)}, torch {torch.__version__} is a CPU build): "
-            + install_line("--upgrade", "torch", "--index-url", "https://download.pytorch.org/whl/cu130")
+    there = ", ".join(sorted(path.name for path in (root / "dev").glob("nvidia[0-9]*")))
+    built = torch.version.cuda
+    if there and not built:
+        what = f"a torch with CUDA (this machine has {there}, torch {torch.__version__} is {_build()})"
+        missing.append(f"{what}: {_for_driver(driver)}")
+    elif there and built and visible_gpus(os.environ, root=root, torch_version=f"cuda = {built!r}"):
+        missing.append(_mismatch(there, driver, built))
+    elif built and not there:
+        line = install_line("torch", "--index-url", f"{_WHEELS}/cpu")
+        optional.append(
+            f"a smaller torch (this one, {_build()}, is 4.5 GB larger than a CPU build, and there is no NVIDIA GPU): "
+            f"in a new environment, {line}"
         )
     return "none that torch can use: runs go on the CPU"
+
+
+def _mismatch(there: str, driver: str, built: str) -> str:
+    """Why a torch for CUDA ``built`` cannot use the GPUs that are ``there``, and what to do."""
+    needed = OLDEST_DRIVER.get(int(built.partition(".")[0]), 0)
+    here = f"{there}, driver {driver or 'not loaded'}; torch {torch.__version__} is {_build()}"
+    if driver and int(driver.partition(".")[0]) < needed:
+        return f"a driver for this torch ({here}, which needs {needed} or newer): update it, or {_for_driver(driver)}"
+    try:
+        torch.cuda.init()
+        why = "nothing"
+    except (AssertionError, RuntimeError) as error:
+        why = str(error).strip().splitlines()[0]
+    return f"a GPU that torch can use ({here} and says: {why}): nvidia-smi shows whether the driver works"
+
+
+def _for_driver(driver: str) -> str:
+    """The command that installs a torch that ``driver`` can run; without one, for a driver of today."""
+    major = int(driver.partition(".")[0]) if driver else OLDEST_DRIVER[13]
+    if major < OLDEST_DRIVER[12]:
+        return f"update the driver to {OLDEST_DRIVER[13]} or newer; there is no torch for this one"
+    index = () if major >= OLDEST_DRIVER[13] else ("--index-url", f"{_WHEELS}/cu126")
+    return install_line("--upgrade", "--force-reinstall", "torch>=2.11", *index)

@@ -27,6 +27,8 @@ from crius.signals import STOP_SIGNALS
 
 PARTIAL = ".crius-partial"
 """End of the name of a file that a compiler is writing."""
+PROBE = "_probe_load" if hasattr(VecISA, "_probe_load") else "check_build"
+"""Method of ``VecISA`` that starts a process to try the CPU's instructions; torch 2.11 has it inside another one."""
 _LEFT_SECONDS = 86_400
 """A partial file of this age has no writer any more."""
 _ELF = b"\x7fELF\x02\x01"
@@ -45,7 +47,7 @@ def keep_whole(folder: Path) -> None:
     if not hasattr(CppBuilder.build, "__wrapped__"):
         setattr(CppBuilder, "build", _renamed_when_done(CppBuilder.build))  # noqa: B010  mypy takes no assignment
         cpp_builder.run_compile_cmd = _undisturbed(cpp_builder.run_compile_cmd)
-        setattr(VecISA, "_probe_load", _undisturbed(VecISA._probe_load))  # noqa: B010
+        setattr(VecISA, PROBE, _undisturbed(getattr(VecISA, PROBE)))
 
 
 def _renamed_when_done(build: Callable[[Any], None]) -> Callable[[Any], None]:

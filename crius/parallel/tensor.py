@@ -296,8 +296,8 @@ def enable_async_tensor_parallel(tp_mesh: DeviceMesh, device_type: str) -> Async
     if not dist.is_nccl_available():
         return AsyncTensorParallel("needs NCCL")
     group = tp_mesh.get_group().group_name
-    # torch says that this call is no longer needed, but up to 2.14 at least the pass asks whether it was made
-    # (pytorch/pytorch#193027)
+    # torch says that this call is no longer needed, but below 2.15 the pass asks whether it was made
+    # (pytorch/pytorch#193027). From there on it asks for the accelerator and its symmetric memory.
     enable = getattr(symmetric_memory, "enable_symm_mem_for_group", None)
     if enable is not None and not symmetric_memory.is_symm_mem_enabled_for_group(group):
         with warnings.catch_warnings():

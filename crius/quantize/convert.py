@@ -8,8 +8,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import metadata
-from typing import Literal
+from importlib import import_module, metadata
+from importlib.util import find_spec
+from typing import Any, Literal
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -103,7 +105,7 @@ def precompute_scales(parts: Sequence[nn.Module], shards: dist.ProcessGroup) -> 
         parts: this rank's stages of the model, sharded.
         shards: the ranks that hold one copy of each weight as tensor parallelism left it.
     """
-    with quiet_torchao():  # a stage without a layer to convert imports it here
+    with usable_torchao():  # a stage without a layer to convert imports it here
         from crius.quantize.backend import gathered_weights, set_scales  # noqa: PLC0415
 
     with torch.no_grad():
@@ -129,7 +131,27 @@ def usable_torchao() -> Iterator[None]:
             where="--quantize.dense",
             fix=install_line(_NEED),
         )
-    with quiet_torchao():
+    with quiet_torchao(), _unknown_keys_dropped():
+        yield
+
+
+@contextmanager
+def _unknown_keys_dropped() -> Iterator[None]:
+    """Import kernels of Triton inside that are tuned by arguments which they do not have.
+
+    torchao 0.18 has such kernels, for experts. Triton drops what it does not know; 3.9, of torch 2.15, refuses it, and
+    with it all of torchao's layers on a GPU.
+    """
+    if not torch.cuda.is_available() or find_spec("triton") is None:  # without a GPU torchao defines no kernels
+        yield
+        return
+    tuner = import_module("triton.runtime.autotuner").Autotuner
+    original = tuner.__init__
+
+    def init(self: Any, fn: Any, names: list[str], configs: Any, key: list[str], *more: Any, **options: Any) -> None:
+        original(self, fn, names, configs, [name for name in key if name in names], *more, **options)
+
+    with mock.patch.object(tuner, "__init__", init):
         yield
 
 

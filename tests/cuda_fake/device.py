@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
@@ -128,6 +129,7 @@ _CUDA = {
     "_lazy_init": lambda: None,
     "is_available": lambda: True,
     "is_initialized": lambda: True,
+    "is_current_stream_capturing": lambda: False,
     "device_count": lambda: 8,
     "current_device": lambda: 0,
     "set_device": lambda device: None,
@@ -155,6 +157,7 @@ def stand_in(library: str) -> None:
     for name, value in _CUDA.items():
         setattr(torch.cuda, name, value)
     torch.backends.cudnn.version = lambda: CUDNN
+    fake_tensor.init_gpu_context = lambda device: None  # makes a tensor on the GPU, in torch 2.11 for every fake mode
     Tensor.pin_memory = _pin_memory
     Tensor.is_pinned = _is_pinned
 

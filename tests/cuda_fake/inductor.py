@@ -48,6 +48,12 @@ def _reinterpret_tensor(tensor, size, stride, offset=0):
     return tensor.as_strided(size, stride, tensor.storage_offset() + offset)
 
 
+def _scaled_mm(*args, out, **options):
+    """Which has no fake implementation where it is told to write into a tensor."""
+    torch._scaled_mm(*args, **options)
+    return out
+
+
 class _DeviceGuard:
     def __init__(self, index):
         pass
@@ -67,6 +73,8 @@ def stand_in() -> None:
     import torch._inductor.async_compile as async_compile
     import torch._inductor.config as inductor
     import torch._inductor.graph as graph
+    import torch._inductor.kernel.mm
+    import torch._inductor.select_algorithm as select_algorithm
     import torch.utils._triton as triton
     from torch._inductor.fx_passes import fuse_attention, misc_patterns, pad_mm
 
@@ -100,6 +108,7 @@ def stand_in() -> None:
     inductor.compile_threads, inductor.shape_padding, inductor.joint_graph_constant_folding = 1, False, False
     inductor.force_disable_caches = True
     functorch.force_non_lazy_backward_lowering = True
+    select_algorithm.extern_kernels._scaled_mm = _scaled_mm
     compiled = graph.GraphLowering.compile_to_module
 
     def keep(self):

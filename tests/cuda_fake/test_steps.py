@@ -5,6 +5,7 @@ import threading
 from collections import Counter
 
 import pytest
+import torch
 
 from cuda_fake.cases import CASES, CONTEXT, FSDP, Case
 from cuda_fake.library import shim_library
@@ -140,6 +141,9 @@ def test_a_layer_keeps_no_more_for_the_document_mask(layout, fake_gpu):
     assert costs["document"] == pytest.approx(costs["causal"], rel=0.05)
 
 
+@pytest.mark.skipif(
+    torch.version.cuda is not None, reason="a build for CUDA has kernels for norms and SiLU, which keep less"
+)
 @pytest.mark.parametrize(
     "layout",
     [FSDP, CASES["tp4_fsdp2"].flags, "", CASES["document_mask"].flags, "--activation_checkpoint.mode full"],

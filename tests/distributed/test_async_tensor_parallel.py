@@ -1,5 +1,6 @@
 """Async tensor parallelism computes what plain tensor parallelism does, and its fused collectives are counted."""
 
+import contextlib
 import functools
 import json
 from unittest.mock import patch
@@ -71,13 +72,15 @@ def fused(folder, placement):
         library.impl(op, getattr(symmetric_memory, f"_{op}_fallback"), "CPU")
     found = {}
     place = (placement.rank, placement.world_size, torch.device("cpu"), placement.rendezvous, 60)
-    with world(*place) as ranks, patch("torch.distributed.is_nccl_available", return_value=True):
+    # up to 2.14 the gloo group passes for a CUDA one once it is enabled, as the product does it
+    mode = symmetric_memory._test_mode if torch.__version__ >= "2.15" else contextlib.nullcontext
+    with world(*place) as ranks, mode(), patch("torch.distributed.is_nccl_available", return_value=True):
         mesh = init_device_mesh("cpu", (ranks.size,), mesh_dim_names=("tp",))
         found["plain"] = tensor_parallel(mesh, ranks.rank, None)
         for run in ("cold", "warm"):
             torch._dynamo.reset()
             PyCodeCache.cache_clear()
-            async_tp = enable_async_tensor_parallel(mesh, "cuda")  # the gloo group passes for a CUDA one up to here
+            async_tp = enable_async_tensor_parallel(mesh, "cuda")
             found[run] = tensor_parallel(mesh, ranks.rank, config)
             found[f"{run} count"], found[f"{run} reason"] = async_tp.count(), async_tp.reason()
             dist.barrier()
@@ -116,7 +119,8 @@ def test_fused_collectives_of_a_cached_graph_count_too(fused_runs):
     """All-gather and reduce-scatter in the forward; in the backward the all-gather, but not the reduce-scatter, which
     reads the sum of what w1 and w3 bring."""
     for found in fused_runs:
-        assert found["cold count"] == found["warm count"] == [3, 4]
+        assert found["cold count"] == found["warm count"]
+        assert found["cold count"] in ([[3, 4]] if torch.__version__ >= "2.13" else [[2, 4], [3, 4]])  # 2.11's pass: 2
         assert (
             found["cold reason"]
             == found["warm reason"]

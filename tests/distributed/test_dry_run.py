@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from harness import TIED, parse
+from harness import TIED, parse, skip_what_torch_lacks
 
 from crius.config.layout import Layout
 from crius.data.loader import Batch
@@ -200,6 +200,7 @@ def _pipeline(given, path, placement):
 )
 def test_the_walk_over_a_schedule_finds_the_peak_of_the_real_pipeline(schedule, tmp_path):
     """On both ranks; the second step, since the first one also learns the shapes."""
+    skip_what_torch_lacks(schedule)
     more = [f"{P}pipeline_parallel_schedule", schedule, "--training.mixed_precision_param", "bfloat16"]
     given = flags(layers=4, pp=2, local=1, more=more)
     assert run_workers(functools.partial(_pipeline, given, tmp_path), 2, tmp_path) == 0

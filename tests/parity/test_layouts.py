@@ -9,7 +9,7 @@ import json
 import subprocess
 
 import pytest
-from harness import ROOT, SMALL, TEXT, TIED, layout_flags, parse, train
+from harness import ROOT, SMALL, TEXT, TIED, layout_flags, parse, skip_what_torch_lacks, train
 from mutations import MUTATIONS, NAMES, ONE_KEY_VALUE_HEAD, planted
 
 from crius.cli.app import facts_of
@@ -30,7 +30,8 @@ VALIDATED = [*SMALL, "--model.num_layers", "2", "--training.steps", "2", "--vali
 CORE = (
     *("accum4", "ddp4", "fsdp2", "fsdp8", "hsdp2x2_accum4+deferred", "fsdp2_accum4+immediate", "fsdp4+reshard2"),
     *("fsdp2+document", "fsdp2+offload", "tp4", "fsdp2_tp2", "pp2+interleave_zero_bubble", "pp2+1f1b", "pp4+1f1b"),
-    *("pp2_tp2", "pp2+zbv_zero_bubble", "cp2", "cp2+ulysses", "fsdp2_cp2", "cp2+document", "fsdp2+full"),
+    *("pp2_tp2", "pp2+zbv_zero_bubble", "pp2+dualpipev", "cp2", "cp2+ulysses", "fsdp2_cp2", "cp2+document"),
+    "fsdp2+full",
 )
 # what the matrix lacks: a rank with fewer rows than the others, the other modes, microbatches of a pipeline with shards
 # norms of heads: as many ranks as query heads, fewer key/value heads than ranks, heads dealt out over a sequence
@@ -82,6 +83,7 @@ class Rows:
             flags: of the layout and its reference.
             plant: calls the work of a rank of the layout, with a fault.
         """
+        skip_what_torch_lacks(text)
         layout = parse_layout(text)
         layers = max(2, num_stages(apply_layout(RunConfig(), layout).parallelism))
         facts = facts_of(parse([*FLAGS, "--model.num_layers", str(layers), *flags]), 0, None)

@@ -152,7 +152,8 @@ def test_variants_are_the_real_job_with_losses_of_its_own_and_a_ratio(tmp_path):
         assert row["tokens_per_second"] == pytest.approx(8 * 32 / row["wall"]["milliseconds"] * 1e3)
         assert row["tokens_per_second"] == pytest.approx(row["tokens_per_second_per_rank"] * row["num_ranks"])
         assert row["mfu"] is None and row["peak_rss_mib"] > 50
-    assert split["peak_rss_mib"] > 1.5 * base["peak_rss_mib"]
+    # of both ranks: a build with CUDA has 500 MiB that ranks share, where one for CPUs has 200
+    assert split["peak_rss_mib"] > 1.1 * base["peak_rss_mib"]
     assert (base["speed_ratio"], base["cpu_ratio"]) == (1, 1)
     assert -5 < found["overhead"]["cpu_seconds"]["median"] < 1
     assert found["machine"]["torch_version"] and found["versions"]["crius"] and "--overhead" in found["command"]

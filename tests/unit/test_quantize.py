@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -173,6 +174,26 @@ def test_a_missing_or_old_torchao_is_an_error_with_the_line_that_installs_it(mon
         with pytest.raises(EnvironmentError, match=r"needs torchao>=0.18") as error:
             convert(model, [choice("a", (32, 32))], FLOAT8["tensorwise"], emulate=True)
         assert "install" in error.value.fix
+
+
+class Autotuner:
+    """As Triton 3.9's."""
+
+    def __init__(self, fn, arg_names, configs, key, reset_to_zero=None, *, warmup=None):
+        if unknown := set(key) - set(arg_names):
+            raise ValueError(f"key contains names that are not kernel arguments: {unknown}")
+        self.key, self.more = key, (reset_to_zero, warmup)
+
+
+def test_on_a_gpu_a_kernel_of_torchao_may_be_tuned_by_what_it_has_not(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(convert_module, "find_spec", lambda name: name)
+    monkeypatch.setattr(convert_module, "import_module", lambda name: SimpleNamespace(Autotuner=Autotuner))
+    with convert_module.usable_torchao():
+        tuner = Autotuner(None, ["n", "k"], [], ["n", "num_elements"], ["k"], warmup=3)
+    assert (tuner.key, tuner.more) == (["n"], (["k"], 3))
+    with pytest.raises(ValueError, match="num_elements"):  # everybody else's kernels are checked
+        Autotuner(None, ["n", "k"], [], ["num_elements"])
 
 
 @pytest.mark.slow

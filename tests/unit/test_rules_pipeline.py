@@ -1,5 +1,8 @@
 """What is refused about a pipeline before anything starts, with a fix that works."""
 
+import importlib.metadata
+from types import SimpleNamespace
+
 import pytest
 from rule_cases import PIPELINE, RESHARD, SCHEDULE, SHARD
 from test_rules import facts_of, repairs
@@ -88,6 +91,46 @@ def test_a_pipeline_rule_names_the_value_where_it_came_from_and_a_fix_that_works
     assert fix in error.fix
     for mended in repairs(flags, error.fix.partition(", or ")[0]):
         assert list(rule(facts_of(mended))) == [], f"{mended} is what the fix says"
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Has the machine another torch, as far as the rules can see."""
+
+    def install(version):
+        monkeypatch.setattr(importlib.metadata, "distributions", lambda name: [SimpleNamespace(version=version)])
+
+    return install
+
+
+ZERO_BUBBLE_ROWS = "0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1W0,1F1,1I1,1W1\n"
+
+
+@pytest.mark.parametrize("schedule", ["interleave_zero_bubble", "zbv_zero_bubble", "dualpipev", "file"])
+@pytest.mark.parametrize("version", ["2.11.0", "2.12.1"])
+def test_a_split_backward_is_refused_on_a_torch_that_fails_in_it(version, schedule, installed, tmp_path):
+    path = tmp_path / "mine.csv"
+    path.write_text(ZERO_BUBBLE_ROWS)
+    flags = [PIPELINE, "2", *([CSV, str(path)] if schedule == "file" else [SCHEDULE, schedule])]
+    installed(version)
+    [error] = rules_pipeline.split_backward_goes_with(facts_of(flags))
+    assert f"needs torch 2.13 or newer; torch {version} is installed" in error.what
+    assert error.fix.endswith(" 'torch>=2.13'")
+    if schedule != "file":
+        [mended] = repairs(flags, error.fix.partition(", or ")[0])
+        assert not [one for rule in rules_pipeline.PIPELINE_RULES for one in rule(facts_of(mended))]
+    installed("2.13.0")
+    assert list(rules_pipeline.split_backward_goes_with(facts_of(flags))) == []
+
+
+@pytest.mark.parametrize(
+    ("version", "schedule"),
+    [("2.14.0.dev20260801+cu130", "dualpipev"), ("2.15.0", "zbv_zero_bubble"), ("2.11.0", "interleave_1f1b")],
+)
+def test_a_torch_that_can_run_the_schedule_is_taken(version, schedule, installed):
+    installed(version)
+    flags = [PIPELINE, "2", SCHEDULE, schedule]
+    assert not [one for rule in rules_pipeline.PIPELINE_RULES for one in rule(facts_of(flags))]
 
 
 @pytest.mark.parametrize("rows", ["0F0,0F1,0B1,0B0\n1F1,1B1,1F0,1B0\n", "0F0,0F1,0B0,0B1\n1F1,1F0,1B1,1B0\n"])
