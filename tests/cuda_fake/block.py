@@ -175,9 +175,9 @@ def _block_watch():
             if result is NotImplemented:
                 return result
             name = func._schema.name
-            is_work = name.startswith("aten::") and name not in IDLE and not func.is_view
+            is_work = name.startswith(("aten::", "torch_attn::")) and name not in IDLE and not func.is_view
             if is_work and any(_is_on_gpu(item) for item in tree_iter(result)):
-                is_attention = "attention" in name
+                is_attention = "attention" in name or "_varlen_attn" in name
                 self.kernels["matmul" if name in MATMULS else "attention" if is_attention else "other"] += 1
             return result
 
