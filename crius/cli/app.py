@@ -25,7 +25,7 @@ from crius.config.run import ModelConfig, RunConfig, replace_fields
 from crius.errors import ConfigError, EnvironmentError
 from crius.host import Machine
 from crius.models.huggingface import read_model_settings
-from crius.models.registry import FLAVORS, IMPORTED, SPECS, find_spec
+from crius.models.registry import FLAVORS, IMPORTED, SPECS, families, find_spec
 from crius.plugins import install_line
 from crius.redact import printable
 
@@ -61,8 +61,7 @@ def _read_model(path: str, name: str, where: str) -> tuple[str, dict[str, Any]]:
     if name and not (asked and asked.hf):
         what = f"{name} has no name of Hugging Face." if asked else f"no model is called {name}."
         raise ConfigError(what, where=where, fix="leave out --model.from_hf" if asked else "leave out --model.name")
-    families = {spec.name: spec.hf for spec in ([asked] if asked else SPECS.values()) if spec.hf}
-    return read_model_settings(path, families, where)
+    return read_model_settings(path, {name: asked.hf} if asked and asked.hf else families(), where)
 
 
 SOURCES = RunSources({"model.name": SPECS, "model.flavor": FLAVORS, "data.source": DATA_SOURCES}, _read_model)

@@ -14,9 +14,10 @@ from crius.checkpoint.disk import Disk, open_disk
 from crius.checkpoint.files import Part, check_written, commit, write_shard
 from crius.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry
 from crius.checkpoint.names import MANIFEST, parse_step, step_name
+from crius.checkpoint.pieces import TensorSource, as_array
 from crius.errors import CheckpointError, ConfigError
 from crius.interop.dcp import METADATA, read_dcp
-from crius.interop.foreign import Foreign, ForeignTensor, as_array
+from crius.interop.foreign import Foreign
 from crius.interop.foreign_names import SKIPPED, KeyRow, Rename, assign, folded, is_rotated, step_of
 from crius.interop.safetensors_file import SUFFIX, read_safetensors
 
@@ -161,7 +162,7 @@ def _step(foreign: Foreign, step: int, source: str) -> tuple[int, str]:
     return said, origin
 
 
-def _notes(foreign: Foreign, tensors: dict[str, ForeignTensor], rotary_pairs: int) -> list[str]:
+def _notes(foreign: Foreign, tensors: dict[str, TensorSource], rotary_pairs: int) -> list[str]:
     rotated = [name for name, tensor in tensors.items() if is_rotated(tensor, name)]
     notes = []
     if rotary_pairs:
@@ -183,7 +184,7 @@ def _notes(foreign: Foreign, tensors: dict[str, ForeignTensor], rotary_pairs: in
     return notes
 
 
-def _reader(name: str, tensor: ForeignTensor, rotary_pairs: int) -> Callable[[], memoryview]:
+def _reader(name: str, tensor: TensorSource, rotary_pairs: int) -> Callable[[], memoryview]:
     if not (rotary_pairs and is_rotated(tensor, name)):
         return tensor.read
     rows, columns = tensor.shape
@@ -198,7 +199,7 @@ def _reader(name: str, tensor: ForeignTensor, rotary_pairs: int) -> Callable[[],
 
 def _write(
     disk: Disk,
-    tensors: dict[str, ForeignTensor],
+    tensors: dict[str, TensorSource],
     readers: dict[str, Callable[[], memoryview]],
     step: int,
     source: str,
@@ -250,7 +251,7 @@ def _family(row: KeyRow) -> str:
     return row.source if row.reason == SKIPPED else f"{first}.*" if dot else first
 
 
-def _shares(tensors: dict[str, ForeignTensor]) -> list[list[str]]:
+def _shares(tensors: dict[str, TensorSource]) -> list[list[str]]:
     """Names for each file."""
     shares: list[list[str]] = [[]]
     size = 0

@@ -277,7 +277,8 @@ class Checkpoints:
             for name, entry in manifest.tensors.items()
             if name.startswith(own)
         }
-        load_tensors(found, {name: target for name, target in targets.items() if name in manifest.tensors} | rng)
+        wanted = {name: target for name, target in targets.items() if name in manifest.tensors} | rng
+        load_tensors(found.sources(wanted), wanted)
         finish()
         optimizer_state.fill_copies(self._parts.state.optimizer, names)  # of a tied weight, on two stages of a rank
         self._restore_state(found, is_import)
