@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from cyclopts import CycloptsError
 
 from crius.cli.app import COMMAND, SOURCES, app, silence_stdout
-from crius.config.load import normalized_argv
+from crius.config.argv import normalized_argv
 from crius.config.names import WrongSettings, explain
 from crius.data.documents import is_utf8
 from crius.errors import ConfigError, CriusError

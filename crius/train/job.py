@@ -43,6 +43,7 @@ from crius.train.effects import EffectWatch
 from crius.train.guard import UpdateGuard
 from crius.train.inputs import describe_model, describe_rows, open_run_corpus
 from crius.train.loop import Loop, Preempted, Validation
+from crius.train.pretrained import load_initial
 from crius.train.reports import Meter, Recovery, StepReports, is_complete, write_summary
 from crius.train.saving import log_save_plan
 from crius.train.sdc import build_copies, build_sdc
@@ -107,6 +108,9 @@ def run(
                 loop.after_step.append(lambda step, done: recovery.step(step))
                 samples = stack.enter_context(contextlib.closing(_sample_log(job, run_dir, corpus, loop)))
                 loop = dataclasses.replace(loop, checkpoints=checkpoints, samples=samples)
+        else:
+            load_initial(config, ranks, loop.state)
+            keep_scales(job, loop.state.parts)
         with ledger.phase("initialise"):
             watch = tools.watch(decided, facts, machine, ledger, run_dir) if tools.watch and ranks.rank == 0 else None
             loop.reports.sinks += [*_sinks(job, run_dir, stack, loop.state.step), *([watch] if watch else [])]
