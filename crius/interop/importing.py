@@ -18,7 +18,7 @@ from crius.checkpoint.names import step_name
 from crius.config.data import TokenizerConfig
 from crius.config.operation import CheckpointConfig
 from crius.data.tokenizer import build_tokenizer
-from crius.errors import ConfigError, EnvironmentError
+from crius.errors import CheckpointError, ConfigError, EnvironmentError
 from crius.interop.convert import write_checkpoint
 from crius.interop.dcp import METADATA
 from crius.interop.foreign import open_inside
@@ -98,14 +98,12 @@ def import_model(source: str, target: str) -> Import:
         ConfigError: the target is taken, or the source is none, or of a model that Crius does not have.
         CheckpointError: the source is damaged or hostile, or the target cannot be written.
         EnvironmentError: a package is missing, or the hub does not give it.
-        OSError: the disk does not give it, or does not take it.
     """
     place = Path(target).expanduser()
     if "://" in target or (place.exists() and not (place.is_dir() and not any(place.iterdir()))):
         what = "is a URL" if "://" in target else "is there already"
         raise ConfigError(f"{target} {what}.", where="command line", fix="name a folder that is not there yet")
     weights, files, note = _opened(source)
-    place.absolute().parent.mkdir(parents=True, exist_ok=True)
     partial = place.absolute().with_name(f"{place.absolute().name}.partial-{uuid.uuid4().hex[:8]}")
     try:
         (partial / TOKENIZER_FOLDER).mkdir(parents=True)
@@ -119,9 +117,12 @@ def import_model(source: str, target: str) -> Import:
         config = {f"{section}.{name}": value for section, table in tables.items() for name, value in table.items()}
         digest = _write(partial, weights, config)
         partial.rename(place)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
-        raise
+        if not isinstance(error, OSError):
+            raise
+        what = f"{target} cannot be written from {source}: {error.strerror or error}."
+        raise CheckpointError(what, where="command line", fix="make room, or name another folder") from error
     return Import(str(place), weights, f"{ALGORITHM}:{digest}", about)
 
 

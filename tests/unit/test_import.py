@@ -153,6 +153,7 @@ def test_what_fails_on_the_way_leaves_nothing(folder, tmp_path, monkeypatch, cap
 
     monkeypatch.setattr(importing, "write_checkpoint", fail)
     assert main(["import", str(folder), str(tmp_path / "run")]) == 1
+    assert "run cannot be written" in capsys.readouterr().err
     assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
 
 
