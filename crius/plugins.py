@@ -83,6 +83,8 @@ REQUIREMENTS = {
     "tensorboard": "tensorboard>=2.15",
     "torchao": "torchao>=0.18",
     "matplotlib": "matplotlib>=3.8",
+    "gguf": "gguf>=0.17",
+    "huggingface_hub": "huggingface_hub>=0.30",
 }
 
 

@@ -1,13 +1,13 @@
 """One hash of what a checkpoint says about the model, whatever layout wrote it. No torch."""
 
 import json
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from crius.checkpoint.disk import Disk
-from crius.checkpoint.manifest import ITEM_BYTES, Hasher, Manifest, TensorEntry
+from crius.checkpoint.manifest import Hasher, Manifest, TensorEntry
+from crius.checkpoint.pieces import as_array, stored
 
 OF_LAYOUT = ("rng.", "_scale.")
 """Parts of names of tensors that belong to ranks and not to the model."""
@@ -35,12 +35,4 @@ def contents_hash(disk: Disk, folder: str, manifest: Manifest, prefix: str = "")
 
 def whole_tensor(disk: Disk, folder: str, entry: TensorEntry) -> npt.NDArray[np.uint8]:
     """The bytes of a tensor, put together: uint8 ``(*shape, bytes of a number)``."""
-    size = ITEM_BYTES[entry.dtype]
-    whole: npt.NDArray[np.uint8] = np.zeros((*entry.shape, size), dtype=np.uint8)
-    for chunk in entry.chunks:
-        data = np.frombuffer(disk.read(f"{folder}/{chunk.file}", chunk.begin, chunk.end), dtype=np.uint8)
-        place: tuple[Any, ...] = tuple(
-            slice(start, start + length) for start, length in zip(chunk.offset, chunk.shape, strict=True)
-        )
-        whole[place] = data.reshape(*chunk.shape, size)
-    return whole
+    return as_array(stored(disk, folder, "a tensor", entry).read(), entry.shape, entry.dtype)

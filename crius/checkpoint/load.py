@@ -1,10 +1,9 @@
 """Loads of a run: the newest checkpoint of which every byte is right, into any layout."""
 
-import itertools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,14 +19,12 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from crius.checkpoint.disk import Disk
 from crius.checkpoint.folder import CheckpointFolder, damages, extra_files, read_manifest
-from crius.checkpoint.manifest import Chunk, Manifest, digest_of
+from crius.checkpoint.manifest import Manifest
 from crius.checkpoint.names import step_name
+from crius.checkpoint.pieces import TensorSource, misfits, shortened, stored
 from crius.checkpoint.state import read_state
 from crius.checkpoint.tensors import DTYPES, Gather
 from crius.errors import CheckpointError
-
-SHOWN = 8
-"""Tensors or damages that a message names; it counts the others."""
 
 log = logging.getLogger("crius.checkpoint")
 
@@ -50,6 +47,11 @@ class Found:
     def name(self) -> str:
         """Of its folder."""
         return step_name(self.manifest.step)
+
+    def sources(self, names: Iterable[str]) -> dict[str, TensorSource]:
+        """Those of its tensors."""
+        tensors = self.manifest.tensors
+        return {name: stored(self.folder.disk, self.name, name, tensors[name]) for name in names}
 
 
 def find(
@@ -96,7 +98,7 @@ def find(
             return Found(folder, manifest, state)
         damaged.append(step)
         if rank == 0:
-            for line in _shortened(problems):
+            for line in shortened(problems):
                 log.warning("checkpoint: step %d IS DAMAGED: %s", step, line)
     if not damaged:
         return None
@@ -133,10 +135,6 @@ def _listed(steps: Iterable[int]) -> str:
     return ", ".join(map(str, steps))
 
 
-def _shortened(lines: list[str]) -> list[str]:
-    return lines if len(lines) <= SHOWN else [*lines[:SHOWN], f"and {len(lines) - SHOWN} more"]
-
-
 def check_tensors(
     manifest: Manifest, wanted: dict[str, tuple[tuple[int, ...], str]], may_lack: Callable[[str], bool]
 ) -> list[str]:
@@ -154,100 +152,80 @@ def check_tensors(
         CheckpointError: a tensor is missing, is too many, or has another shape; names all of them.
     """
     there = manifest.tensors
-    missing = sorted(name for name in wanted.keys() - there.keys() if not may_lack(name))
-    extra = sorted(name for name in there.keys() - wanted.keys() if not may_lack(name))
-    both = sorted(wanted.keys() & there.keys())
-    shapes = [
-        f"{name}: {list(there[name].shape)} in the checkpoint, {list(wanted[name][0])} in the run"
-        for name in both
-        if there[name].shape != wanted[name][0]
-    ]
-    problems = [
-        f"{len(names)} {what}: {', '.join(_shortened(names))}"
-        for names, what in (
-            (missing, "that the run has and the checkpoint lacks"),
-            (extra, "that the checkpoint has and the run lacks"),
-            (shapes, "of another shape"),
-        )
-        if names
-    ]
+    shapes = {name: shape for name, (shape, _) in wanted.items()}
+    problems = misfits(
+        {name: entry.shape for name, entry in there.items()}, shapes, "the checkpoint", "the run", may_lack
+    )
     if problems:
         raise CheckpointError(
             f"the tensors of the checkpoint of step {manifest.step} are not those of the run.",
             where="--checkpoint.folder or --checkpoint.load_path",
-            why="; ".join(problems),
+            why=problems,
             fix="give the settings that it was saved with (they are in its manifest.json), or start in another folder",
         )
     return [
-        f"{name}: {there[name].dtype} -> {wanted[name][1]}" for name in both if there[name].dtype != wanted[name][1]
+        f"{name}: {there[name].dtype} -> {wanted[name][1]}"
+        for name in sorted(wanted.keys() & there.keys())
+        if there[name].dtype != wanted[name][1]
     ]
 
 
-def load_tensors(found: Found, tensors: dict[str, Tensor]) -> None:
-    """Fill ``tensors``, laid out in any way, from a checkpoint, in place. No collective: each rank plans for itself.
+def load_tensors(sources: Mapping[str, TensorSource], tensors: dict[str, Tensor]) -> None:
+    """Fill ``tensors``, laid out in any way, in place. No collective: each rank plans for itself.
 
-    Each part of a tensor that this rank needs something of is read whole and hashed again.
+    Of a piece that this rank needs something of, the rows that it needs are read, or the whole where that has a hash.
 
     Args:
-        found: the checkpoint.
-        tensors: by name; all of them are in it, with the same shape.
+        sources: what is read, by name.
+        tensors: by name; all of them are in ``sources``, with the same shape.
 
     Raises:
-        CheckpointError: a part is not what was written.
+        CheckpointError: a piece is not what was written.
         OSError: the disk does not give it.
     """
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(dict(tensors), _metadata(found.manifest), is_coordinator=True)
+    planner.set_up_planner(dict(tensors), _metadata({name: sources[name] for name in tensors}), is_coordinator=True)
     needed: dict[MetadataIndex, list[ReadItem]] = {}
     for item in planner.create_local_plan().items:
         if item.lengths.numel():
             needed.setdefault(item.storage_index, []).append(item)
-    chunks = {
-        MetadataIndex(name, torch.Size(chunk.offset)): chunk
-        for name, entry in found.manifest.tensors.items()
-        for chunk in entry.chunks
+    pieces = {
+        MetadataIndex(name, torch.Size(piece.offset)): piece for name in tensors for piece in sources[name].pieces
     }
-    order = sorted(needed, key=lambda index: (chunks[index].file, chunks[index].begin))
-    for name, indices in itertools.groupby(order, key=lambda index: chunks[index].file):
-        with found.folder.disk.open(f"{found.name}/{name}") as file:
-            for index in indices:
-                part = _read_part(found, file, index.fqn, chunks[index])
-                for item in needed[index]:
-                    _fill(part, item, planner)
+    for index in sorted(needed, key=lambda index: pieces[index].place):
+        piece, dtype = pieces[index], DTYPES[sources[index.fqn].dtype]
+        if piece.read_rows is None:
+            part = _as_tensor(piece.read(), dtype, piece.shape)
+        for item in needed[index]:
+            if piece.read_rows is None:
+                _fill(part, item, item.storage_offsets, planner)
+                continue
+            (first, *starts), count = item.storage_offsets, item.lengths[0]
+            rows = _as_tensor(piece.read_rows(first, first + count), dtype, (count, *piece.shape[1:]))
+            _fill(rows, item, [0, *starts], planner)
 
 
-def _metadata(manifest: Manifest) -> Metadata:
-    """The tensors of a manifest, in DCP's words."""
+def _metadata(sources: Mapping[str, TensorSource]) -> Metadata:
+    """Tensors in DCP's words."""
     return Metadata(
         {
             name: TensorStorageMetadata(
-                TensorProperties(dtype=DTYPES[entry.dtype]),
-                torch.Size(entry.shape),
-                [ChunkStorageMetadata(torch.Size(chunk.offset), torch.Size(chunk.shape)) for chunk in entry.chunks],
+                TensorProperties(dtype=DTYPES[source.dtype]),
+                torch.Size(source.shape),
+                [ChunkStorageMetadata(torch.Size(piece.offset), torch.Size(piece.shape)) for piece in source.pieces],
             )
-            for name, entry in manifest.tensors.items()
+            for name, source in sources.items()
         }
     )
 
 
-def _read_part(found: Found, file: BinaryIO, name: str, chunk: Chunk) -> Tensor:
-    """A part of the tensor ``name``."""
-    data = np.empty(chunk.end - chunk.begin, dtype=np.uint8)
-    file.seek(chunk.begin)
-    count = file.readinto(data.data)  # type: ignore[attr-defined]  # every binary file has it
-    if count != data.nbytes or digest_of(data.data) != chunk.digest:
-        raise CheckpointError(
-            f"tensor {name} in {found.folder.disk.where}/{found.name}/{chunk.file} is not what was written.",
-            where=f"bytes {chunk.begin:,} to {chunk.end:,}",
-            why="its hash is another one",
-            fix="resume from another step: --checkpoint.load_step N",
-        )
-    return torch.from_numpy(data).view(dtype_of(found.manifest, name)).reshape(chunk.shape)
+def _as_tensor(data: memoryview, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    return torch.from_numpy(np.frombuffer(data, dtype=np.uint8)).view(dtype).reshape(shape)
 
 
-def _fill(part: Tensor, item: ReadItem, planner: DefaultLoadPlanner) -> None:
-    """Copy what ``item`` asks for out of a part into the tensor that it is for."""
-    for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+def _fill(part: Tensor, item: ReadItem, starts: Sequence[int], planner: DefaultLoadPlanner) -> None:
+    """Copy what ``item`` asks for, which begins at ``starts`` of a part, into the tensor that it is for."""
+    for dim, (start, length) in enumerate(zip(starts, item.lengths, strict=True)):
         part = part.narrow(dim, start, length)
     target = planner.resolve_tensor(item).detach()
     target.copy_(part)

@@ -6,17 +6,16 @@ import hashlib
 import json
 import re
 import time
-import tomllib
 from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from crius.checkpoint.disk import open_disk
 from crius.checkpoint.folder import FEWEST, CheckpointFolder, Damage, damages, expendable, lacks, read_manifest
 from crius.checkpoint.manifest import ALGORITHM, Manifest
 from crius.checkpoint.names import MANIFEST, parse_folder, parse_step, step_name
 from crius.checkpoint.state import read_state
+from crius.checkpoint.whereabouts import find_checkpoints
 from crius.cli.app import Json, checkpoint_app, emit
 from crius.config.operation import CheckpointConfig
 from crius.errors import CheckpointError, ConfigError
@@ -28,15 +27,6 @@ Place = Annotated[
 _EXPECTED = re.compile(r"xxh3-128:[0-9a-f]{32}|sha256:[0-9a-f]{64}")
 _SHOWN = 20
 """Damages of a checkpoint that are printed; --json has all."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Target:
-    """What a PATH means: a folder of checkpoints, or one in it, and the run folder around it, if it is one."""
-
-    folder: CheckpointFolder
-    name: str
-    run_dir: Path | None
 
 
 @dataclasses.dataclass
@@ -57,7 +47,7 @@ class _Row:
 @checkpoint_app.command
 def ls(path: Place, *, as_json: Json = False) -> int:
     """List checkpoints: step, tokens, size, ranks, layout, age, whether all files are there, hash of the manifest."""
-    target = _target(path)
+    target = find_checkpoints(path)
     folder = target.folder
     names = [target.name] if target.name else [*map(step_name, folder.steps()), *folder.asides(), *folder.leftovers()]
     rows = [_row(folder, name) for name in names]
@@ -95,7 +85,7 @@ def verify(
 
     Exit code 1 where anything is not as it was written.
     """
-    target = _target(path)
+    target = find_checkpoints(path)
     folder = target.folder
     names = [target.name] if target.name else [step_name(step) for step in folder.steps()]
     if not names:
@@ -133,7 +123,7 @@ def prune(
     as_json: Json = False,
 ) -> int:
     """Remove old checkpoints. Only those that can be loaded count, two of them always stay, and so do damaged ones."""
-    target = _target(path)
+    target = find_checkpoints(path)
     if target.name:
         raise ConfigError(f"{path} is one checkpoint.", where="command line", fix="give the folder that it is in")
     if keep_last < FEWEST or keep_every < 0:
@@ -204,46 +194,6 @@ def convert(
             fix=f"--rename '{key}=NAME', or leave it: --skip '{key}'",
         )
     return 0
-
-
-def _target(path: str) -> _Target:
-    """What a PATH of the command line means.
-
-    Raises:
-        ConfigError: there is nothing like that.
-    """
-    parent, _, last = path.rstrip("/").rpartition("/")
-    if "://" in path:
-        return _Target(CheckpointFolder(open_disk(parent if parse_folder(last) else path)), _name(last), None)
-    place = Path(path)
-    if not place.is_dir():
-        raise ConfigError(
-            f"{path} is no folder.", where="command line", fix="give a run folder, or a folder of checkpoints"
-        )
-    if parse_folder(name := place.absolute().name):
-        parent = str(place.parent if place.name else place.absolute().parent)
-        return _Target(CheckpointFolder(open_disk(parent)), name, None)
-    settings = place / "run.toml"
-    if settings.is_file() or (place / CheckpointConfig.folder).is_dir():
-        within = _folder_of(settings)
-        where = within if "://" in within else str(place / within)
-        return _Target(CheckpointFolder(open_disk(where)), "", place)
-    run_dir = place.absolute().parent if (place.absolute().parent / "run.toml").is_file() else None
-    return _Target(CheckpointFolder(open_disk(str(place))), "", run_dir)
-
-
-def _name(last: str) -> str:
-    return last if parse_folder(last) else ""
-
-
-def _folder_of(settings: Path) -> str:
-    """``checkpoint.folder`` of a run.toml."""
-    try:
-        section = tomllib.loads(settings.read_text(encoding="utf-8")).get("checkpoint", {})
-    except (OSError, ValueError):
-        return CheckpointConfig.folder
-    found = section.get("folder") if isinstance(section, dict) else None
-    return found if isinstance(found, str) else CheckpointConfig.folder
 
 
 def _row(folder: CheckpointFolder, name: str) -> _Row:

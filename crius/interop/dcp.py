@@ -7,11 +7,9 @@ from typing import Any
 
 from crius.checkpoint.manifest import TORCH_NAMES
 from crius.checkpoint.names import check_name
+from crius.checkpoint.pieces import Piece, Shape, TensorSource
 from crius.interop.foreign import (
     Foreign,
-    ForeignTensor,
-    Piece,
-    Shape,
     check_key,
     check_shape,
     check_tiles,
@@ -114,7 +112,7 @@ class _Metadata:
 
     def foreign(self) -> Foreign:
         """The checkpoint."""
-        tensors: dict[str, ForeignTensor] = {}
+        tensors: dict[str, TensorSource] = {}
         values: dict[str, Callable[[], Any]] = {}
         unreadable: dict[str, str] = {}
         for key, record in self._entries:
@@ -140,7 +138,7 @@ class _Metadata:
             raise ValueError("a tensor has no dtype")
         return state[0].name.removeprefix("torch ")
 
-    def _tensor(self, name: str, dtype: str, fields: dict[str, Any]) -> ForeignTensor:
+    def _tensor(self, name: str, dtype: str, fields: dict[str, Any]) -> TensorSource:
         shape = self._shape(fields.get("size"))
         chunks = fields.get("chunks")
         if not isinstance(chunks, list):
@@ -154,7 +152,7 @@ class _Metadata:
                 raise ValueError(f"a part of {name} has no place")
             pieces.append(Piece(offset, size, self._reader(name, place, dtype, size)))
         check_tiles([(piece.offset, piece.shape) for piece in pieces], shape, f"{name} in {self._where}")
-        return ForeignTensor(name, dtype, shape, tuple(pieces))
+        return TensorSource(name, dtype, shape, tuple(pieces))
 
     def _reader(self, name: str, place: Place, dtype: str, shape: Shape) -> Callable[[], memoryview]:
         def read(archive: Archive, where: str) -> memoryview:

@@ -1,16 +1,15 @@
 """Checkpoints that other programs wrote: what is in them, and their tensors as bytes. No torch, and nothing is run."""
 
-import math
 import os
+import re
 import stat
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
-
 from crius.checkpoint.manifest import ITEM_BYTES, TORCH_NAMES
+from crius.checkpoint.pieces import Shape, TensorSource
 from crius.checkpoint.tiles import MAX_SPLIT_DIMS, cover, fits, split_dims
 from crius.interop.unpickle import refusal
 
@@ -19,60 +18,6 @@ ITEMSIZE = {name: ITEM_BYTES[name] for name in TORCH_NAMES.values()}
 
 MAX_DIMS = 16
 MAX_KEY = 1024
-
-Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A part of a tensor.
-
-    Attributes:
-        offset: where it starts, for each dim.
-        shape: its own.
-        read: its bytes, little endian and in C order; checks all that can be checked of them.
-    """
-
-    offset: Shape
-    shape: Shape
-    read: Callable[[], memoryview]
-
-
-@dataclass(frozen=True)
-class ForeignTensor:
-    """A tensor of another program's checkpoint.
-
-    Attributes:
-        key: its name there.
-        dtype: as safetensors files name it, one of ``ITEMSIZE``.
-        shape: of the whole.
-        pieces: tile it exactly.
-    """
-
-    key: str
-    dtype: str
-    shape: Shape
-    pieces: tuple[Piece, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the whole."""
-        return math.prod(self.shape) * ITEMSIZE[self.dtype]
-
-    def read(self) -> memoryview:
-        """The bytes of the whole tensor, which is put together in memory.
-
-        Raises:
-            CheckpointError: a part is damaged.
-            OSError: the disk does not give it.
-        """
-        if len(self.pieces) == 1:
-            return self.pieces[0].read()
-        whole = np.empty((*self.shape, ITEMSIZE[self.dtype]), dtype=np.uint8)
-        for piece in self.pieces:
-            place = tuple(slice(start, start + size) for start, size in zip(piece.offset, piece.shape, strict=True))
-            whole[place] = as_array(piece.read(), piece.shape, self.dtype)
-        return memoryview(whole.reshape(-1))  # type: ignore[arg-type]  # numpy's stubs do not say that it is a buffer
 
 
 @dataclass(frozen=True)
@@ -87,14 +32,9 @@ class Foreign:
     """
 
     kind: str
-    tensors: dict[str, ForeignTensor]
+    tensors: dict[str, TensorSource]
     values: dict[str, Callable[[], Any]]
     unreadable: dict[str, str]
-
-
-def as_array(data: memoryview, shape: Shape, dtype: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Bytes as ``(*shape, bytes a number)``, so that numpy moves numbers of any dtype. No copy."""
-    return np.frombuffer(data, dtype=np.uint8).reshape(*shape, ITEMSIZE[dtype])
 
 
 def open_inside(folder: Path, name: str) -> BinaryIO:
@@ -107,7 +47,7 @@ def open_inside(folder: Path, name: str) -> BinaryIO:
     Raises:
         CheckpointError: there is no regular file of that name.
     """
-    where = f"{folder}/{name}"
+    folder, name, where = *_without_cache_link(folder, name), f"{folder}/{name}"
     assert "/" not in name and name not in ("", ".", "..")
     try:
         number = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -120,6 +60,14 @@ def open_inside(folder: Path, name: str) -> BinaryIO:
         os.close(number)
         raise refusal(where, "it is no regular file")
     return open(number, "rb")
+
+
+def _without_cache_link(folder: Path, name: str) -> tuple[Path, str]:
+    """Where the file is: in a cache of the hub, a snapshot has links to the blobs beside it, and no others count."""
+    if folder.parent.name == "snapshots" and (folder / name).is_symlink():
+        if blob := re.fullmatch(r"\.\./\.\./blobs/([0-9a-f]{40,64})", os.readlink(folder / name)):
+            return folder.parent.parent / "blobs", blob[1]
+    return folder, name
 
 
 def size_of(folder: Path, name: str) -> int:

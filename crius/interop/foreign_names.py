@@ -5,9 +5,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from crius.checkpoint.pieces import TensorSource
 from crius.config.param_groups import fits, nearest
 from crius.errors import ConfigError
-from crius.interop.foreign import Foreign, ForeignTensor
+from crius.interop.foreign import Foreign
 
 MODEL_ROOTS = ("app.model.", "model.")
 OPTIMIZER_ROOTS = ("app.optimizer.", "app.optim.", "optimizer.", "optim.")
@@ -213,6 +214,6 @@ def folded(keys: Iterable[str]) -> dict[str, int]:
     return counts
 
 
-def is_rotated(tensor: ForeignTensor, target: str) -> bool:
+def is_rotated(tensor: TensorSource, target: str) -> bool:
     """Whether the rows of a tensor are the dims that rotary embeddings turn: queries' and keys' weights and moments."""
     return len(tensor.shape) == 2 and bool(re.search(r"\.attention\.w[qk]\.weight(\.|$)", target))

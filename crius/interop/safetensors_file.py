@@ -6,13 +6,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from crius.checkpoint.names import check_name
+from crius.checkpoint.pieces import Piece, Shape, TensorSource
 from crius.interop.foreign import (
     ITEMSIZE,
     Foreign,
-    ForeignTensor,
-    Piece,
-    Shape,
     check_key,
     check_shape,
     check_tiles,
@@ -92,10 +92,13 @@ class SafetensorsFile:
             )
         return dtype, shape, start + offsets[0], start + offsets[1]
 
-    def read(self, key: str) -> memoryview:
-        """The bytes of a tensor."""
-        _, _, begin, end = self.tensors[key]
-        data = memoryview(bytearray(end - begin))
+    def read(self, key: str, first: int = 0, last: int | None = None) -> memoryview:
+        """The bytes of a tensor, or of its rows from ``first`` up to ``last``."""
+        _, shape, begin, end = self.tensors[key]
+        if last is not None:
+            row = (end - begin) // max(shape[0], 1)
+            begin, end = begin + first * row, begin + last * row
+        data = np.empty(end - begin, dtype=np.uint8).data
         with open_inside(self._folder, self._name) as file:
             file.seek(begin)
             if file.readinto(data) != len(data):  # type: ignore[attr-defined]  # every binary file has it
@@ -126,15 +129,16 @@ def read_safetensors(place: Path) -> Foreign:
         CheckpointError: a file is damaged or hostile, or parts of a tensor are missing.
         OSError: the disk does not give it.
     """
-    folder, names = (place, _names(place)) if place.is_dir() else (place.parent, [place.name])
+    folder, names = (place, safetensors_names(place)) if place.is_dir() else (place.parent, [place.name])
     files = [SafetensorsFile(folder, name) for name in names]
     pieces: dict[str, list[tuple[str, Piece]]] = {}
     unreadable: dict[str, str] = {}
     for file in files:
         offsets = file.offsets()
-        for key, (dtype, shape, _, _) in file.tensors.items():
+        for key, (dtype, shape, begin, _) in file.tensors.items():
             if dtype in ITEMSIZE:
-                piece = Piece(offsets[key], shape, partial(file.read, key))
+                read = partial(file.read, key)
+                piece = Piece(offsets[key], shape, read, read if shape else None, (file.where, begin))
                 pieces.setdefault(key, []).append((dtype, piece))
             else:
                 unreadable[key] = f"a Crius checkpoint holds no {dtype}"
@@ -144,23 +148,27 @@ def read_safetensors(place: Path) -> Foreign:
     return Foreign("safetensors", tensors, {}, unreadable)
 
 
-def _whole(key: str, found: list[tuple[str, Piece]], where: str) -> ForeignTensor:
+def _whole(key: str, found: list[tuple[str, Piece]], where: str) -> TensorSource:
     dtypes, pieces = {dtype for dtype, _ in found}, tuple(piece for _, piece in found)
     if len(dtypes) != 1 or len({len(piece.shape) for piece in pieces}) != 1:
         raise refusal(where, "its parts have several dtypes or numbers of dims")
     ends = [[start + size for start, size in zip(piece.offset, piece.shape, strict=True)] for piece in pieces]
     shape = tuple(map(max, zip(*ends, strict=True)))
     check_tiles([(piece.offset, piece.shape) for piece in pieces], shape, where)
-    return ForeignTensor(key, dtypes.pop(), shape, pieces)
+    return TensorSource(key, dtypes.pop(), shape, pieces)
 
 
-def _names(folder: Path) -> list[str]:
-    """The files of a folder that are read."""
+def safetensors_names(folder: Path) -> list[str]:
+    """The files of a folder that are read.
+
+    Raises:
+        CheckpointError: its index does not say where its tensors are.
+    """
     there = sorted(entry.name for entry in os.scandir(folder) if entry.name.endswith(SUFFIX))
     if not (folder / INDEX).exists():
         return there
     with open_inside(folder, INDEX) as file:
-        data = file.read(MAX_HEADER)
+        data = file.read(min(MAX_HEADER, os.fstat(file.fileno()).st_size))
     where = f"{folder}/{INDEX}"
     index = json_object(data, where).get("weight_map")
     if not isinstance(index, dict) or not all(isinstance(name, str) for name in index.values()):

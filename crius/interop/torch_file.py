@@ -214,7 +214,7 @@ class Archive:
         gathered = np.ascontiguousarray(
             np.lib.stride_tricks.as_strided(numbers, tensor.shape, strides)
         )  # may be a view
-        return memoryview(gathered.reshape(-1).view(np.uint8))  # type: ignore[arg-type]  # see ForeignTensor.read
+        return memoryview(gathered.reshape(-1).view(np.uint8))  # type: ignore[arg-type]  # see TensorSource.read
 
     def value(self) -> Any:
         """What the archive holds, where that is text, a number, a flag or None.

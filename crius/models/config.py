@@ -47,6 +47,14 @@ def parse_rope_scaling(text: str) -> RopeScaling | None:
     return None if text == "none" else rope_scaling_of(load_object(text.encode()))
 
 
+def rope_scaling_text(scaling: RopeScaling | None) -> str:
+    """What ``parse_rope_scaling`` reads back."""
+    if scaling is None:
+        return "none"
+    numbers = {key: getattr(scaling, name) for key, name in ROPE_SCALING_KEYS.items()}
+    return json.dumps({"rope_type": "llama3", **numbers})
+
+
 def rope_scaling_of(section: Mapping[str, Any]) -> RopeScaling | None:
     """What ``rope_scaling`` of a config.json says; None: frequencies stay as they are. Other keys are left alone.
 

@@ -1,6 +1,7 @@
 """A ``config.json`` of Hugging Face as the sizes of a model that Crius has. Torch-free; nothing of it is executed."""
 
 import json
+import re
 import shlex
 import stat
 from collections.abc import Iterator, Mapping
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from crius.errors import ConfigError
-from crius.models.config import ROPE_SCALING_KEYS, rope_scaling_of
+from crius.models.config import rope_scaling_of, rope_scaling_text
 from crius.strict_json import load_object
 
 _LARGEST_FILE = 1 << 20
@@ -56,6 +57,14 @@ class HuggingFace:
     architecture: str
     names: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    def translated(self, name: str) -> str:
+        """Their name of our parameter ``name``."""
+        number = re.search(r"\.(\d+)\.", name)
+        if number is None:
+            return self.names[name]
+        pattern = f"{name[: number.start()]}.*.{name[number.end() :]}"
+        return self.names[pattern].replace("*", number[1])
 
 
 def read_model_settings(
@@ -181,5 +190,4 @@ def _take(content: Mapping[str, Any], family: HuggingFace, settings: dict[str, A
     except ValueError as error:
         yield str(error)
         return
-    kept = {key: rope[key] for key in ROPE_SCALING_KEYS} if scaling else {}
-    settings["rope_scaling"] = json.dumps({"rope_type": "llama3", **kept}) if scaling else "none"
+    settings["rope_scaling"] = rope_scaling_text(scaling)

@@ -17,6 +17,7 @@ from crius import plugins
 from crius.errors import ConfigError
 from crius.models.config import DecoderConfig
 from crius.models.description import Layer, ModelDescription
+from crius.models.huggingface import HuggingFace
 from crius.models.plan import ShardingPlan
 from crius.models.spec import CUSTOM, ModelSpec
 
@@ -115,6 +116,11 @@ def find_spec(name: str) -> ModelSpec | None:
         _check(spec, f"the model {name}", plugins.MODELS)
         _register(replace(spec, name=name))
     return SPECS.get(name)
+
+
+def families() -> dict[str, HuggingFace]:
+    """What Hugging Face calls the models that it has too, by our name."""
+    return {spec.name: spec.hf for spec in SPECS.values() if spec.hf}
 
 
 def build(model: ModelDescription) -> "Decoder":

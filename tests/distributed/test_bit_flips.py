@@ -76,7 +76,7 @@ def loaded(run_dir):
     found = find(folder, -1, rank=0, size=1, gather=lambda value: [value], verify=True)
     manifest = found.manifest
     tensors = {name: torch.empty(e.shape, dtype=dtype_of(manifest, name)) for name, e in manifest.tensors.items()}
-    load_tensors(found, tensors)
+    load_tensors(found.sources(tensors), tensors)
     return manifest.step, found.state, manifest.config, contents_hash(folder.disk, found.name, manifest)
 
 

@@ -40,12 +40,12 @@ CLOSED = [
     *[(name, part) for name, level in LAYER.items() if level == 2 for part in PRIVATE],
 ]
 LAZY_ROOMS = (
-    *(f"cli/{name}.py" for name in ("app", "bench", "checkpoint", "plan", "settings", "train", "verify")),
+    *(f"cli/{name}.py" for name in ("app", "bench", "checkpoint", "importing", "plan", "settings", "train", "verify")),
     "models/registry.py",
     "__main__.py",
 )
 # pyproject.toml's extras, and what comes with torch but is only for some
-OPTIONAL = {"datasets", "fsspec", "matplotlib", "tokenizers", "tensorboard", "torchao"}
+OPTIONAL = {"datasets", "fsspec", "gguf", "huggingface_hub", "matplotlib", "tokenizers", "tensorboard", "torchao"}
 OPTIONAL |= {"torch.utils.tensorboard", "torch._inductor.lowering", "torch._inductor.cpp_builder"}
 
 AIM_FILE, STOP_FILE, AIM_FUNCTION, STOP_FUNCTION = 400, 500, 60, 100
@@ -63,7 +63,18 @@ TORCH_FREE = (
     *("errors.py", "cli/*.py", "config/*.py", "models/config.py", "models/description.py", "models/plan.py"),
     *(
         f"checkpoint/{name}.py"
-        for name in ("disk", "files", "folder", "manifest", "names", "remote_disk", "state", "tiles")
+        for name in (
+            "disk",
+            "files",
+            "folder",
+            "manifest",
+            "names",
+            "pieces",
+            "remote_disk",
+            "state",
+            "tiles",
+            "whereabouts",
+        )
     ),
     "interop/*.py",
     "tools/data_audit/*.py",

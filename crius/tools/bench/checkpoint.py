@@ -177,7 +177,7 @@ def _load(folder: Path, targets: dict[str, Tensor], *, verify: bool) -> None:
     place = CheckpointFolder(open_disk(str(folder)))
     found = find(place, -1, rank=0, size=1, gather=lambda value: [value], verify=verify)
     assert found is not None
-    load_tensors(found, targets)
+    load_tensors(found.sources(targets), targets)
 
 
 @contextlib.contextmanager

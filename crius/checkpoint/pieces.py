@@ -1,0 +1,145 @@
+"""Tensors that lie in pieces, whoever wrote them: what a load or a conversion reads. Torch-free."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from crius.checkpoint.disk import Disk
+from crius.checkpoint.manifest import ITEM_BYTES, Chunk, TensorEntry, digest_of
+from crius.errors import CheckpointError
+
+Shape = tuple[int, ...]
+SHOWN = 8
+"""Tensors or damages that a message names; it counts the others."""
+
+
+class Piece(NamedTuple):  # large checkpoints have millions
+    """A part of a tensor.
+
+    Attributes:
+        offset: where it starts, for each dim.
+        shape: its own.
+        read: its bytes, little endian and in C order; checks all that can be checked of them.
+        read_rows: the same of the rows from a first up to another one; None: only the whole can be read.
+        place: file and first byte, by which a load orders its reads.
+    """
+
+    offset: Shape
+    shape: Shape
+    read: Callable[[], memoryview]
+    read_rows: Callable[[int, int], memoryview] | None = None
+    place: tuple[str, int] = ("", 0)
+
+
+@dataclass(frozen=True)
+class TensorSource:
+    """A tensor that can be read.
+
+    Attributes:
+        key: its name where it lies.
+        dtype: as safetensors files name it.
+        shape: of the whole.
+        pieces: tile it exactly.
+    """
+
+    key: str
+    dtype: str
+    shape: Shape
+    pieces: tuple[Piece, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+    def read(self) -> memoryview:
+        """The bytes of the whole tensor, which is put together in memory.
+
+        Raises:
+            CheckpointError: a part is damaged.
+            OSError: the disk does not give it.
+        """
+        if len(self.pieces) == 1:
+            return self.pieces[0].read()
+        whole = np.empty((*self.shape, ITEM_BYTES[self.dtype]), dtype=np.uint8)
+        for piece in self.pieces:
+            place = tuple(slice(start, start + size) for start, size in zip(piece.offset, piece.shape, strict=True))
+            whole[place] = as_array(piece.read(), piece.shape, self.dtype)
+        return memoryview(whole.reshape(-1))  # type: ignore[arg-type]  # numpy's stubs do not say that it is a buffer
+
+
+def as_array(data: memoryview, shape: Shape, dtype: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Bytes as ``(*shape, bytes of a number)``, so that numpy moves numbers of any dtype. No copy."""
+    return np.frombuffer(data, dtype=np.uint8).reshape(*shape, ITEM_BYTES[dtype])
+
+
+def stored(disk: Disk, folder: str, name: str, entry: TensorEntry) -> TensorSource:
+    """A tensor of a Crius checkpoint; a part is read whole and its hash compared.
+
+    Args:
+        disk: folder of checkpoints.
+        folder: of the checkpoint.
+        name: of the tensor, for messages.
+        entry: what the manifest says of it.
+    """
+    pieces = [
+        Piece(c.offset, c.shape, partial(_read, disk, folder, name, c), None, (c.file, c.begin)) for c in entry.chunks
+    ]
+    return TensorSource(name, entry.dtype, entry.shape, tuple(pieces))
+
+
+def _read(disk: Disk, folder: str, name: str, chunk: Chunk) -> memoryview:
+    """A part of the tensor ``name``."""
+    data = np.empty(chunk.end - chunk.begin, dtype=np.uint8)
+    with disk.open(f"{folder}/{chunk.file}") as file:
+        file.seek(chunk.begin)
+        count = file.readinto(data.data)  # type: ignore[attr-defined]  # every binary file has it
+    if count != data.nbytes or digest_of(data.data) != chunk.digest:
+        raise CheckpointError(
+            f"tensor {name} in {disk.where}/{folder}/{chunk.file} is not what was written.",
+            where=f"bytes {chunk.begin:,} to {chunk.end:,}",
+            why="its hash is another one",
+            fix="resume from another step: --checkpoint.load_step N",
+        )
+    return data.data
+
+
+def misfits(
+    there: Mapping[str, Shape],
+    wanted: Mapping[str, Shape],
+    source: str,
+    target: str,
+    may_lack: Callable[[str], bool] = lambda name: False,
+) -> str:
+    """How the tensors of ``source`` are not those that ``target`` wants, all of them together; empty: they are.
+
+    Args:
+        there, wanted: shapes by name.
+        source, target: what they are of, for the message.
+        may_lack: names of which either side may have more.
+    """
+    missing = sorted(name for name in wanted.keys() - there.keys() if not may_lack(name))
+    extra = sorted(name for name in there.keys() - wanted.keys() if not may_lack(name))
+    shapes = [
+        f"{name}: {list(there[name])} in {source}, {list(wanted[name])} in {target}"
+        for name in sorted(wanted.keys() & there.keys())
+        if there[name] != wanted[name]
+    ]
+    return "; ".join(
+        f"{len(names)} {what}: {', '.join(shortened(names))}"
+        for names, what in (
+            (missing, f"that {target} has and {source} lacks"),
+            (extra, f"that {source} has and {target} lacks"),
+            (shapes, "of another shape"),
+        )
+        if names
+    )
+
+
+def shortened(lines: list[str]) -> list[str]:
+    """The first of many tensors or damages, and the number of the others."""
+    return lines if len(lines) <= SHOWN else [*lines[:SHOWN], f"and {len(lines) - SHOWN} more"]

@@ -1,0 +1,68 @@
+"""Where checkpoints are, by what a user types: a run folder, a folder of checkpoints, one checkpoint. No torch."""
+
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+from crius.checkpoint.disk import open_disk
+from crius.checkpoint.folder import CheckpointFolder
+from crius.checkpoint.names import parse_folder
+from crius.config.operation import CheckpointConfig
+from crius.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """A folder of checkpoints, or one in it.
+
+    Attributes:
+        folder: of the checkpoints.
+        name: of the one; empty: all of the folder.
+        run_dir: the run folder around it, if it is one.
+    """
+
+    folder: CheckpointFolder
+    name: str
+    run_dir: Path | None
+
+
+def find_checkpoints(path: str, where: str = "command line") -> Checkpoints:
+    """What a path of the command line means: a run folder, a folder of checkpoints, or one checkpoint.
+
+    Args:
+        path: of it, or an fsspec URL.
+        where: the path comes from, for messages.
+
+    Raises:
+        ConfigError: there is nothing like that.
+    """
+    parent, _, last = path.rstrip("/").rpartition("/")
+    if "://" in path:
+        return Checkpoints(CheckpointFolder(open_disk(parent if parse_folder(last) else path)), _name(last), None)
+    place = Path(path)
+    if not place.is_dir():
+        raise ConfigError(f"{path} is no folder.", where=where, fix="give a run folder, or a folder of checkpoints")
+    if parse_folder(name := place.absolute().name):
+        parent = str(place.parent if place.name else place.absolute().parent)
+        return Checkpoints(CheckpointFolder(open_disk(parent)), name, None)
+    settings = place / "run.toml"
+    if settings.is_file() or (place / CheckpointConfig.folder).is_dir():
+        within = _folder_of(settings)
+        where = within if "://" in within else str(place / within)
+        return Checkpoints(CheckpointFolder(open_disk(where)), "", place)
+    run_dir = place.absolute().parent if (place.absolute().parent / "run.toml").is_file() else None
+    return Checkpoints(CheckpointFolder(open_disk(str(place))), "", run_dir)
+
+
+def _name(last: str) -> str:
+    return last if parse_folder(last) else ""
+
+
+def _folder_of(settings: Path) -> str:
+    """``checkpoint.folder`` of a run.toml."""
+    try:
+        section = tomllib.loads(settings.read_text(encoding="utf-8")).get("checkpoint", {})
+    except (OSError, ValueError):
+        return CheckpointConfig.folder
+    found = section.get("folder") if isinstance(section, dict) else None
+    return found if isinstance(found, str) else CheckpointConfig.folder

@@ -1,0 +1,261 @@
+"""Weights of a model wherever they lie: a run, a checkpoint, or a folder of Hugging Face. No torch, nothing is run."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from crius.checkpoint.folder import read_manifest
+from crius.checkpoint.manifest import ALGORITHM, Hasher, Manifest, blocks_of
+from crius.checkpoint.names import MANIFEST, step_name
+from crius.checkpoint.pieces import Shape, TensorSource, misfits, stored
+from crius.checkpoint.whereabouts import find_checkpoints
+from crius.config.load import TAKEN
+from crius.errors import CheckpointError, ConfigError
+from crius.interop.foreign import Foreign, open_inside
+from crius.interop.safetensors_file import SUFFIX, json_object, read_safetensors, safetensors_names
+from crius.models.config import rope_scaling_text
+from crius.models.description import ModelDescription
+from crius.models.huggingface import read_model_settings
+from crius.models.registry import SPECS, families, find_spec
+
+CONFIG, TOKENIZER, TOKENIZER_CONFIG, TEMPLATE = (
+    *("config.json", "tokenizer.json", "tokenizer_config.json"),
+    "chat_template.jinja",
+)
+TOKENIZER_FOLDER = "tokenizer"
+"""Of a run folder that an import wrote."""
+
+_LARGEST_TEXT = 1 << 20
+_DERIVED = ".rotary_emb.inv_freq"  # files of older versions of transformers have it; the config says it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """The weights of one model, none of them read yet.
+
+    Attributes:
+        model: settings of ``[model]``: name, flavor and all sizes.
+        tensors: by our name of the parameter, such as ``layers.0.attention.wq.weight``; a tied weight once.
+        tokenizer: for ``--tokenizer.path``: ``byte``, a file or a folder; empty where there is none.
+        chat_template: jinja2 text; empty where there is none.
+        kind: of the source, for people.
+        origin: kind and place, for people.
+        hash_now: computes ``digest``.
+    """
+
+    model: Mapping[str, Any]
+    tensors: Mapping[str, TensorSource]
+    tokenizer: str
+    chat_template: str
+    kind: str
+    origin: str
+    hash_now: Callable[[], str]
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """What ``ModelSpec.describe`` takes: flavor and sizes."""
+        return {name: value for name, value in self.model.items() if name != "name"}
+
+    @cached_property
+    def digest(self) -> str:
+        """``xxh3-128:HEX`` of the manifest of a checkpoint, of all bytes of other sources: those are read for it."""
+        return f"{ALGORITHM}:{self.hash_now()}"
+
+
+def open_weights(path: str, where: str = "command line") -> Weights:
+    """The weights in a run folder (its newest whole checkpoint), a checkpoint, or a folder of Hugging Face.
+
+    Args:
+        path: of it; of checkpoints also an fsspec URL.
+        where: the path comes from, for messages.
+
+    Raises:
+        ConfigError: there is no such thing, or it is of a model that Crius does not have.
+        CheckpointError: it is damaged or hostile, or its tensors are not those of its model; names all of them.
+        OSError: the disk does not give it.
+    """
+    place = Path(path).expanduser()
+    is_ours = "://" in path or (place / MANIFEST).exists() or (place / "run.toml").exists()
+    if not is_ours and (place / CONFIG).exists():
+        return _of_hugging_face(place, where)
+    if not is_ours and place.suffix == ".gguf":
+        raise ConfigError(f"{path} is GGUF.", where=where, fix=f"crius import {path} DIR, and give DIR")
+    return _of_checkpoint(path if "://" in path else str(place), where)
+
+
+def _of_checkpoint(path: str, where: str) -> Weights:
+    found = find_checkpoints(path, where)
+    disk, name = found.folder.disk, found.name
+    if not name:
+        steps = found.folder.good()
+        if not steps:
+            raise ConfigError(
+                f"{path} has no checkpoint that can be read, and no {CONFIG} with {SUFFIX} files.",
+                where=where,
+                fix="give a run folder, a checkpoint, or a folder of Hugging Face",
+            )
+        name = step_name(steps[-1])
+    manifest = read_manifest(disk, name)
+    tensors = {
+        key.removeprefix("model."): stored(disk, name, key, entry)
+        for key, entry in manifest.tensors.items()
+        if key.startswith("model.")
+    }
+    model = _saved_model(manifest, f"{disk.where}/{name}")
+    check_tensors(model, {key: tensor.shape for key, tensor in tensors.items()}, str, f"{disk.where}/{name}")
+    own = Path(disk.where).parent / TOKENIZER_FOLDER
+    is_own = disk.is_local and (own / TOKENIZER).is_file()
+    tokenizer = str(own) if is_own else str(manifest.config.get("tokenizer.path", ""))
+    return Weights(
+        model=model,
+        tensors=tensors,
+        tokenizer=tokenizer,
+        chat_template=read_chat_template(Path(tokenizer)) if tokenizer not in ("", "byte") else "",
+        kind="Crius checkpoint",
+        origin=f"step {manifest.step} of {disk.where}",
+        hash_now=lambda: manifest.digest,
+    )
+
+
+def _saved_model(manifest: Manifest, where: str) -> dict[str, Any]:
+    """Settings of ``[model]`` of a checkpoint, with the sizes that its flavor stands for."""
+    saved = {key.removeprefix("model."): value for key, value in manifest.config.items() if key.startswith("model.")}
+    spec = find_spec(str(saved.get("name")))
+    flavor = saved.get("flavor")
+    if spec is None or flavor not in spec.known_flavors:
+        what = f"of model {saved.get('name')}, flavor {flavor}" if saved else "without settings, as an import has"
+        raise ConfigError(
+            f"{where} is {what}, and cannot be taken alone.",
+            where=where,
+            fix="--import MODULE of that model" if saved else "resume from it: --checkpoint.load_path",
+        )
+    sizes = {name: saved[name] for name in TAKEN if saved.get(name) not in (-1, None, "")}
+    return settled({"name": spec.name, "flavor": flavor, **sizes})
+
+
+def settled(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of ``[model]`` with every size, also those that the flavor says or that hang on others."""
+    config = _describe(model).config
+    sizes = {name: getattr(config, name) for name in TAKEN if name != "rope_scaling"}
+    scaling = rope_scaling_text(config.rope_scaling)
+    return {"name": model["name"], "flavor": model["flavor"], **sizes, "rope_scaling": scaling}
+
+
+def _describe(model: Mapping[str, Any]) -> ModelDescription:
+    return SPECS[model["name"]].describe(**{key: value for key, value in model.items() if key != "name"})
+
+
+def _of_hugging_face(folder: Path, where: str) -> Weights:
+    model = settled(read_model_settings(str(folder), families(), where)[1])
+    names = safetensors_names(folder)
+    if not names:
+        pickles = sorted(file.name for file in folder.iterdir() if file.suffix in (".bin", ".pt", ".pth"))
+        raise CheckpointError(
+            f"{folder} has no {SUFFIX} files.",
+            where=where,
+            why=f"{pickles[0]} is a pickle, which can run code; nothing of it was read" if pickles else "",
+            fix="get the repository's safetensors, or save them: model.save_pretrained(DIR) in transformers",
+        )
+    return Weights(
+        model=model,
+        tensors=hugging_face_tensors(read_safetensors(folder), model, str(folder)),
+        tokenizer=str(folder) if (folder / TOKENIZER).is_file() else "",
+        chat_template=read_chat_template(folder),
+        kind="Hugging Face",
+        origin=f"Hugging Face folder {folder}",
+        hash_now=partial(hash_files, folder, [CONFIG, *names]),
+    )
+
+
+def hugging_face_tensors(foreign: Foreign, model: Mapping[str, Any], where: str) -> dict[str, TensorSource]:
+    """Tensors by our names, every one of them fitting.
+
+    Args:
+        foreign: tensors by the names of Hugging Face.
+        model: settings of ``[model]``.
+        where: they are.
+
+    Raises:
+        CheckpointError: some are missing, too many or of another shape, or a tied weight is there twice and differs.
+    """
+    family = families()[model["name"]]
+    if foreign.unreadable:
+        key, why = min(foreign.unreadable.items())
+        raise CheckpointError(f"{key} of {where} and {len(foreign.unreadable) - 1} more cannot be taken.", why=why)
+    there = {key: tensor for key, tensor in foreign.tensors.items() if not key.endswith(_DERIVED)}
+    first, second = (family.names.get(name, "") for name in ("tok_embeddings.weight", "output.weight"))
+    if model["tied_embeddings"] and {first, second} <= there.keys():
+        if there[first].read() != there[second].read():
+            raise CheckpointError(
+                f"{where} has {second}, and it is not {first}.",
+                why=f"{CONFIG} says tie_word_embeddings, so that both are one tensor",
+                fix="tie_word_embeddings: false, if they are two",
+            )
+        del there[second]
+    names = check_tensors(model, {key: tensor.shape for key, tensor in there.items()}, family.translated, where)
+    return {name: there[key] for name, key in names.items()}
+
+
+def check_tensors(
+    model: Mapping[str, Any], there: Mapping[str, Shape], translated: Callable[[str], str], where: str
+) -> dict[str, str]:
+    """Names elsewhere of the weights and the buffers of a model, by ours.
+
+    Args:
+        model: settings of ``[model]``, all sizes among them.
+        there: shapes by their names elsewhere.
+        translated: our name to theirs.
+        where: they are.
+
+    Raises:
+        CheckpointError: they are not those that are there; names all that do not fit.
+    """
+    facts = _describe(model)
+    if facts.num_layers > len(there):  # before each of them gets a name
+        raise CheckpointError(f"{where} has {len(there):,} tensors for {facts.num_layers:,} layers.")
+    buffers = {buffer.name: buffer.shape for buffer in facts.buffers if buffer.persistent}
+    wanted = {translated(name): shape for name, shape in (facts.parameter_shapes | buffers).items()}
+    if problems := misfits(there, wanted, "the source", "the model"):
+        raise CheckpointError(
+            f"the tensors of {where} are not those of the model that its settings say, {model['name']}.",
+            why=problems,
+            fix="get it again from where it came from",
+        )
+    return {name: translated(name) for name in facts.state_names}
+
+
+def read_chat_template(folder: Path) -> str:
+    """The chat template beside a tokenizer, from its own file or from tokenizer_config.json; empty: there is none.
+
+    Raises:
+        CheckpointError: the file is no JSON, or too large.
+    """
+    folder = folder if folder.is_dir() else folder.parent
+    for name in (TEMPLATE, TOKENIZER_CONFIG):
+        if not (folder / name).exists():
+            continue
+        with open_inside(folder, name) as file:
+            data = file.read(_LARGEST_TEXT + 1)
+        where = f"{folder}/{name}"
+        if len(data) > _LARGEST_TEXT:
+            raise CheckpointError(f"{where} is longer than {_LARGEST_TEXT:,} bytes.", fix="remove it, or give another")
+        if name == TEMPLATE:
+            return data.decode(errors="replace")
+        found = json_object(data, where).get("chat_template")
+        if isinstance(found, list):  # several, by name
+            found = next((one.get("template") for one in found if one.get("name") == "default"), "")
+        if isinstance(found, str) and found:
+            return found
+    return ""
+
+
+def hash_files(folder: Path, names: Sequence[str]) -> str:
+    """One hash of all bytes of files of a folder, in this order."""
+    hasher = Hasher()
+    for name in names:
+        with open_inside(folder, name) as file:
+            for block in blocks_of(file):
+                hasher.update(block)
+    return hasher.hexdigest()
