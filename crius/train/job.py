@@ -103,11 +103,10 @@ def run(
             _log_run(Job(config, facts, mesh, ranks), run_dir, corpus)
             story.config = decided = decide(config, facts, machine, ranks, tools.fit)
             job = Job(config, facts, mesh, ranks)  # a run that goes on from this one decides anew
-            whole = dataclasses.replace(job, config=decided)
-            _log_batch(whole)
+            _log_batch(dataclasses.replace(job, config=decided))
         checkpoints = _checkpoints(job, run_dir, placement, ledger) if config.checkpoint.is_enabled else None
         with ledger.phase("initialise"):
-            whole = dataclasses.replace(whole, is_loaded=bool(checkpoints and checkpoints.found))
+            whole = dataclasses.replace(job, config=decided, is_loaded=bool(checkpoints and checkpoints.found))
             loop = assemble(whole, corpus, run_dir, ledger, stack, strict=strict)
         with ledger.phase("load"):
             if checkpoints:
