@@ -51,7 +51,7 @@ OPTIONAL |= {"torch.utils.tensorboard", "torch._inductor.lowering", "torch._indu
 AIM_FILE, STOP_FILE, AIM_FUNCTION, STOP_FUNCTION = 400, 500, 60, 100
 LONGER: dict[str, str] = {}  # "file" or "file:function" to the reason; still below the hard stop
 
-MOST_CODE = {"trainer": 19_700, "tools": 8_850}
+MOST_CODE = {"trainer": 19_750, "tools": 8_850}
 """Lines of code of the two houses: they shrink towards 15,000 and 8,500, and grow only with what a user gets."""
 
 MOST_LOADED = {"crius": 160, "crius.tools.plan": 12}
