@@ -7,6 +7,7 @@ import platform
 import re
 import resource
 import shutil
+import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,16 +47,22 @@ class Machine:
         return self.device == "cuda"
 
 
+COMPILE_SWITCHES = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
+"""With one of them at 1 in the environment torch compiles nothing."""
+
+
 def missing_for_compile(environ: Mapping[str, str]) -> str:
     """What torch.compile lacks on this host to make kernels for its GPUs; empty where nothing is known to."""
-    switch = next((name for name in ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE") if environ.get(name) == "1"), "")
+    switch = next((name for name in COMPILE_SWITCHES if environ.get(name) == "1"), "")
     if switch:
         return f"{switch} is set"
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
     compilers = [environ["CC"]] if "CC" in environ else ["gcc", "clang", "cc"]
-    found = any(shutil.which(name, path=environ.get("PATH")) for name in compilers)
-    return "" if found else f"Triton needs a C compiler, and there is no {' or '.join(compilers)}"
+    if not any(shutil.which(name, path=environ.get("PATH")) for name in compilers):
+        return f"Triton needs a C compiler, and there is no {' or '.join(compilers)}"
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    return "" if header.exists() else f"Triton needs the headers of Python, and there is no {header}"
 
 
 def cpu_name() -> str:

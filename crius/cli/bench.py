@@ -193,8 +193,9 @@ def train(
     variants = [Variant("base", facts.config, facts.num_ranks)]
     with tempfile.TemporaryDirectory(prefix="crius-bench-") as folder:
         for flags in vs:
-            # decided anew: where documents start, by the tokenizer of the variant, and whether it compiles
-            base = dataclasses.replace(facts.config, data=facts.asked.data, compile=facts.asked.compile)
+            # decided anew: where documents start, by the tokenizer of the variant, whether it compiles and is exact
+            anew = {name: getattr(facts.asked, name) for name in ("data", "compile", "debug")}
+            base = dataclasses.replace(facts.config, **anew)
             other = _variant(base, flags, Path(folder))
             variants.append(Variant(flags, other.config, other.num_ranks))
     return train(variants, schedule, overhead=overhead, as_json=as_json, out=out)

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from crius.launch.doctor import Report
 
 
-SHOWN_DECIDED = ("compile.enable", "activation_checkpoint.mode")
+SHOWN_DECIDED = ("compile.enable", "activation_checkpoint.mode", "debug.deterministic")
 """Settings of which ``config show`` prints what this machine makes of them, where they are not given."""
 
 

@@ -25,9 +25,9 @@ from crius.launch.environment import Placement
 from crius.launch.report import Blame, ErrorReport, Failure, leave, log_path, report_of, write_json, write_report
 from crius.launch.status import mirror_path, status
 from crius.launch.stop import PREEMPTED, heeded_signals
-from crius.launch.witness import QUESTIONS, testify
+from crius.launch.witness import testify
 from crius.redact import printable, redact
-from crius.signals import STOP_SIGNALS
+from crius.signals import QUESTIONS, STOP_SIGNALS
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,8 +23,6 @@ from crius.launch.environment import Placement
 from crius.launch.report import Blame, Failure, leave, report_of, report_to_torchrun, say, write_json, write_report
 from crius.launch.status import ALONE_PHASES, PHASES, STEP_PHASES, Heartbeat, mirror_path, read_mirror, status
 from crius.launch.witness import (
-    QUESTIONS,
-    STACKS,
     Collective,
     ask,
     flight_path,
@@ -41,6 +39,7 @@ from crius.launch.witness import (
     write_flight,
 )
 from crius.run_file import is_private_folder, write_whole
+from crius.signals import QUESTIONS, STACKS
 from crius.table import aligned
 
 _ANSWER_SECONDS = 1.0
@@ -337,10 +336,11 @@ def _private_folder(run_dir: Path) -> Path:
 def _watch(config: WatchdogConfig, placement: Placement, run_dir: Path, folder: Path, ended: threading.Event) -> None:
     watch, own, incidents = Watch(config, time.monotonic()), {placement.rank: os.getpid()}, run_dir / "incidents"
     while not ended.wait(_POLL_SECONDS):
-        if (folder / _FOUND).exists():
+        asked = is_asked(folder, own)
+        if (folder / _FOUND).exists():  # looked for after, since who makes it asks the other ranks
             write_flight(folder, placement.rank)
             return
-        if is_asked(folder, own):
+        if asked:
             write_flight(folder, placement.rank)
             found = watch.examine(own, folder, {placement.rank: status}, (STACKS,), wakes=False)
             answer(found, folder, incidents, f"dump-rank-{placement.rank}")

@@ -24,13 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from crius.launch.report import write_json
-
-STACKS = signal.SIGUSR2
-FLIGHT: int | None = getattr(signal, "SIGRTMIN", None)
-"""macOS has no such signal: there are no dumps of the flight recorder then."""
-
-QUESTIONS = tuple(number for number in (STACKS, FLIGHT) if number is not None)
-"""The signals that ask; they kill a process that is not prepared, so they are blocked until it is."""
+from crius.signals import FLIGHT, STACKS
 
 _FLIGHT_DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")  # of NCCL's groups, of Gloo's
 _RECORDS = "2000"  # collectives that the flight recorder keeps

@@ -24,6 +24,7 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from crius.config.training import CompileConfig
 from crius.errors import EnvironmentError
+from crius.host import COMPILE_SWITCHES
 from crius.models.plan import ShardingPlan, match
 
 log = logging.getLogger("crius.parallel")
@@ -37,7 +38,6 @@ METRICS_KEPT = 1024  # torch's own 64 events are fewer than the graphs of a larg
 
 _SIZE = re.compile(r"tensor '(?P<name>.+?)' size mismatch at index (?P<dim>\d+)\. expected (\d+), actual (?P<size>\d+)")
 _GRAD_MODE = "grad_mode"
-_DISABLED_BY = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -169,7 +169,7 @@ class CompileReport:
         There is no half of it: a block that cannot be compiled whole ends the run with torch's error (fullgraph).
         """
         if _is_disabled():
-            return f"switched off by {' or '.join(_DISABLED_BY)}"
+            return f"switched off by {' or '.join(COMPILE_SWITCHES)}"
         return "" if self.graphs else "torch.compile was called and did nothing; see TORCH_LOGS=+dynamo"
 
     def lines(self) -> list[str]:
@@ -301,7 +301,7 @@ def _kernels_tag(package: Path = Path(__file__).parents[1]) -> str:
 
 
 def _is_disabled() -> bool:
-    return dynamo_config.disable or any(os.environ.get(name) == "1" for name in _DISABLED_BY)
+    return dynamo_config.disable or any(os.environ.get(name) == "1" for name in COMPILE_SWITCHES)
 
 
 def _num_cores() -> int:

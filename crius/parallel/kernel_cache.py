@@ -23,7 +23,7 @@ from torch._inductor import codecache, cpp_builder
 from torch._inductor.cpp_builder import CppBuilder
 from torch._inductor.cpu_vec_isa import VecISA
 
-from crius.signals import STOP_SIGNALS
+from crius.signals import QUESTIONS, STOP_SIGNALS
 
 PARTIAL = ".crius-partial"
 """End of the name of a file that a compiler is writing."""
@@ -38,8 +38,8 @@ _ELF = b"\x7fELF\x02\x01"
 def keep_whole(folder: Path) -> None:
     """Remove files of ``folder`` that a killed compilation left incomplete, and let none become visible from now on.
 
-    From now on no stop signal reaches a compiler, or the probe of the instructions that this CPU has. Precompiled
-    headers, which inductor keeps below /tmp for all programs of a user, go into ``folder`` too.
+    From now on no signal that stops or asks a run reaches a compiler, or the probe of the instructions that this CPU
+    has. Precompiled headers, which inductor keeps below /tmp for all programs of a user, go into ``folder`` too.
     """
     _remove_damage(folder)
     codecache._HEADER_DIR = str(folder / "precompiled_headers")
@@ -66,14 +66,14 @@ def _renamed_when_done(build: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def _undisturbed(call: Callable[..., Any]) -> Callable[..., Any]:
-    """``call``, whose processes get no stop signal: they inherit what the thread blocks that starts them.
+    """``call``, whose processes get no signal that stops or asks a run: they inherit what the thread blocks.
 
-    It is another thread than the caller's, which goes on to hear signals while it waits.
+    What starts them is another thread than the caller's, which goes on to hear signals while it waits.
     """
 
     @functools.wraps(call)
     def in_a_thread(*args: Any, **kwargs: Any) -> Any:
-        block = functools.partial(signal.pthread_sigmask, signal.SIG_BLOCK, STOP_SIGNALS)
+        block = functools.partial(signal.pthread_sigmask, signal.SIG_BLOCK, (*STOP_SIGNALS, *QUESTIONS))
         with ThreadPoolExecutor(1, initializer=block) as thread:
             return thread.submit(call, *args, **kwargs).result()
 

@@ -229,8 +229,8 @@ _WIDE_ATTENTION = (
     "values of each query head; unless float32 is what you are after, --training.mixed_precision_param bfloat16"
 )
 _OTHER_MASK = (
-    "document masks by now: %s: a batch before the end of step %d has a row with more than a document in 64 tokens, "
-    "which varlen is not asked to take; --kernels.attention varlen takes it"
+    "document masks by now: %s: one of the first %d steps since the start has a row with more than a document in 64 "
+    "tokens, which varlen is not asked to take; --kernels.attention varlen takes it"
 )
 
 # forward and backward of a feed-forward of dim 4096, pytorch/ao#685: 43.2 ms in float16, 49.3 ms in float8, 26.2 ms in
@@ -304,7 +304,9 @@ class EffectWatch:
             self._masks |= masks_made.keys()
             return
         self._masks = {*masks_made}
-        effects = of_document_masks(self._ranks) if self._has_masks else []
+        effects: list[Effect] = []
+        if self._has_masks:
+            check(of_document_masks(self._ranks), self._strict, rank=self._ranks.rank)
         if self._config.activation_checkpoint.save_ops != DEFAULT_SAVE_OPS:
             kept = over_ranks(of_save_ops(self._checkpointed), self._ranks)
             check(kept, self._strict, rank=self._ranks.rank)

@@ -137,6 +137,8 @@ def _compile(config: RunConfig, machine: Machine) -> Decision:
     if config.compile.enable is not None:
         return {}, ""
     obstacle = "" if machine.on_gpu else "a CPU gains little"
+    if not obstacle and config.debug.detect_anomaly:
+        obstacle = "debug.detect_anomaly names lines, which a compiled block does not have"
     if not obstacle and config.compile.backend == "inductor":
         obstacle = machine.cannot_compile
     with contextlib.suppress(LayoutError):  # a file that cannot be read: its rule says so

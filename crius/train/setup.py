@@ -6,6 +6,8 @@ import logging
 import platform
 import socket
 import sys
+import threading
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -139,7 +141,9 @@ def most_documents(config: RunConfig) -> int:
     if "varlen" not in order:
         return 0
     # each one costs the kernel a block of memory and of threads, whatever its length
-    return config.training.seq_len if order == ("varlen",) else max(1, config.training.seq_len // TOKENS_PER_DOCUMENT)
+    # under training.reproducible the kernel of a row must not depend on the other rows of its rank
+    always = order == ("varlen",) or config.training.reproducible
+    return config.training.seq_len if always else max(1, config.training.seq_len // TOKENS_PER_DOCUMENT)
 
 
 TOKENS_PER_DOCUMENT = 64
@@ -203,9 +207,17 @@ def _action(config: ProfilerConfig, index: int) -> ProfilerAction:
     return ProfilerAction.WARMUP if place == -1 else ProfilerAction.NONE
 
 
-def _mark_phase(step: int | None, phase: str) -> None:
-    torch.cuda.nvtx.range_pop()  # of the phase before; without one it does nothing
-    torch.cuda.nvtx.range_push(f"{phase} {step}")
+class _Marks:
+    """NVTX ranges, one for each phase of a step. They belong to a thread: beats of others, and in a phase, are none."""
+
+    def __init__(self) -> None:
+        self._last: tuple[int | None, str] | None = None
+
+    def __call__(self, step: int | None, phase: str) -> None:
+        if threading.current_thread() is threading.main_thread() and (step, phase) != self._last:
+            self._last = (step, phase)
+            torch.cuda.nvtx.range_pop()  # of the phase before; without one it does nothing
+            torch.cuda.nvtx.range_push(f"{phase} {step}")
 
 
 @contextmanager
@@ -241,9 +253,10 @@ def profiler(config: ProfilerConfig, run_dir: Path, rank: int, device_type: str)
             status.limit_seconds = 0.0  # in the next step the ranks wait for the slowest trace
         first = 0 if place == config.num_steps - 1 else first
 
+    warnings.filterwarnings("ignore", ".*Profiler clears events at the end of each cycle")
     with contextlib.ExitStack() as stack:
         if config.nvtx and on_gpu:
-            stack.enter_context(status.listening(_mark_phase))
+            stack.enter_context(status.listening(_Marks()))
         active = config.enable and stack.enter_context(
             profile(
                 activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])],

@@ -180,7 +180,7 @@ def inductor(environ):
 SIGNALLED_COMPILER = """#!{python} -SE
 import os, signal, sys, time
 if "-o" in sys.argv:
-    for number in signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1:
+    for number in signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2:
         os.kill(os.getpid(), number)
     os.kill(os.getppid(), signal.SIGUSR1)
     open(sys.argv[0] + ".sent", "w").close()

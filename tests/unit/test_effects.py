@@ -127,7 +127,7 @@ def test_another_kernel_for_the_document_mask_is_warned_of_once(monkeypatch, cap
     for step, kernel in enumerate(("varlen", "varlen", "flex", "flex", "varlen"), start=1):
         made[kernel] += 1
         watch.step(step)
-    assert ["varlen 4; flex 1: a batch before the end of step 3" in line for line in caplog.messages] == [True]
+    assert ["varlen 4; flex 1: one of the first 3 steps" in line for line in caplog.messages] == [True]
 
 
 def test_a_filter_that_leaves_nothing_says_how_to_convert_all_the_same():

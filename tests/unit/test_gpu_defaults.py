@@ -46,6 +46,7 @@ def facts_of(flags, machine):
         ([], NO_TRITON, False, "triton is not installed"),
         (["--compile.backend", "aot_eager"], NO_TRITON, True, "faster on a GPU"),
         (ZERO_BUBBLE, GPU, False, "splits the backward"),
+        (["--debug.detect_anomaly"], GPU, False, "names lines"),
         (["--compile.enable"], CPU, True, None),
         (["--compile.enable"], NO_TRITON, True, None),
         (["--compile.no_enable"], GPU, False, None),
@@ -111,21 +112,23 @@ def test_verify_compiles_the_rows_that_say_so_wherever_it_runs():
 
 
 @pytest.mark.parametrize(
-    ("triton", "programs", "environ", "want"),
+    ("triton", "programs", "headers", "environ", "want"),
     [
-        (True, ["gcc"], {}, ""),
-        (True, ["clang"], {}, ""),
-        (True, ["icc"], {"CC": "icc"}, ""),
-        (True, ["gcc"], {"CC": "icc"}, "there is no icc"),
-        (True, [], {}, "there is no gcc or clang"),
-        (False, ["gcc"], {}, "the package triton is not installed"),
-        (True, ["gcc"], {"TORCHDYNAMO_DISABLE": "1"}, "TORCHDYNAMO_DISABLE is set"),
+        (True, ["gcc"], True, {}, ""),
+        (True, ["clang"], True, {}, ""),
+        (True, ["icc"], True, {"CC": "icc"}, ""),
+        (True, ["gcc"], True, {"CC": "icc"}, "there is no icc"),
+        (True, [], True, {}, "there is no gcc or clang"),
+        (True, ["gcc"], False, {}, "Python.h"),
+        (False, ["gcc"], True, {}, "the package triton is not installed"),
+        (True, ["gcc"], True, {"TORCHDYNAMO_DISABLE": "1"}, "TORCHDYNAMO_DISABLE is set"),
     ],
 )
-def test_what_the_compiler_lacks_on_a_host_is_said(triton, programs, environ, want, tmp_path, monkeypatch):
+def test_what_the_compiler_lacks_on_a_host_is_said(triton, programs, headers, environ, want, tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if triton and name == "triton" else None)
-    for name in programs:
+    for name in [*programs, "Python.h"][: None if headers else -1]:
         (tmp_path / name).touch(mode=0o755)
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
     found = missing_for_compile({"PATH": str(tmp_path), **environ})
     assert found == want or (want and want in found)
 

@@ -233,11 +233,12 @@ def test_a_cpu_that_computes_in_bfloat16_has_no_planned_speed():
 
 def test_a_run_folder_is_compared_with_its_plan_and_any_other_is_refused(tmp_path, user_cache):
     config, plan = parse([*SMALL, "--activation_checkpoint.mode", "auto"]), planned()
-    (tmp_path / "plan.json").write_text(json.dumps(plan.as_dict() | {"activation_checkpoint": "full"}))
+    decided = {"activation_checkpoint": "full", "microbatch": 1}
+    (tmp_path / "plan.json").write_text(json.dumps(plan.as_dict() | decided))
     rows = [json.dumps(vars(record(step))) for step in range(1, 20)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(rows))
     found = compare_run(tmp_path, config, describe_model(config), CPU)
-    assert found.plan.workload.activation_checkpoint == "full"
+    assert {name: getattr(found.plan.workload, name) for name in decided} == decided
     assert found.measured.tokens_per_second == 1000.0
     assert compare_run(tmp_path, config, describe_model(config)).plan.time is None  # nobody measured this machine
     for text, said in (

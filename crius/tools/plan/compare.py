@@ -118,6 +118,7 @@ class RunPlan:
             "machine": asdict(self.machine),
             "hardware": self.hardware.name if self.hardware else None,
             "activation_checkpoint": self.workload.activation_checkpoint,
+            "microbatch": self.workload.microbatch,
             "memory_bytes": dict(self.memory.parts),
             "step_seconds": dict(self.time.parts) if self.time else None,
             "tokens_per_second_per_rank": self.tokens_per_second,
@@ -306,7 +307,7 @@ def compare_run(
     try:
         told = json.loads((run_dir / PLAN).read_text(encoding="utf-8"))
         machine = Machine(**told["machine"])
-        mode = told["activation_checkpoint"]
+        mode, microbatch = told["activation_checkpoint"], told.get("microbatch", -1)
         measured = measured_of(_records((run_dir / "metrics.jsonl").read_text(encoding="utf-8", errors="replace")))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
@@ -317,6 +318,8 @@ def compare_run(
         ) from None
     if config.activation_checkpoint.mode == "auto":
         config = replace(config, activation_checkpoint=replace(config.activation_checkpoint, mode=mode))
+    if config.training.local_batch_size == -1:
+        config = replace(config, training=replace(config.training, local_batch_size=microbatch))
     return Comparison(
         plan=plan_run(config, facts, machine, hardware or hardware_of_machine(machine)), measured=measured
     )

@@ -53,8 +53,9 @@ def fit(config: RunConfig, facts: ModelDescription, machine: Machine, budget: fl
     if chosen.memory.total <= budget and len(found) == 1:
         return {MODE: chosen.mode}, ""
     if chosen.memory.total > budget:
-        which = f"the least of {len(found)}"
-        log.warning("the run may not fit: lower --training.local_batch_size, or split the model over more ranks")
+        which = f"the least of {len(found)}" if len(found) > 1 else "which is more"
+        smaller = "lower --training.local_batch_size, or " if chosen.microbatch > 1 else ""
+        log.warning("the run may not fit: %ssplit the model over more ranks", smaller)
     parts = f"{summed(chosen.memory.parts, GIB)}; {chosen.memory.note}"
     why = f"auto: activation_checkpoint {chosen} of {budget / GIB:.2f} a rank, {which}: {parts}"
     is_default = chosen.microbatch == max(one.microbatch for one in found)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from crius.config.resolve import USABLE
 from crius.errors import OutOfMemoryError
 from crius.launch.status import status
 from crius.redact import redact
@@ -18,9 +19,6 @@ from crius.tools.plan.watch import hardware_of
 from crius.train.stability import to_json
 from crius.train.tools import Story
 from crius.units import GIB
-
-USABLE = 0.9
-"""Share of a device's memory that a remedy may plan with; the rest is for fragments and the kernels' workspaces."""
 
 ENOUGH = 0.9
 """Share of its own plan, but for what is fixed, to which a run is to come down where that plan would have fitted."""
