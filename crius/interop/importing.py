@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,15 +22,25 @@ from crius.interop.convert import write_checkpoint
 from crius.interop.dcp import METADATA
 from crius.interop.foreign import open_inside
 from crius.interop.gguf_file import SUFFIX, open_gguf
-from crius.interop.weights import TEMPLATE, TOKENIZER, TOKENIZER_CONFIG, TOKENIZER_FOLDER, Weights, open_weights
+from crius.interop.new_folder import new_folder
+from crius.interop.weights import (
+    CONFIG,
+    GENERATION,
+    TEMPLATE,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    TOKENIZER_FOLDER,
+    Weights,
+    open_weights,
+)
 from crius.models.registry import SPECS
 from crius.plugins import REQUIREMENTS, install_line
 
 TOKENIZER_FILES = (
     *(TOKENIZER, TOKENIZER_CONFIG, TEMPLATE, "special_tokens_map.json", "added_tokens.json"),
-    *("tokenizer.model", "vocab.json", "merges.txt"),
+    *("tokenizer.model", "vocab.json", "merges.txt", CONFIG, GENERATION),
 )
-"""What is copied of a tokenizer."""
+"""What is copied of a tokenizer, and what an export takes over: where to stop, and the longest context."""
 
 _LARGEST_FILE = 1 << 28
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -101,27 +110,18 @@ def import_model(source: str, target: str) -> Import:
         OSError: the disk does not give it, or does not take it.
     """
     place = Path(target).expanduser()
-    if "://" in target or (place.exists() and not (place.is_dir() and not any(place.iterdir()))):
-        what = "is a URL" if "://" in target else "is there already"
-        raise ConfigError(f"{target} {what}.", where="command line", fix="name a folder that is not there yet")
-    weights, files, note = _opened(source)
-    place.absolute().parent.mkdir(parents=True, exist_ok=True)
-    partial = place.absolute().with_name(f"{place.absolute().name}.partial-{uuid.uuid4().hex[:8]}")
-    try:
-        (partial / TOKENIZER_FOLDER).mkdir(parents=True)
+    with new_folder(target) as folder:
+        weights, files, note = _opened(source)
+        (folder / TOKENIZER_FOLDER).mkdir()
         for name, write in files.items():
-            write(partial / TOKENIZER_FOLDER / name)
-        about = _tokenizer(partial, weights.model["vocab_size"], note)
+            write(folder / TOKENIZER_FOLDER / name)
+        about = _tokenizer(folder, weights.model["vocab_size"], note)
         tables = {"model": dict(weights.model)}
-        if (partial / TOKENIZER_FOLDER).exists():
+        if (folder / TOKENIZER_FOLDER).exists():
             tables["tokenizer"] = {"path": str(place.absolute() / TOKENIZER_FOLDER)}
-        (partial / "run.toml").write_text(f"# {ascii(weights.origin)[1:-1]}\n" + tomli_w.dumps(tables))
+        (folder / "run.toml").write_text(f"# {ascii(weights.origin)[1:-1]}\n" + tomli_w.dumps(tables))
         config = {f"{section}.{name}": value for section, table in tables.items() for name, value in table.items()}
-        digest = _write(partial, weights, config)
-        partial.rename(place)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+        digest = _write(folder, weights, config)
     return Import(str(place), weights, f"{ALGORITHM}:{digest}", about)
 
 
@@ -145,7 +145,7 @@ def _opened(source: str) -> tuple[Weights, Mapping[str, Callable[[Path], object]
     folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
     is_file = weights.tokenizer not in ("", "byte")
     names = [name for name in TOKENIZER_FILES if (folder / name).exists()] if is_file else []
-    copies = {name: (lambda to, name=name: _copy(folder, name, to)) for name in names}
+    copies = {name: (lambda to, name=name: copy_file(folder, name, to)) for name in names}
     return weights, copies, "" if is_file else f"none: {source} has no {TOKENIZER}"
 
 
@@ -171,7 +171,12 @@ def _from_hub(name: str) -> Path:
         ) from None
 
 
-def _copy(folder: Path, name: str, to: Path) -> None:
+def copy_file(folder: Path, name: str, to: Path) -> None:
+    """Copy a file of a folder, no link and nothing huge, to ``to``.
+
+    Raises:
+        CriusError: it is no such file.
+    """
     with open_inside(folder, name) as file:
         data = file.read(_LARGEST_FILE + 1)
     if len(data) > _LARGEST_FILE:
