@@ -9,7 +9,7 @@ from crius.checkpoint.manifest import ITEM_BYTES
 FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 """Dtypes that ``cast`` takes, and how numpy holds them; it has no bfloat16."""
 
-_BLOCK = 1 << 20
+_BLOCK = 1 << 18
 
 
 def cast(data: memoryview, source: str, target: str) -> memoryview:

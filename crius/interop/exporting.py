@@ -231,14 +231,11 @@ def export_model(source: Source, target: str, dtype: str = "") -> Export:
     parts = parts_of(source, names, dtype)
     with new_folder(target) as folder:
         files = _write(folder, parts)
+        eos_token, trained = (source.settings.get(f) for f in ("tokenizer.eos_token", "training.seq_len"))
+        about, generation, context = write_tokenizer(folder, source.weights, str(eos_token or ""), int(trained or 0))
         scaling = facts.config.rope_scaling
-        stretched = int(scaling.factor * scaling.original_context) if scaling else 0
-        about, generation, context = write_tokenizer(
-            folder,
-            source.weights,
-            str(source.settings.get("tokenizer.eos_token", "")),
-            max(stretched, int(source.settings.get("training.seq_len", 0))),
-        )
+        if scaling and context <= scaling.original_context:  # transformers warns of that
+            context = int(scaling.factor * scaling.original_context)
         largest = max(parts, key=lambda part: part.num_bytes)
         config = {
             **config_of(family, model),

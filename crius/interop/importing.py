@@ -20,7 +20,7 @@ from crius.data.tokenizer import build_tokenizer
 from crius.errors import ConfigError, EnvironmentError
 from crius.interop.convert import write_checkpoint
 from crius.interop.dcp import METADATA
-from crius.interop.foreign import open_inside
+from crius.interop.foreign import read_inside
 from crius.interop.gguf_file import SUFFIX, open_gguf
 from crius.interop.new_folder import new_folder
 from crius.interop.weights import (
@@ -175,13 +175,9 @@ def copy_file(folder: Path, name: str, to: Path) -> None:
     """Copy a file of a folder, no link and nothing huge, to ``to``.
 
     Raises:
-        CriusError: it is no such file.
+        CheckpointError: it is no such file.
     """
-    with open_inside(folder, name) as file:
-        data = file.read(_LARGEST_FILE + 1)
-    if len(data) > _LARGEST_FILE:
-        raise ConfigError(f"{folder}/{name} is longer than {_LARGEST_FILE:,} bytes.", where="command line")
-    to.write_bytes(data)
+    to.write_bytes(read_inside(folder, name, _LARGEST_FILE))
 
 
 def _tokenizer(folder: Path, num_rows: int, note: str) -> str:

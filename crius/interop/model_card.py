@@ -26,7 +26,7 @@ def model_card(
         files: hashes by name.
     """
     default = flatten(RunConfig())
-    own = {key: value for key, value in settings.items() if str(value) != str(default.get(key))}
+    own = {key: value for key, value in settings.items() if str(value or "") != str(default.get(key) or "")}
     head = ("---", "library_name: transformers", "pipeline_tag: text-generation", "---", "", "# Model card", "")
     blocks = {
         "Written by `crius export`; all that stands here was computed or copied.": lines,

@@ -8,13 +8,13 @@ from typing import Any
 from crius.config.data import TokenizerConfig
 from crius.data.tokenizer import build_tokenizer
 from crius.errors import ConfigError
-from crius.interop.foreign import open_inside
+from crius.interop.foreign import read_inside
 from crius.interop.importing import TOKENIZER_FILES, copy_file
 from crius.interop.safetensors_file import json_object
 from crius.interop.weights import CONFIG, GENERATION, TOKENIZER, TOKENIZER_CONFIG, Weights
 
 _END = "<|endoftext|>"
-_LARGEST = 1 << 28
+_LARGEST = 1 << 22
 
 
 def byte_tokenizer() -> dict[str, Any]:
@@ -95,8 +95,7 @@ def _copy(folder: Path, path: str) -> dict[str, dict[str, Any]]:
     anew = {}
     for name in TOKENIZER_FILES:
         if name in (CONFIG, GENERATION, TOKENIZER_CONFIG) and (source / name).exists():
-            with open_inside(source, name) as file:
-                anew[name] = json_object(file.read(_LARGEST), f"{source}/{name}")
+            anew[name] = json_object(read_inside(source, name, _LARGEST), f"{source}/{name}")
         elif (source / name).exists() and name != TOKENIZER:
             copy_file(source, name, folder / name)
     copy_file(source, place.name if place.is_file() else TOKENIZER, folder / TOKENIZER)
