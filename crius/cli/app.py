@@ -68,7 +68,7 @@ def _read_model(path: str, name: str, where: str) -> tuple[str, dict[str, Any]]:
 
 def _read_weights(path: str, run_dir: str, where: str) -> Mapping[str, Any]:
     """What weights bring along; where the run of ``run_dir`` began with them already, what its run.toml says."""
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, KeyError, AttributeError):  # whatever a file lacks
         saved = toml_table(Path(run_dir) / "run.toml") if run_dir else {}
         if saved.get("checkpoint", {}).get("init_from") == path:
             return {f"{part}.{name}": value for part in ("model", "tokenizer") for name, value in saved[part].items()}

@@ -47,7 +47,6 @@ def export_dcp(source: Source, target: str, dtype: str = "") -> Export:
 
     Raises:
         CriusError: the target is taken, the source is damaged, or what was read back is not it.
-        OSError: the disk does not take it.
     """
     model = source.weights.model
     facts = SPECS[model["name"]].describe(**source.weights.sizes)

@@ -223,7 +223,6 @@ def export_model(source: Source, target: str, dtype: str = "") -> Export:
     Raises:
         CriusError: the target is taken, Hugging Face has no such model, the source is damaged, or what was written is
             not it: other bits, or other logits.
-        OSError: the disk does not take it.
     """
     model = source.weights.model
     facts = SPECS[model["name"]].describe(**source.weights.sizes)

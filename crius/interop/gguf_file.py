@@ -178,9 +178,9 @@ def _tokenizer(fields: dict[str, Any], template: str) -> tuple[dict[str, str], s
     """tokenizer.json and tokenizer_config.json that say what the fields of a file say, and a note."""
     kind, pre = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre", "default")
     if kind is None:
-        return {}, "the file has none"
+        return {}, "none: the file has none"
     if kind != "gpt2" or pre not in _SPLITS:
-        return {}, f"of kind {str(kind)[:40]}, cut as {str(pre)[:40]}, which is not built: give a tokenizer.json"
+        return {}, f"none: that of the file, {str(kind)[:40]} with {str(pre)[:40]}, is not built"
     tokens, kinds = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
     added: list[dict[str, Any]] = [
         dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)

@@ -107,7 +107,6 @@ def import_model(source: str, target: str) -> Import:
         ConfigError: the target is taken, or the source is none, or of a model that Crius does not have.
         CheckpointError: the source is damaged or hostile, or the target cannot be written.
         EnvironmentError: a package is missing, or the hub does not give it.
-        OSError: the disk does not give it, or does not take it.
     """
     place = Path(target).expanduser()
     with new_folder(target) as folder:

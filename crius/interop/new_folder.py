@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from crius.errors import ConfigError
+from crius.errors import CheckpointError, ConfigError
 
 
 @contextlib.contextmanager
@@ -18,18 +18,20 @@ def new_folder(target: str) -> Iterator[Path]:
 
     Raises:
         ConfigError: it is taken, or a URL.
-        OSError: the disk does not take it.
+        CheckpointError: the disk does not take it.
     """
     place = Path(target).expanduser()
     if "://" in target or (place.exists() and not (place.is_dir() and not any(place.iterdir()))):
         what = "is a URL" if "://" in target else "is there already"
         raise ConfigError(f"{target} {what}.", where="command line", fix="name a folder that is not there yet")
-    place.absolute().parent.mkdir(parents=True, exist_ok=True)
     partial = place.absolute().with_name(f"{place.absolute().name}.partial-{uuid.uuid4().hex[:8]}")
     try:
-        partial.mkdir()
+        partial.mkdir(parents=True)
         yield partial
         partial.rename(place)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
-        raise
+        if not isinstance(error, OSError):
+            raise
+        what = f"{target} cannot be written: {error.strerror or error}."
+        raise CheckpointError(what, where="command line", fix="make room, or name another folder") from error

@@ -86,7 +86,7 @@ def open_weights(path: str, where: str = "command line") -> Weights:
 
 
 def _of_checkpoint(path: str, where: str) -> Weights:
-    found = find_checkpoints(path)
+    found = find_checkpoints(path, where)
     disk, name = found.folder.disk, found.name
     if not name:
         steps = found.folder.good()
