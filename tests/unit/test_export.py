@@ -12,7 +12,8 @@ import torch.distributed.checkpoint as dcp
 from harness import crius
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
+from pretrained_samples import save, save_tokenizer
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -29,11 +30,7 @@ from crius.interop.weights import open_weights
 from crius.models.config import RopeScaling, rope_scaling_text
 from crius.models.registry import SPECS
 
-HF_SIZES = {
-    **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4},
-    **{"num_key_value_heads": 2, "vocab_size": 320, "max_position_embeddings": 16384, "head_dim": 8},
-    **{"bos_token_id": None, "eos_token_id": [256, 7]},
-}
+OF_HF = {"max_position_embeddings": 16384, "bos_token_id": None, "eos_token_id": [256, 7]}
 LLAMA3 = {
     **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 5e5},
     "original_max_position_embeddings": 8192,
@@ -61,15 +58,10 @@ def same(left, right):
     )
 
 
-def saved_by_transformers(folder, kind, dtype="float32", shard="1GB", **changes):
+def saved_by_transformers(folder, kind, **changes):
     """A tiny random model as transformers saves it, and a tokenizer with it."""
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **{**HF_SIZES, **changes})
-    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
-    for parameter in model.parameters():
-        parameter.data.normal_(0, 0.3)
-    model.save_pretrained(folder, max_shard_size=shard)
-    (folder / "tokenizer.json").write_text(json.dumps(byte_tokenizer()))
+    save(kind, folder, **OF_HF | changes)
+    save_tokenizer(folder)
     return folder
 
 
@@ -102,11 +94,11 @@ def alone(monkeypatch):
     ("kind", "changes"),
     [
         ("llama", {}),
-        ("llama", {"tie_word_embeddings": True, "dtype": "bfloat16"}),
-        ("llama", {"rope_parameters": LLAMA3, "rms_norm_eps": 3e-5, "shard": "20KB"}),
-        ("llama", {"head_dim": 16, "num_key_value_heads": 4, "dtype": "float16"}),
+        ("llama_tied", {"dtype": torch.bfloat16}),
+        ("llama", {"rope_parameters": LLAMA3, "rms_norm_eps": 3e-5}),
+        ("llama", {"head_dim": 16, "num_key_value_heads": 4, "dtype": torch.float16}),
         ("qwen3", {}),
-        ("qwen3", {"tie_word_embeddings": True, "dtype": "bfloat16", "rope_parameters": {"rope_theta": 12345.0}}),
+        ("qwen3_tied", {"dtype": torch.bfloat16, "rope_parameters": {"rope_theta": 12345.0}}),
     ],
 )
 def test_what_transformers_saved_comes_back(tmp_path, alone, kind, changes):
@@ -117,7 +109,7 @@ def test_what_transformers_saved_comes_back(tmp_path, alone, kind, changes):
     before, after = (AutoConfig.from_pretrained(folder).to_dict() for folder in (source, tmp_path / "back"))
     assert {key for key in before if before[key] != after.get(key)} <= OF_NO_COMPUTATION
     assert {after[key] for key in after.keys() - before.keys()} == {False}  # what the other kind has, off
-    assert before["dtype"] == changes.get("dtype", "float32")
+    assert before["dtype"] == str(changes.get("dtype", torch.float32)).removeprefix("torch.")
     generation = json.loads((tmp_path / "back" / "generation_config.json").read_text())
     assert generation == json.loads((source / "generation_config.json").read_text())
 
@@ -286,9 +278,9 @@ def test_a_tokenizer_that_the_run_had_goes_along(run_dir, tmp_path, alone):
     assert done.tokenizer == f"none: {tmp_path}/tok/my.json is not there"
 
 
-@pytest.mark.parametrize(("kind", "pairs"), [("llama", 8), ("qwen3", 0)])
+@pytest.mark.parametrize(("kind", "pairs"), [("llama_tied", 32), ("qwen3_tied", 0)])
 def test_dcp_is_what_torch_loads_and_what_convert_reads_back(tmp_path, alone, kind, pairs):
-    source = saved_by_transformers(tmp_path / "hf", kind, tie_word_embeddings=True)
+    source = saved_by_transformers(tmp_path / "hf", kind)
     done = export_dcp(open_source(str(source), -1), str(tmp_path / "titan"))
     weights = open_weights(str(source))
     assert done.tensors == len(weights.tensors) + 1  # torchtitan has the tied one twice
@@ -303,18 +295,14 @@ def test_dcp_is_what_torch_loads_and_what_convert_reads_back(tmp_path, alone, ki
     back = tensors_of(tmp_path / "back" / "step-00000000")
     for name, tensor in weights.tensors.items():
         assert back[f"model.{name}"].numpy().tobytes() == bytes(tensor.read())
-        turned = kind == "llama" and name.endswith(("wq.weight", "wk.weight"))
-        assert torch.equal(state[name], back[f"model.{name}"]) != turned
+        turned = pairs and name.endswith(("wq.weight", "wk.weight"))
+        assert torch.equal(state[name], back[f"model.{name}"]) != bool(turned)
 
 
 @pytest.mark.parametrize("dtype", ["", "bfloat16"])
 def test_memory_is_less_than_twice_the_largest_tensor(tmp_path, alone, dtype):
-    source = saved_by_transformers(tmp_path / "hf", "llama", num_hidden_layers=1)
-    rows = 250_000
-    large = tensors_of(source) | dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), torch.ones(rows, 32))
-    save_file({key: tensor.clone() for key, tensor in large.items()}, source / "model.safetensors")
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps(config | {"vocab_size": rows}))
+    source, rows = tmp_path / "hf", 250_000
+    save("llama", source, num_hidden_layers=1, hidden_size=32, vocab_size=rows)
     tracemalloc.start()
     try:
         export_model(open_source(str(source), -1), str(tmp_path / "out"), dtype)
