@@ -127,12 +127,11 @@ def open_source(path: str, step: int) -> Source:
                 why=f"it is {found.name}" if found.name else f"there are: {', '.join(map(str, steps)) or 'none'}",
                 fix=f"--step {steps[-1]}" if steps else "leave out --step",
             )
-        path = f"{found.folder.disk.where}/{step_name(step)}"
+        path = f"{path.rstrip('/') if '://' in path else found.folder.disk.where}/{step_name(step)}"
     weights = open_weights(path)
     if not weights.checkpoint:
         return Source(weights=weights, digest=weights.digest)
-    found = find_checkpoints(weights.checkpoint)
-    disk, name = found.folder.disk, found.name
+    disk, name = find_checkpoints(path).folder.disk, weights.checkpoint
     manifest = read_manifest(disk, name)
     state = read_state(disk, name, manifest)
     begun = state if state.get("imported") else {f"source_{key}": value for key, value in _init(state).items()}
@@ -325,15 +324,14 @@ def _logits(folder: Path, weights: Weights, num_parameters: int) -> str:
         raise _unproven("transformers does not load it", last)
     found = json.loads(done.stdout.splitlines()[-1])
     if found["texts"]:
-        raise _unproven(f"its AutoTokenizer makes other ids of {found['texts'][0]!r}", "nothing was written")
+        named = f'tokenizer_config.json beside {weights.tokenizer}: "tokenizer_class": "PreTrainedTokenizerFast"'
+        raise _unproven(f"AutoTokenizer makes other ids of {found['texts'][0]!r}", "its class is another one", named)
     share = found["difference"] / found["largest"] if found["largest"] else found["difference"]
     told = f"max difference {share:.1e} x max |logit| {found['largest']:.3g} from transformers {found['version']}"
     if not share <= TOLERANCE:
-        raise _unproven(f"logits: {told}, more than {TOLERANCE:g}", "nothing was written")
+        raise _unproven(told, f"more than {TOLERANCE:g} is no order of sums")
     return f"{told}, float32, {found['tokens']} tokens, at most {TOLERANCE:g}"
 
 
-def _unproven(what: str, why: str) -> CheckpointError:
-    return CheckpointError(
-        f"the export is not the model: {what}.", why=why, fix="report it with crius doctor; nothing was written"
-    )
+def _unproven(what: str, why: str, fix: str = "report it with what crius doctor prints") -> CheckpointError:
+    return CheckpointError(f"what was exported is not the model: {what}; nothing stays of it.", why=why, fix=fix)

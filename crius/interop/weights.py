@@ -41,7 +41,7 @@ class Weights:
         kind: of the source, for people.
         origin: kind and place, for people.
         hash_now: computes ``digest``.
-        checkpoint: path or URL of the one of Crius that they are in; empty where they are in none.
+        checkpoint: name of the one of Crius that they are in; empty where they are in none.
     """
 
     model: Mapping[str, Any]
@@ -116,7 +116,7 @@ def _of_checkpoint(path: str, where: str) -> Weights:
         kind="Crius checkpoint",
         origin=f"step {manifest.step} of {disk.where}",
         hash_now=lambda: manifest.digest,
-        checkpoint=f"{disk.where}/{name}",
+        checkpoint=name,
     )
 
 

@@ -135,8 +135,17 @@ def test_other_logits_are_refused_and_nothing_stays(run_dir, tmp_path, monkeypat
     monkeypatch.setattr(exporting, "config_of", lambda *of: {**right(*of), "rope_theta": 4e5})
     assert cli.main(["export", str(run_dir), str(tmp_path / "hf")]) == 1
     said = capsys.readouterr().err
-    assert "the export is not the model: logits: max difference" in said and "more than 1e-05" in said
+    assert "not the model: max difference" in said and "more than 1e-05" in said
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tokenizer_class_that_makes_other_ids_is_refused(tmp_path):
+    source = saved_by_transformers(tmp_path / "hf", "llama")
+    (source / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Qwen2Tokenizer"}))
+    with pytest.raises(CheckpointError, match=r"AutoTokenizer makes other ids of 'Gr(.|\n)*TokenizerFast"):
+        export_model(open_source(str(source), -1), str(tmp_path / "out"))
+    (source / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    assert "tokens, at most" in export_model(open_source(str(source), -1), str(tmp_path / "out")).logits
 
 
 def test_a_bit_that_is_read_back_otherwise_is_found(run_dir, tmp_path, alone, monkeypatch):
