@@ -10,7 +10,7 @@ from crius.cli.app import Json, app, emit
 
 @app.command
 def export(
-    source: Annotated[str, Parameter(help="Run folder, folder of checkpoints, one checkpoint, or their URL.")],
+    source: Annotated[str, Parameter(help="Run folder, one checkpoint, or folder of Hugging Face.")],
     target: Annotated[str, Parameter(help="Folder to write; not there yet, or empty.")],
     *,
     dtype: Annotated[
