@@ -66,7 +66,18 @@ TORCH_FREE = (
     *("errors.py", "cli/*.py", "config/*.py", "models/config.py", "models/description.py", "models/plan.py"),
     *(
         f"checkpoint/{name}.py"
-        for name in ("disk", "files", "folder", "manifest", "names", "remote_disk", "state", "tiles")
+        for name in (
+            "disk",
+            "files",
+            "folder",
+            "manifest",
+            "names",
+            "pieces",
+            "remote_disk",
+            "state",
+            "tiles",
+            "whereabouts",
+        )
     ),
     "interop/*.py",
     "tools/data_audit/*.py",
