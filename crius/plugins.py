@@ -85,6 +85,7 @@ REQUIREMENTS = {
     "matplotlib": "matplotlib>=3.8",
     "gguf": "gguf>=0.17",
     "huggingface_hub": "huggingface_hub>=0.30",
+    "transformers": "transformers>=5.0",
 }
 
 

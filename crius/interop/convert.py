@@ -2,7 +2,7 @@
 
 import re
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -199,7 +199,15 @@ def in_halves(rows: np.ndarray[Any, Any], head_dim: int) -> memoryview:
         rows: ``(heads * head_dim, ...)``.
         head_dim: dims of a head.
     """
-    heads = rows.reshape(-1, head_dim // 2, 2, *rows.shape[1:])
+    return _swapped(rows.reshape(-1, head_dim // 2, 2, *rows.shape[1:]))
+
+
+def in_pairs(rows: np.ndarray[Any, Any], head_dim: int) -> memoryview:
+    """What ``in_halves`` makes ``rows`` of again."""
+    return _swapped(rows.reshape(-1, 2, head_dim // 2, *rows.shape[1:]))
+
+
+def _swapped(heads: np.ndarray[Any, Any]) -> memoryview:
     return np.ascontiguousarray(heads.swapaxes(1, 2)).reshape(-1).view(np.uint8).data
 
 
@@ -237,7 +245,7 @@ def write_checkpoint(
         disk.prepare(folder)
         files: dict[str, FileEntry] = {}
         entries: dict[str, TensorEntry] = {}
-        for number, names in enumerate(_shares(tensors)):
+        for number, names in enumerate(shares(tensors, sorted(tensors), FILE_BYTES)):
             name = f"{disk.file_name(f'rank-{number:05d}', attempt)}{SUFFIX}"
             parts = [Part(key, tensors[key].dtype, tensors[key].shape, readers[key]) for key in names]
             files[name], places = write_shard(disk, f"{folder}/{name}", parts, lambda: None)
@@ -269,14 +277,14 @@ def _family(row: KeyRow) -> str:
     return row.source if row.reason == SKIPPED else f"{first}.*" if dot else first
 
 
-def _shares(tensors: Mapping[str, TensorSource]) -> list[list[str]]:
-    """Names for each file."""
-    shares: list[list[str]] = [[]]
+def shares(tensors: Mapping[str, Part | TensorSource], names: Iterable[str], most: int) -> list[list[str]]:
+    """``names`` for each file, in their order: of at most so many bytes, unless one tensor has more."""
+    found: list[list[str]] = [[]]
     size = 0
-    for name in sorted(tensors):
-        if size and size + tensors[name].num_bytes > FILE_BYTES:
-            shares.append([])
+    for name in names:
+        if size and size + tensors[name].num_bytes > most:
+            found.append([])
             size = 0
-        shares[-1].append(name)
+        found[-1].append(name)
         size += tensors[name].num_bytes
-    return shares
+    return found

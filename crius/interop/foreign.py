@@ -70,6 +70,18 @@ def _without_cache_link(folder: Path, name: str) -> tuple[Path, str]:
     return folder, name
 
 
+def read_inside(folder: Path, name: str, most: int) -> bytes:
+    """The bytes of a file of a folder.
+
+    Raises:
+        CheckpointError: see ``open_inside``; it has more than ``most`` bytes.
+    """
+    with open_inside(folder, name) as file:
+        if (size := os.fstat(file.fileno()).st_size) > most:
+            raise refusal(f"{folder}/{name}", f"it has {size:,} bytes, {most:,} is most")
+        return file.read(size)
+
+
 def size_of(folder: Path, name: str) -> int:
     """Bytes of a file of a folder.
 

@@ -206,6 +206,7 @@ def _tokenizer(fields: dict[str, Any], template: str) -> tuple[dict[str, str], s
     names = {name: fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")}
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": fields.get(f"{fields['general.architecture']}.context_length", 2048),
         "add_bos_token": bool(fields.get("tokenizer.ggml.add_bos_token", False)),
         **{f"{name}_token": tokens[number] for name, number in names.items() if number is not None},
         **({"chat_template": template} if template else {}),

@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,20 +17,30 @@ from crius.checkpoint.names import step_name
 from crius.config.data import TokenizerConfig
 from crius.config.operation import CheckpointConfig
 from crius.data.tokenizer import build_tokenizer
-from crius.errors import CheckpointError, ConfigError, EnvironmentError
+from crius.errors import ConfigError, EnvironmentError
 from crius.interop.convert import write_checkpoint
 from crius.interop.dcp import METADATA
-from crius.interop.foreign import open_inside
+from crius.interop.foreign import read_inside
 from crius.interop.gguf_file import SUFFIX, open_gguf
-from crius.interop.weights import TEMPLATE, TOKENIZER, TOKENIZER_CONFIG, TOKENIZER_FOLDER, Weights, open_weights
+from crius.interop.new_folder import new_folder
+from crius.interop.weights import (
+    CONFIG,
+    GENERATION,
+    TEMPLATE,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    TOKENIZER_FOLDER,
+    Weights,
+    open_weights,
+)
 from crius.models.registry import SPECS
 from crius.plugins import REQUIREMENTS, install_line
 
 TOKENIZER_FILES = (
     *(TOKENIZER, TOKENIZER_CONFIG, TEMPLATE, "special_tokens_map.json", "added_tokens.json"),
-    *("tokenizer.model", "vocab.json", "merges.txt"),
+    *("tokenizer.model", "vocab.json", "merges.txt", CONFIG, GENERATION),
 )
-"""What is copied of a tokenizer."""
+"""What is copied of a tokenizer, and what an export takes over: where to stop, and the longest context."""
 
 _LARGEST_FILE = 1 << 28
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -100,29 +109,18 @@ def import_model(source: str, target: str) -> Import:
         EnvironmentError: a package is missing, or the hub does not give it.
     """
     place = Path(target).expanduser()
-    if "://" in target or (place.exists() and not (place.is_dir() and not any(place.iterdir()))):
-        what = "is a URL" if "://" in target else "is there already"
-        raise ConfigError(f"{target} {what}.", where="command line", fix="name a folder that is not there yet")
-    weights, files, note = _opened(source)
-    partial = place.absolute().with_name(f"{place.absolute().name}.partial-{uuid.uuid4().hex[:8]}")
-    try:
-        (partial / TOKENIZER_FOLDER).mkdir(parents=True)
+    with new_folder(target) as folder:
+        weights, files, note = _opened(source)
+        (folder / TOKENIZER_FOLDER).mkdir()
         for name, write in files.items():
-            write(partial / TOKENIZER_FOLDER / name)
-        about = _tokenizer(partial, weights.model["vocab_size"], note)
+            write(folder / TOKENIZER_FOLDER / name)
+        about = _tokenizer(folder, weights.model["vocab_size"], note)
         tables = {"model": dict(weights.model)}
-        if (partial / TOKENIZER_FOLDER).exists():
+        if (folder / TOKENIZER_FOLDER).exists():
             tables["tokenizer"] = {"path": str(place.absolute() / TOKENIZER_FOLDER)}
-        (partial / "run.toml").write_text(f"# {ascii(weights.origin)[1:-1]}\n" + tomli_w.dumps(tables))
+        (folder / "run.toml").write_text(f"# {ascii(weights.origin)[1:-1]}\n" + tomli_w.dumps(tables))
         config = {f"{section}.{name}": value for section, table in tables.items() for name, value in table.items()}
-        digest = _write(partial, weights, config)
-        partial.rename(place)
-    except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        if not isinstance(error, OSError):
-            raise
-        what = f"{target} cannot be written from {source}: {error.strerror or error}."
-        raise CheckpointError(what, where="command line", fix="make room, or name another folder") from error
+        digest = _write(folder, weights, config)
     return Import(str(place), weights, f"{ALGORITHM}:{digest}", about)
 
 
@@ -146,7 +144,7 @@ def _opened(source: str) -> tuple[Weights, Mapping[str, Callable[[Path], object]
     folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
     is_file = weights.tokenizer not in ("", "byte")
     names = [name for name in TOKENIZER_FILES if (folder / name).exists()] if is_file else []
-    copies = {name: (lambda to, name=name: _copy(folder, name, to)) for name in names}
+    copies = {name: (lambda to, name=name: copy_file(folder, name, to)) for name in names}
     return weights, copies, "" if is_file else f"none: {source} has no {TOKENIZER}"
 
 
@@ -172,12 +170,13 @@ def _from_hub(name: str) -> Path:
         ) from None
 
 
-def _copy(folder: Path, name: str, to: Path) -> None:
-    with open_inside(folder, name) as file:
-        data = file.read(_LARGEST_FILE + 1)
-    if len(data) > _LARGEST_FILE:
-        raise ConfigError(f"{folder}/{name} is longer than {_LARGEST_FILE:,} bytes.", where="command line")
-    to.write_bytes(data)
+def copy_file(folder: Path, name: str, to: Path) -> None:
+    """Copy a file of a folder, no link and nothing huge, to ``to``.
+
+    Raises:
+        CheckpointError: it is no such file.
+    """
+    to.write_bytes(read_inside(folder, name, _LARGEST_FILE))
 
 
 def _tokenizer(folder: Path, num_rows: int, note: str) -> str:

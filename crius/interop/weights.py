@@ -20,10 +20,8 @@ from crius.models.description import ModelDescription
 from crius.models.huggingface import read_model_settings
 from crius.models.registry import SPECS, families, find_spec
 
-CONFIG, TOKENIZER, TOKENIZER_CONFIG, TEMPLATE = (
-    *("config.json", "tokenizer.json", "tokenizer_config.json"),
-    "chat_template.jinja",
-)
+CONFIG, GENERATION, TEMPLATE = "config.json", "generation_config.json", "chat_template.jinja"
+TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 TOKENIZER_FOLDER = "tokenizer"
 """Of a run folder that an import wrote."""
 
@@ -43,6 +41,7 @@ class Weights:
         kind: of the source, for people.
         origin: kind and place, for people.
         hash_now: computes ``digest``.
+        checkpoint: name of the one of Crius that they are in; empty where they are in none.
     """
 
     model: Mapping[str, Any]
@@ -52,6 +51,7 @@ class Weights:
     kind: str
     origin: str
     hash_now: Callable[[], str]
+    checkpoint: str = ""
 
     @property
     def sizes(self) -> dict[str, Any]:
@@ -116,6 +116,7 @@ def _of_checkpoint(path: str, where: str) -> Weights:
         kind="Crius checkpoint",
         origin=f"step {manifest.step} of {disk.where}",
         hash_now=lambda: manifest.digest,
+        checkpoint=name,
     )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from crius.errors import ConfigError
-from crius.models.config import rope_scaling_of, rope_scaling_text
+from crius.models.config import parse_rope_scaling, rope_scaling_of, rope_scaling_text
 from crius.strict_json import load_object
 
 _LARGEST_FILE = 1 << 20
@@ -35,10 +35,11 @@ _COMPUTES: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish", None),
     "attention_bias": (False, None),
     "mlp_bias": (False, None),
-    "attention_dropout": (0, None),
+    "attention_dropout": (0.0, None),
     "use_sliding_window": (False, None),
     "partial_rotary_factor": (1, None),
 }
+_OF_ROPE = ("partial_rotary_factor",)  # left out of what is written: transformers moves it into rope_parameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +100,24 @@ def read_model_settings(
         errors = (ConfigError(f"{file}: {what}.", where=where, fix=fix) for what in wrong)
         raise ConfigError.together(list(errors))
     return str(file), settings
+
+
+def config_of(family: HuggingFace, model: Mapping[str, Any]) -> dict[str, Any]:
+    """The config.json of a model, as far as it changes what is computed: ``read_model_settings`` reads ``model`` again.
+
+    Args:
+        family: of the model.
+        model: settings of ``[model]``, all sizes among them.
+    """
+    sizes = {key: model[name] for key, name, _, _ in _SIZES}
+    scaling = parse_rope_scaling(model["rope_scaling"])
+    return {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        **sizes,
+        "rope_scaling": load_object(rope_scaling_text(scaling).encode()) if scaling else None,
+        **{key: same[0] for key, same in _COMPUTES.items() if key not in _OF_ROPE},
+    }
 
 
 def _shown(value: object) -> str:

@@ -1,14 +1,17 @@
-"""SmolLM2-135M-Instruct, from the package of ``make setup-real``: what comes in is what transformers reads."""
+"""SmolLM2-135M-Instruct, from the package of ``make setup-real``: in and out, it is what transformers reads."""
 
 import importlib.util
 import resource
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from harness import TEXT
+from safetensors.torch import load_file
 
 from crius.checkpoint.load import load_tensors
+from crius.interop.exporting import export_model, open_source
 from crius.interop.importing import import_model
 from crius.interop.weights import open_weights
 from crius.models import registry
@@ -27,7 +30,7 @@ def file():
 
 
 @torch.no_grad()
-def test_an_import_of_gguf_is_the_model_of_transformers(file, tmp_path):
+def test_gguf_in_and_out_is_the_model_of_transformers(file, tmp_path):
     transformers = pytest.importorskip("transformers")
     before = resource.getrusage(resource.RUSAGE_SELF)
     done = import_model(str(file), str(tmp_path / "smol"))
@@ -53,3 +56,19 @@ def test_an_import_of_gguf_is_the_model_of_transformers(file, tmp_path):
     tokens = torch.tensor(own(texts[0]).input_ids)[None, :256]
     want = theirs.eval()(tokens).logits
     assert (ours(tokens) - want).abs().max() <= SAME * want.abs().max()
+
+    theirs.hf_quantizer = None  # it is dequantised
+    vars(theirs.config).pop("quantization_config", None)
+    theirs.save_pretrained(tmp_path / "saved")
+    out = export_model(open_source(str(tmp_path / "smol"), -1), str(tmp_path / "out"))
+    assert out.tensors == 272 and "tokens, at most" in out.logits
+    saved, exported = (load_file(tmp_path / name / "model.safetensors") for name in ("saved", "out"))
+    assert saved.keys() == exported.keys()
+    assert all(torch.equal(saved[key].view(torch.uint8), exported[key].view(torch.uint8)) for key in saved)
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert again(texts[0]).input_ids == own(texts[0]).input_ids and again.chat_template == own.chat_template
+    config, before = (transformers.AutoConfig.from_pretrained(tmp_path / name).to_dict() for name in ("out", "saved"))
+    for key in ("hidden_size", "head_dim", "num_key_value_heads", "tie_word_embeddings", "max_position_embeddings"):
+        assert config[key] == before[key]
+    assert config["rope_parameters"] == before["rope_parameters"]
+    assert numpy.float32(config["rms_norm_eps"]) == numpy.float32(before["rms_norm_eps"])

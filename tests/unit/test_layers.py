@@ -40,7 +40,10 @@ CLOSED = [
     *[(name, part) for name, level in LAYER.items() if level == 2 for part in PRIVATE],
 ]
 LAZY_ROOMS = (
-    *(f"cli/{name}.py" for name in ("app", "bench", "checkpoint", "importing", "plan", "settings", "train", "verify")),
+    *(
+        f"cli/{name}.py"
+        for name in ("app", "bench", "checkpoint", "exporting", "importing", "plan", "settings", "train", "verify")
+    ),
     "models/registry.py",
     "__main__.py",
 )
@@ -92,6 +95,8 @@ TORCH_FREE = (
 )
 NEEDS_TORCH = (
     "launch/doctor.py",
+    "interop/dcp_out.py",
+    "interop/logits.py",
     "data/loader.py",
     "tools/plan/out_of_memory.py",
     "tools/plan/watch.py",

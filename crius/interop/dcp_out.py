@@ -1,0 +1,72 @@
+"""``crius export --format dcp``: the weights as a checkpoint of torch's DCP with torchtitan's names."""
+
+import warnings
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.planner import WriteItem
+
+from crius.checkpoint.files import Part
+from crius.checkpoint.manifest import ALGORITHM
+from crius.checkpoint.pieces import as_array
+from crius.checkpoint.tensors import DTYPES
+from crius.interop.convert import in_pairs
+from crius.interop.dcp import read_dcp
+from crius.interop.exporting import Export, Source, parts_of, written
+from crius.interop.foreign_names import is_rotated
+from crius.interop.new_folder import new_folder
+from crius.interop.weights import hash_files
+from crius.models.registry import SPECS
+
+_IN_PAIRS = ("llama3",)
+"""Models whose rotary embedding turns neighbouring dims in torchtitan; that of the others turns halves, as here."""
+
+
+class _OneByOne(dcp.DefaultSavePlanner):
+    """Reads a tensor when it is to be written: the state has shapes alone."""
+
+    def __init__(self, parts: dict[str, Part]) -> None:
+        super().__init__()
+        self._parts = parts
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        part = self._parts[write_item.index.fqn]
+        data = np.frombuffer(part.data(), dtype=np.uint8)
+        data = data if data.flags.writeable else data.copy()
+        return torch.from_numpy(data).view(DTYPES[part.dtype]).reshape(part.shape)
+
+
+def export_dcp(source: Source, target: str, dtype: str = "") -> Export:
+    """Write ``source`` as the folder ``target`` of DCP, one tensor at a time in memory.
+
+    Args:
+        source, target, dtype: see ``crius.interop.exporting.export_model``.
+
+    Raises:
+        CriusError: the target is taken, the source is damaged, or what was read back is not it.
+    """
+    model = source.weights.model
+    facts = SPECS[model["name"]].describe(**source.weights.sizes)
+    parts = parts_of(source, {name: name for name in facts.state_names}, dtype)
+    if model["name"] in _IN_PAIRS:
+        turned = [is_rotated(source.weights.tensors[part.key], part.key) for part in parts]
+        parts = [_paired(part, model["head_dim"]) if turn else part for part, turn in zip(parts, turned, strict=True)]
+    own = {part.key: part for part in parts}
+    parts += [replace(own[name], key=tied) for tied, name in facts.config.ties.items()]
+    by_name = {part.key: part for part in parts}
+    with new_folder(target) as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that this is one process
+        state = {key: torch.empty(part.shape, dtype=DTYPES[part.dtype], device="meta") for key, part in by_name.items()}
+        writer = dcp.FileSystemWriter(folder)
+        dcp.save(state, storage_writer=writer, planner=_OneByOne(by_name), no_dist=True)
+        names = sorted(file.name for file in folder.iterdir())
+        hashes = {name: f"{ALGORITHM}:{hash_files(folder, [name])}" for name in names}
+        kind = "torch DCP, torchtitan's names"
+        return written(target, source, parts, read_dcp(folder).tensors, kind=kind, files=hashes)
+
+
+def _paired(part: Part, head_dim: int) -> Part:
+    return replace(part, data=lambda: in_pairs(as_array(part.data(), part.shape, part.dtype), head_dim))

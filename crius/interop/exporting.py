@@ -1,0 +1,337 @@
+"""``crius export``: weights of a run as a folder that transformers loads, proven by reading it back. No torch."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from crius import __version__
+from crius.checkpoint.disk import open_disk
+from crius.checkpoint.files import Part, write_shard
+from crius.checkpoint.folder import read_manifest
+from crius.checkpoint.manifest import ALGORITHM, TORCH_NAMES, digest_of
+from crius.checkpoint.names import step_name
+from crius.checkpoint.pieces import TensorSource
+from crius.checkpoint.state import read_state
+from crius.checkpoint.whereabouts import find_checkpoints
+from crius.errors import CheckpointError, ConfigError
+from crius.host import free_host_bytes
+from crius.interop.casting import FLOATS, cast
+from crius.interop.convert import shares
+from crius.interop.model_card import model_card
+from crius.interop.new_folder import new_folder
+from crius.interop.safetensors_file import INDEX, SUFFIX, read_safetensors
+from crius.interop.tokenizer_out import write_tokenizer
+from crius.interop.weights import CONFIG, Weights, open_weights
+from crius.models.huggingface import HuggingFace, config_of
+from crius.models.registry import IMPORTED, SPECS, families
+from crius.plugins import REQUIREMENTS, install_line
+
+SHARD_BYTES = 5 * 10**9
+TOLERANCE = 1e-5
+"""Of logits in float32, relative to the largest one: what other orders of the same sums give, and no other model."""
+
+_WRITTEN = "tensors"
+_CONTEXT = 2048
+"""Longest context, where nobody says one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """What is exported.
+
+    Attributes:
+        weights: of it.
+        digest: of the manifest, or of all bytes.
+        settings: of the run, by dotted name.
+        facts: for people, by name.
+    """
+
+    weights: Weights
+    digest: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """What an export wrote.
+
+    Attributes:
+        where: the folder.
+        source: of it.
+        kind: class of transformers, or the format.
+        tensors: written, and how many of them were read back as they are in the source.
+        files: with tensors, and the hash of each.
+        dtypes: of the tensors.
+        num_bytes: of them.
+        tokenizer: what it is.
+        logits: how they compare with those of transformers, or why they do not.
+    """
+
+    where: str
+    source: Source
+    kind: str
+    tensors: int
+    files: Mapping[str, str]
+    dtypes: Sequence[str]
+    num_bytes: int
+    tokenizer: str = ""
+    logits: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        told = {name: getattr(self, name) for name in ("where", "kind", "tensors", "files", "dtypes", "num_bytes")}
+        source = {"source": self.source.weights.origin, "digest": self.source.digest}
+        return {**told, **source, "tensors_equal": self.tensors, "tokenizer": self.tokenizer, "logits": self.logits}
+
+    def lines(self) -> list[str]:
+        """For people."""
+        model = self.source.weights.model["name"]
+        size = f"{self.num_bytes / 2**20:,.1f} MiB of {', '.join(self.dtypes)}"
+        rows = {
+            "source": f"{self.source.weights.origin}, {self.source.digest}",
+            "model": f"{model} as {self.kind}",
+            "tokenizer": self.tokenizer,
+            "written": f"{self.where}: {size} in {len(self.files)} file{'s' * (len(self.files) > 1)}",
+            "read back": f"{self.tensors} of {self.tensors} tensors equal",
+            "logits": self.logits,
+        }
+        return [f"{name:<9}  {text}" for name, text in rows.items() if text]
+
+
+def open_source(path: str, step: int) -> Source:
+    """What ``path`` and ``step`` name: a run, a checkpoint, or a folder of Hugging Face.
+
+    Args:
+        path: of it.
+        step: of the checkpoint; -1 for the newest whole one, or the one that ``path`` is.
+
+    Raises:
+        CriusError: see ``open_weights``; there is no such step.
+    """
+    path = path if "://" in path else str(Path(path).expanduser())
+    if step >= 0:
+        found = find_checkpoints(path)
+        steps = [] if found.name else found.folder.steps()
+        if step not in steps:
+            raise ConfigError(
+                f"there is no checkpoint of step {step} in {path}.",
+                where="--step",
+                why=f"it is {found.name}" if found.name else f"there are: {', '.join(map(str, steps)) or 'none'}",
+                fix=f"--step {steps[-1]}" if steps else "leave out --step",
+            )
+        path = f"{path.rstrip('/') if '://' in path else found.folder.disk.where}/{step_name(step)}"
+    weights = open_weights(path)
+    if not weights.checkpoint:
+        return Source(weights=weights, digest=weights.digest)
+    disk, name = find_checkpoints(path).folder.disk, weights.checkpoint
+    manifest = read_manifest(disk, name)
+    state = read_state(disk, name, manifest)
+    begun = state if state.get("imported") else {f"source_{key}": value for key, value in _init(state).items()}
+    facts = {
+        "step": f"{manifest.step:,}",
+        "tokens": f"{state['train'].get('tokens', 0):,}",
+        "ranks": f"{manifest.num_ranks} ({manifest.layout})",
+        "fingerprint of the data": manifest.dataset,
+        "weights from": str(begun.get("source", begun.get("source_origin", ""))),
+        "hash of those": str(begun.get("source_digest", "")),
+        **{f"version of {package}": version for package, version in manifest.versions.items()},
+    }
+    return Source(weights=weights, digest=f"{ALGORITHM}:{manifest.digest}", settings=manifest.config, facts=facts)
+
+
+def _init(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = state.get("init_from")
+    return found if isinstance(found, dict) else {}
+
+
+def parts_of(source: Source, names: Mapping[str, str], dtype: str) -> list[Part]:
+    """The tensors as they are to be written, in the order of the model.
+
+    Args:
+        source: of them.
+        names: theirs by ours.
+        dtype: of those that are floating-point numbers, by torch's name; empty: as they are.
+    """
+    wanted = TORCH_NAMES[dtype] if dtype else ""
+    parts = []
+    for ours, theirs in names.items():
+        tensor = source.weights.tensors[ours]
+        to = wanted if wanted and tensor.dtype in FLOATS else tensor.dtype
+        parts.append(Part(theirs, to, tensor.shape, partial(_read, tensor, to)))
+    return parts
+
+
+def _read(tensor: TensorSource, dtype: str) -> memoryview:
+    try:
+        return cast(tensor.read(), tensor.dtype, dtype) if tensor.dtype != dtype else tensor.read()
+    except OverflowError:
+        raise CheckpointError(
+            f"{tensor.key} has numbers of {tensor.dtype} that {dtype} cannot hold.",
+            where="--dtype",
+            fix="--dtype bfloat16, which has the range of float32",
+        ) from None
+
+
+def written(
+    target: str, source: Source, parts: Sequence[Part], back: Mapping[str, TensorSource], **told: Any
+) -> Export:
+    """What was written, each tensor compared with the source, which is read a second time.
+
+    Args:
+        target: the folder.
+        source: of it.
+        parts: that were written.
+        back: tensors that were read back.
+        told: other attributes of the result.
+
+    Raises:
+        CheckpointError: a tensor is missing, or another one.
+    """
+    wrong = sorted({part.key for part in parts} ^ back.keys())
+    for part in (part for part in parts if part.key in back):
+        found = back[part.key]
+        is_like = (found.dtype, found.shape) == (part.dtype, part.shape)
+        if not is_like or digest_of(part.data()) != digest_of(found.read()):
+            wrong.append(part.key)
+    if wrong:
+        raise CheckpointError(
+            f"{len(wrong)} of {len(parts)} tensors of {target} are not those of the source; the first is {wrong[0]}.",
+            why="memory, disk or the way to it changes bits, or the source changed meanwhile; nothing was written",
+            fix="export again, and check the machine: its log, its memory, its disk",
+        )
+    dtypes, size = sorted({part.dtype for part in parts}), sum(part.num_bytes for part in parts)
+    return Export(where=target, source=source, tensors=len(parts), dtypes=dtypes, num_bytes=size, **told)
+
+
+def export_model(source: Source, target: str, dtype: str = "") -> Export:
+    """Write ``source`` as the folder ``target`` of Hugging Face, one tensor at a time in memory.
+
+    Args:
+        source: see ``open_source``.
+        target: folder; not there yet, or empty. All of it is written, or nothing.
+        dtype: see ``parts_of``.
+
+    Raises:
+        CriusError: the target is taken, Hugging Face has no such model, the source is damaged, or what was written is
+            not it: other bits, or other logits.
+    """
+    model = source.weights.model
+    facts = SPECS[model["name"]].describe(**source.weights.sizes)
+    family, names = _names(model["name"], facts.state_names)
+    parts = parts_of(source, names, dtype)
+    with new_folder(target) as folder:
+        files = _write(folder, parts)
+        eos_token, trained = (source.settings.get(f) for f in ("tokenizer.eos_token", "training.seq_len"))
+        about, generation, context = write_tokenizer(folder, source.weights, str(eos_token or ""), int(trained or 0))
+        scaling = facts.config.rope_scaling
+        if scaling and context <= scaling.original_context:  # transformers warns of that
+            context = int(scaling.factor * scaling.original_context)
+        largest = max(parts, key=lambda part: part.num_bytes)
+        config = {
+            **config_of(family, model),
+            "max_position_embeddings": context or _CONTEXT,
+            "torch_dtype": next(name for name, code in TORCH_NAMES.items() if code == largest.dtype),
+            **{key: generation.get(key) for key in ("bos_token_id", "eos_token_id")},
+        }
+        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        done = written(
+            target,
+            source,
+            parts,
+            read_safetensors(folder).tensors,
+            kind=family.architecture,
+            files=files,
+            tokenizer=about,
+            logits=_logits(folder, source.weights, facts.num_parameters),
+        )
+        told = {"written by Crius": __version__, "parameters": f"{facts.num_parameters:,}", **source.facts}
+        told |= {name: str(value) for name, value in source.weights.sizes.items()}
+        (folder / "README.md").write_text(model_card(done.lines(), told, source.settings, files), encoding="utf-8")
+    return done
+
+
+def _names(model: str, ours: Sequence[str]) -> tuple[HuggingFace, dict[str, str]]:
+    """What Hugging Face calls a model, and its names by ours.
+
+    Raises:
+        ConfigError: some have none.
+    """
+    family = families().get(model, HuggingFace(model_type="", architecture=""))
+    names, lacking = {}, []
+    for name in ours:
+        try:
+            names[name] = family.translated(name)
+        except KeyError as error:
+            lacking.append(str(error.args[0]))
+    if lacking:
+        raise ConfigError(
+            f"{model} has no names of Hugging Face for {', '.join(dict.fromkeys(lacking))}.",
+            where="model.name",
+            why="" if family.model_type else "its ModelSpec has no hf",
+            fix="hf=HuggingFace(model_type=..., architecture=..., names={...}) in its ModelSpec; or --format dcp",
+        )
+    return family, names
+
+
+def _write(folder: Path, parts: Sequence[Part]) -> dict[str, str]:
+    """Write the tensors, with an index where they are several files; returns the hash of each file."""
+    by_name = {part.key: part for part in parts}
+    groups = shares(by_name, by_name, SHARD_BYTES)
+    disk, where, hashes = open_disk(str(folder)), dict[str, str](), {}
+    disk.prepare(_WRITTEN)
+    for number, keys in enumerate(groups, start=1):
+        name = f"model-{number:05d}-of-{len(groups):05d}{SUFFIX}" if len(groups) > 1 else f"model{SUFFIX}"
+        entry, _ = write_shard(disk, f"{_WRITTEN}/{name}", [by_name[key] for key in keys], lambda: None)
+        (folder / _WRITTEN / name).rename(folder / name)
+        hashes[name] = f"{ALGORITHM}:{entry.digest}"
+        where |= dict.fromkeys(keys, name)
+    (folder / _WRITTEN).rmdir()
+    if len(groups) > 1:
+        index = {"metadata": {"total_size": sum(part.num_bytes for part in parts)}, "weight_map": where}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    return hashes
+
+
+def _logits(folder: Path, weights: Weights, num_parameters: int) -> str:
+    """Compare logits, and ids of the tokenizer, with those of transformers, in a process of its own.
+
+    Raises:
+        CheckpointError: transformers does not load it, or has others.
+    """
+    if find_spec("transformers") is None:
+        return f"not compared: transformers is not installed ({install_line(REQUIREMENTS['transformers'])})"
+    needed = 5 * num_parameters  # in float32, one model after the other, and what passes through it
+    if needed > (free := free_host_bytes()):
+        return f"not compared: that takes {needed / 2**30:,.1f} GiB of memory, and {free / 2**30:,.1f} are free"
+    job = {"folder": str(folder), "model": dict(weights.model), "tokenizer": weights.tokenizer}
+    done = subprocess.run(
+        [sys.executable, "-m", "crius.interop.logits", *IMPORTED],
+        input=json.dumps(job),
+        text=True,
+        capture_output=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "CUDA_VISIBLE_DEVICES": ""},
+    )
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise _unproven("transformers does not load it", last)
+    found = json.loads(done.stdout.splitlines()[-1])
+    if found["texts"]:
+        named = f'tokenizer_config.json beside {weights.tokenizer}: "tokenizer_class": "PreTrainedTokenizerFast"'
+        raise _unproven(f"AutoTokenizer makes other ids of {found['texts'][0]!r}", "its class is another one", named)
+    share = found["difference"] / found["largest"] if found["largest"] else found["difference"]
+    told = f"max difference {share:.1e} x max |logit| {found['largest']:.3g} from transformers {found['version']}"
+    if not share <= TOLERANCE:
+        raise _unproven(told, f"more than {TOLERANCE:g} is no order of sums")
+    return f"{told}, float32, {found['tokens']} tokens, at most {TOLERANCE:g}"
+
+
+def _unproven(what: str, why: str, fix: str = "report it with what crius doctor prints") -> CheckpointError:
+    return CheckpointError(f"what was exported is not the model: {what}; nothing stays of it.", why=why, fix=fix)

@@ -1,0 +1,68 @@
+"""Logits and token ids of an exported folder, in transformers and here: ``python -m crius.interop.logits``.
+
+A process of its own, for the memory that it takes. It reads a job from stdin and prints what it found, as JSON.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from crius.checkpoint.load import load_tensors
+from crius.config.data import TokenizerConfig
+from crius.data.tokenizer import build_tokenizer
+from crius.interop.safetensors_file import read_safetensors
+from crius.interop.weights import hugging_face_tensors
+from crius.models.registry import SPECS, build, import_models
+
+NUM_TOKENS = 48
+TEXTS = (
+    "The capital of France is Paris.",
+    "  def f(x):\n\treturn x ** 2  # 1234567\r\n\r\n",
+    "Grüße, naïve café — 東京 🙂🇫🇷 e\u0301 \u200b",
+)
+
+
+def compare(folder: Path, model: dict[str, Any], tokenizer: str) -> dict[str, Any]:
+    """How far the logits of transformers are from ours, and texts of which its tokenizer makes other ids.
+
+    Args:
+        folder: of the export.
+        model: settings of ``[model]`` of the source.
+        tokenizer: of the source.
+    """
+    tokens = (torch.arange(NUM_TOKENS) * 7919 % model["vocab_size"])[None]
+    with torch.inference_mode():
+        ours = _ours(folder, model, tokens)
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        theirs = loaded.eval()(tokens).logits
+    return {
+        "difference": float((ours - theirs).abs().max()),
+        "largest": float(ours.abs().max()),
+        "tokens": NUM_TOKENS,
+        "version": transformers.__version__,
+        "texts": _differing(folder, tokenizer) if (folder / "tokenizer.json").exists() else [],
+    }
+
+
+def _ours(folder: Path, model: dict[str, Any], tokens: Tensor) -> Tensor:
+    sizes = {name: value for name, value in model.items() if name != "name"}
+    decoder = build(SPECS[model["name"]].describe(**sizes)).float().eval()
+    sources = hugging_face_tensors(read_safetensors(folder), model, str(folder))
+    load_tensors(sources, dict(decoder.named_parameters()))
+    logits: Tensor = decoder(tokens)
+    return logits
+
+
+def _differing(folder: Path, tokenizer: str) -> list[str]:
+    own, theirs = build_tokenizer(TokenizerConfig(path=tokenizer)), transformers.AutoTokenizer.from_pretrained(folder)
+    return [text for text in TEXTS if own.encode(text).tolist() != theirs(text, add_special_tokens=False).input_ids]
+
+
+if __name__ == "__main__":
+    import_models(sys.argv[1:], "command line")
+    sys.stdout.write(json.dumps(compare(**{**(job := json.load(sys.stdin)), "folder": Path(job["folder"])})) + "\n")

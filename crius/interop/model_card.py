@@ -1,0 +1,49 @@
+"""The README.md of an export: what it is and where it comes from, facts alone."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from crius.config.run import RunConfig
+from crius.config.toml_file import flatten
+from crius.redact import redact
+
+_SHOWN = (
+    *("model.", "tokenizer.", "data.", "training.", "parallelism.", "optimizer.", "lr_scheduler."),
+    *("quantize.", "stability.", "debug."),
+)
+"""Sections of settings that say how it was trained; others say where files lie."""
+
+
+def model_card(
+    lines: Sequence[str], facts: Mapping[str, str], settings: Mapping[str, Any], files: Mapping[str, str]
+) -> str:
+    """The text of a model card.
+
+    Args:
+        lines: of the export, for people.
+        facts: of the source, by name.
+        settings: of the run, by dotted name.
+        files: hashes by name.
+    """
+    default = flatten(RunConfig())
+    own = {key: value for key, value in settings.items() if str(value or "") != str(default.get(key) or "")}
+    head = ("---", "library_name: transformers", "pipeline_tag: text-generation", "---", "", "# Model card", "")
+    blocks = {
+        "Written by `crius export`; all that stands here was computed or copied.": lines,
+        "Settings of the run that are not the defaults:": [
+            f"{key} = {value}" for key, value in own.items() if key.startswith(_SHOWN)
+        ],
+    }
+    texts = [[title, "", "```text", *map(_plain, rows), "```", ""] for title, rows in blocks.items() if rows]
+    tables = [*_table("fact", "value", facts), *_table("file", "hash", files)]
+    return "\n".join([*head, *texts[0], *tables, *(line for text in texts[1:] for line in text)])
+
+
+def _table(first: str, second: str, rows: Mapping[str, str]) -> list[str]:
+    cells = (f"| {name} | {_plain(value).replace('|', '/')} |" for name, value in rows.items() if value)
+    return [f"| {first} | {second} |", "|---|---|", *cells, ""]
+
+
+def _plain(text: str) -> str:
+    """One line without secrets, which cannot end a block."""
+    return ascii(redact(text))[1:-1].replace("`", "'")
