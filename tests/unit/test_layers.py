@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 
-TOOLS = ("plan", "dry_run", "verify", "bench", "faults", "report", "data_audit")
+TOOLS = ("plan", "dry_run", "verify", "bench", "faults", "report", "data_audit", "generate")
 LAYER = {
     **{"config": 0, "models": 1, "kernels": 1, "__main__": 6, "cli": 5},
     **dict.fromkeys(("host", "plugins", "redact", "run_file", "shards", "signals"), -1),
@@ -40,7 +40,7 @@ CLOSED = [
     *[(name, part) for name, level in LAYER.items() if level == 2 for part in PRIVATE],
 ]
 LAZY_ROOMS = (
-    *(f"cli/{name}.py" for name in ("app", "bench", "checkpoint", "plan", "settings", "train", "verify")),
+    *(f"cli/{name}.py" for name in ("app", "bench", "checkpoint", "generate", "plan", "settings", "train", "verify")),
     "models/registry.py",
     "__main__.py",
 )
