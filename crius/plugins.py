@@ -83,6 +83,7 @@ REQUIREMENTS = {
     "tensorboard": "tensorboard>=2.15",
     "torchao": "torchao>=0.18",
     "matplotlib": "matplotlib>=3.8",
+    "jinja2": "jinja2>=3.1",
 }
 
 

@@ -1,10 +1,11 @@
 """``crius generate``."""
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from cyclopts import Parameter
 
 from crius.cli.app import STARTED, Json, app, need_torch
+from crius.tools.generate.settings import Settings, read_prompts
 
 
 @app.command
@@ -21,49 +22,13 @@ def generate(
             allow_leading_hyphen=True,
         ),
     ] = "",
-    chat: Annotated[
-        bool, Parameter(negative=(), help="A prompt is what a user says: it goes through the chat template.")
-    ] = False,
-    max_new_tokens: Annotated[int, Parameter(help="Most tokens of an answer.")] = 100,
-    temperature: Annotated[float, Parameter(help="Divides the logits; 0 takes the most probable token.")] = 0.0,
-    top_k: Annotated[int, Parameter(help="Draw from so many of the most probable tokens. 0: from all.")] = 0,
-    top_p: Annotated[
-        float, Parameter(help="Draw from the fewest tokens whose probabilities sum to this. 1: from all.")
-    ] = 1.0,
-    stop: Annotated[
-        tuple[str, ...], Parameter(help="Text that ends an answer; repeat it for several.", allow_leading_hyphen=True)
-    ] = (),
-    seed: Annotated[int, Parameter(help="Of the draws.")] = 0,
-    batch_size: Annotated[int, Parameter(help="Prompts that are continued together.")] = 8,
-    device: Annotated[Literal["auto", "cpu", "cuda"], Parameter(help="Where to compute.")] = "auto",
-    dtype: Annotated[
-        Literal["auto", "float32", "bfloat16"],
-        Parameter(help="Of weights and computation. auto: bfloat16 on a GPU, else float32."),
-    ] = "auto",
-    tensor_parallel: Annotated[
-        int, Parameter(name="--parallelism.tensor_parallel_degree", help="Ranks here that share the model.")
-    ] = 1,
+    settings: Annotated[Settings, Parameter(name="*")] = Settings(),  # noqa: B008
     as_json: Json = False,
 ) -> int:
     """Continue prompts with a trained model, and print the text as it comes.
 
     With --json a line for each prompt: text, tokens, their log-probabilities, why it ended, and tokens per second.
     """
-    from crius.tools.generate.settings import Settings, read_prompts
-
-    settings = Settings(
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        stop=stop,
-        seed=seed,
-        batch_size=batch_size,
-        chat=chat,
-        device=device,
-        dtype=dtype,
-        ranks=tensor_parallel,
-    )
     settings.check()
     prompts = read_prompts(prompt, prompt_file)
     need_torch()

@@ -45,7 +45,7 @@ LAZY_ROOMS = (
     "__main__.py",
 )
 # pyproject.toml's extras, and what comes with torch but is only for some
-OPTIONAL = {"datasets", "fsspec", "matplotlib", "tokenizers", "tensorboard", "torchao"}
+OPTIONAL = {"datasets", "fsspec", "jinja2", "matplotlib", "tokenizers", "tensorboard", "torchao"}
 OPTIONAL |= {"torch.utils.tensorboard", "torch._inductor.lowering", "torch._inductor.cpp_builder"}
 
 AIM_FILE, STOP_FILE, AIM_FUNCTION, STOP_FUNCTION = 400, 500, 60, 100

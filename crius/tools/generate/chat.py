@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from crius.errors import DataError, EnvironmentError
-from crius.plugins import install_line
+from crius.plugins import REQUIREMENTS, install_line
 from crius.tools.generate.settings import Message
 
 _SCRIPT = Path(__file__).with_name("render.py")
@@ -30,7 +30,7 @@ def render_chat(template: str, messages: Sequence[Message], tokens: Mapping[str,
         EnvironmentError: jinja2 is missing.
     """
     if importlib.util.find_spec("jinja2") is None:
-        fix = f"{install_line('jinja2>=3.1')}, or leave out --chat"
+        fix = f"{install_line(REQUIREMENTS['jinja2'])}, or leave out --chat"
         raise EnvironmentError("chat templates need the jinja2 package, which is not installed.", fix=fix)
     task = {"template": template, "messages": list(messages), "tokens": dict(tokens)}
     try:

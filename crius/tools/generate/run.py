@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from random import Random
 
 import torch
 from torch import Tensor
@@ -61,15 +62,7 @@ def answer(
     source.check_room(len(ids), max(map(len, ids)) + settings.max_new_tokens)
     answers = [Answer(prompt.text) for prompt in prompts]
     streams = [TextStream(source.tokenizer, one, settings.stop) for one in ids]
-    draws = [torch.Generator().manual_seed((settings.seed + first + row) % 2**63) for row in range(len(ids))]
     began = time.perf_counter()
-
-    def pick(logits_BV: Tensor) -> Tensor:
-        if settings.temperature == 0:
-            return logits_BV.argmax(-1)
-        uniform_B = torch.cat([torch.rand(1, generator=draw, dtype=torch.float64) for draw in draws])
-        cut = {"temperature": settings.temperature, "top_k": settings.top_k, "top_p": settings.top_p}
-        return sample(logits_BV, uniform_B.to(logits_BV.device), **cut)  # type: ignore[arg-type]
 
     def end(row: int, reason: str) -> None:
         answers[row].finish_reason = reason
@@ -80,7 +73,7 @@ def answer(
     steps = generate(
         source.model,
         ids,
-        pick,
+        _pick(settings, range(first, first + len(ids))),
         max_new_tokens=settings.max_new_tokens,
         num_ids=source.tokenizer.vocab_size,
         unit=source.ranks,
@@ -105,6 +98,25 @@ def answer(
             if streams[row].is_stopped:  # by what was held back
                 answers[row].finish_reason = "stop"
     return answers
+
+
+def _pick(settings: Settings, numbers: range) -> Callable[[Tensor], Tensor]:
+    """Takes ids from logits; each of the prompts, which have these numbers, has draws of its own."""
+    if settings.temperature == 0:
+        return lambda logits_BV: logits_BV.argmax(-1)
+    draws = [torch.Generator().manual_seed(Random(f"{settings.seed}/{number}").getrandbits(63)) for number in numbers]
+
+    def pick(logits_BV: Tensor) -> Tensor:
+        uniform_B = torch.cat([torch.rand(1, generator=draw, dtype=torch.float64) for draw in draws])
+        return sample(
+            logits_BV,
+            uniform_B.to(logits_BV.device),
+            temperature=settings.temperature,
+            top_k=settings.top_k,
+            top_p=settings.top_p,
+        )
+
+    return pick
 
 
 def answer_all(source: Source, prompts: Sequence[Prompt], settings: Settings, started: float, *, as_json: bool) -> None:
@@ -136,18 +148,17 @@ def _print_batch(
     is_stream = len(batch) == 1
     times: list[float] = []
 
-    def on_text(row: int, text: str) -> None:
-        if text:
-            times.append(time.monotonic() - started)
-            if is_stream:
-                _write(text)
-
     def begin(row: int) -> None:
         head = "" if is_alone else f"[{first + row + 1}] "
         _write(head if settings.chat else f"{head}{batch[row].text}")
 
-    if is_stream:
-        begin(0)
+    def on_text(row: int, text: str) -> None:
+        if is_stream and not times:  # nothing is wrong with the prompt
+            begin(row)
+        times.append(time.monotonic() - started)
+        if is_stream:
+            _write(text)
+
     answers = answer(source, batch, settings, first=first, on_text=on_text)
     for row, one in enumerate(answers):
         if not is_stream:
@@ -156,7 +167,7 @@ def _print_batch(
         _write("\n")
     reasons = ", ".join(dict.fromkeys(one.finish_reason for one in answers))
     count, speed = sum(len(one.tokens) for one in answers), sum(one.tokens_per_second for one in answers)
-    when = f", first text {times[0]:.1f} s after the start" if times and first == 0 else ""
+    when = f", first one {times[0]:.1f} s after the start" if first == 0 else ""
     sys.stderr.write(f"({count} tokens, ended by {reasons}, {speed:,.1f} tokens/s{when})\n")
 
 

@@ -5,7 +5,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from cyclopts import Parameter
 
 from crius.errors import ConfigError, DataError
 
@@ -14,33 +16,40 @@ Message = dict[str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How text is generated.
-
-    Attributes:
-        max_new_tokens: most tokens of an answer.
-        temperature: divides the logits; 0 takes the most probable token.
-        top_k: so many of the most probable tokens are drawn from; 0: all.
-        top_p: the fewest tokens are drawn from whose probabilities sum to this; 1: all.
-        stop: texts that end an answer, which does not have them.
-        seed: of the draws; prompt number i has draws of its own, whatever else is in its batch.
-        batch_size: prompts that are continued together.
-        chat: a prompt is what a user says, and goes through the tokenizer's chat template.
-        device: auto, cpu or cuda.
-        dtype: auto, float32 or bfloat16, of weights and computation.
-        ranks: of tensor parallelism.
-    """
+    """How text is generated."""
 
     max_new_tokens: int = 100
+    """Most tokens of an answer."""
+
     temperature: float = 0.0
+    """Divides the logits; 0 takes the most probable token."""
+
     top_k: int = 0
+    """Draw from so many of the most probable tokens. 0: from all."""
+
     top_p: float = 1.0
-    stop: tuple[str, ...] = ()
+    """Draw from the fewest tokens whose probabilities sum to this. 1: from all."""
+
+    stop: Annotated[tuple[str, ...], Parameter(allow_leading_hyphen=True)] = ()
+    """Text that ends an answer, which does not have it; repeat it for several."""
+
     seed: int = 0
+    """Of the draws. Each prompt has draws of its own, whatever else is in its batch."""
+
     batch_size: int = 8
+    """Prompts that are continued together."""
+
     chat: bool = False
-    device: str = "auto"
-    dtype: str = "auto"
-    ranks: int = 1
+    """A prompt is what a user says: it goes through the tokenizer's chat template."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute."""
+
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of weights and computation. auto: bfloat16 on a GPU, else float32."""
+
+    ranks: Annotated[int, Parameter(name="--parallelism.tensor_parallel_degree")] = 1
+    """Processes of this host that share each layer."""
 
     def check(self) -> None:
         """Hold all settings against their ranges.

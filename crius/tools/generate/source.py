@@ -109,7 +109,7 @@ def read_source(path: str, settings: Settings, local_rank: int = 0, split: Split
     facts = SPECS[weights.model["name"]].describe(**sizes)
     tokenizer = build_tokenizer(TokenizerConfig(path=weights.tokenizer or "byte"))
     _check(path, weights, facts, tokenizer, settings)
-    device = pick_device(settings.device, local_rank)  # type: ignore[arg-type]  # checked by the command line
+    device = pick_device(settings.device, local_rank)
     _choose_kernels(device)
     model = _build(facts, settings, device)
     split(model, facts)
