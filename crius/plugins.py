@@ -84,6 +84,8 @@ REQUIREMENTS = {
     "torchao": "torchao>=0.18",
     "matplotlib": "matplotlib>=3.8",
     "jinja2": "jinja2>=3.1",
+    "gguf": "gguf>=0.17",
+    "huggingface_hub": "huggingface_hub>=0.30",
 }
 
 

@@ -77,6 +77,11 @@ def laid_out(local: Tensor, like: Tensor) -> Tensor:
     return DTensor(local, DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta), requires_grad=False)
 
 
+def plain(parameter: Tensor) -> Tensor:
+    """A parameter or buffer as a tensor of plain numbers that shares its memory, whatever it is gathered in."""
+    return laid_out(local_tensor(parameter), parameter)
+
+
 def num_shards(tensor: Tensor, axis: str | None = None) -> int:
     """Into how many different parts a tensor is split, over all axes of its mesh or over the one called ``axis``."""
     if not isinstance(tensor, DTensor):

@@ -12,6 +12,9 @@ ASYNC = "--parallelism.enable_async_tensor_parallel"
 RESHARD = "--parallelism.reshard_after_forward_mode"
 FLOAT8 = "--quantize.dense.float8.enable"
 
+# the model and the tokenizer, so that no weights are asked for theirs
+GIVEN = ["--model.name", "llama3", "--model.flavor", "debug", "--tokenizer.path", "byte"]
+
 # rule, flags, what else is known, in the sentence, in "from", in "fix"
 CASES = [
     (rules.known_model, ["--model.name", "llama"], {}, "called llama, did you mean llama3?", "--model.name", "llama3"),
@@ -351,6 +354,14 @@ CASES = [
         "checkpoint.folder memory://x would be gone",
         "--checkpoint.folder",
         "--checkpoint.folder checkpoints",
+    ),
+    (
+        rules_training.a_run_starts_from_one_thing,
+        ["--checkpoint.load_path", "runs/a/checkpoints", "--checkpoint.init_from", "runs/b", *GIVEN],
+        {},
+        "checkpoint.init_from runs/b and checkpoint.load_path runs/a/checkpoints are given",
+        "--checkpoint.init_from",
+        "leave out one of them",
     ),
     (
         rules_training.checkpoint_flags_have_effect,

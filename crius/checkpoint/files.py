@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from crius.checkpoint.disk import Disk
+from crius.checkpoint.disk import Disk, Sink
 from crius.checkpoint.folder import damages_of_file
 from crius.checkpoint.manifest import BLOCK_BYTES, ITEM_BYTES, FileEntry, Hasher, Manifest, digest_of
 from crius.checkpoint.names import MANIFEST
@@ -64,21 +64,26 @@ def write_shard(
     with disk.create(path) as sink:
         sink.write(head)
         for index in order:
-            part = parts[index]
-            data = part.data()
-            if data.nbytes != part.num_bytes:
-                raise CheckpointError(f"{part.key} has {data.nbytes:,} bytes, {part.num_bytes:,} were announced.")
-            view = data.cast("B") if data.nbytes else memoryview(b"")
-            own = Hasher()
-            for begin in range(0, view.nbytes, BLOCK_BYTES):
-                block = view[begin : begin + BLOCK_BYTES]
-                own.update(block)
-                whole.update(block)
-                sink.write(block)
-                beat()
-            places[index] = (at, at + view.nbytes, own.hexdigest())
-            at += view.nbytes
+            digest = _write_part(parts[index], sink, whole, beat)
+            places[index] = (at, at + parts[index].num_bytes, digest)
+            at += parts[index].num_bytes
     return FileEntry(at, whole.hexdigest()), places
+
+
+def _write_part(part: Part, sink: Sink, whole: Any, beat: Callable[[], None]) -> str:
+    """Write a tensor and return its hash; its bytes are let go before those of the next one are there."""
+    data = part.data()
+    if data.nbytes != part.num_bytes:
+        raise CheckpointError(f"{part.key} has {data.nbytes:,} bytes, {part.num_bytes:,} were announced.")
+    view = data.cast("B") if data.nbytes else memoryview(b"")
+    own = Hasher()
+    for begin in range(0, view.nbytes, BLOCK_BYTES):
+        block = view[begin : begin + BLOCK_BYTES]
+        own.update(block)
+        whole.update(block)
+        sink.write(block)
+        beat()
+    return own.hexdigest()
 
 
 def _header(parts: Sequence[Part]) -> bytes:

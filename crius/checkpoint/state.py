@@ -81,6 +81,8 @@ def _check(state: dict[str, Any], step: int, most: int) -> None:
         run = _table(state, "run")
         _text(run.get("id", ""), "run.id")
         _count(run.get("threads", 1), "run.threads", most)
+    for name, value in _table({"init_from": {}} | state, "init_from").items():
+        _text(value, f"init_from.{_text(name, 'a name of init_from')}")
     if "ledger" in state:
         ledger = _table(state, "ledger")
         _text(ledger.get("command"), "ledger.command")

@@ -26,8 +26,12 @@ class Checkpoints:
     run_dir: Path | None
 
 
-def find_checkpoints(path: str) -> Checkpoints:
+def find_checkpoints(path: str, where: str = "command line") -> Checkpoints:
     """What a path of the command line means: a run folder, a folder of checkpoints, or one checkpoint.
+
+    Args:
+        path: of it, or an fsspec URL.
+        where: the path comes from, for messages.
 
     Raises:
         ConfigError: there is nothing like that.
@@ -37,9 +41,7 @@ def find_checkpoints(path: str) -> Checkpoints:
         return Checkpoints(CheckpointFolder(open_disk(parent if parse_folder(last) else path)), _name(last), None)
     place = Path(path)
     if not place.is_dir():
-        raise ConfigError(
-            f"{path} is no folder.", where="command line", fix="give a run folder, or a folder of checkpoints"
-        )
+        raise ConfigError(f"{path} is no folder.", where=where, fix="give a run folder, or a folder of checkpoints")
     if parse_folder(name := place.absolute().name):
         parent = str(place.parent if place.name else place.absolute().parent)
         return Checkpoints(CheckpointFolder(open_disk(parent)), name, None)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from cyclopts import CycloptsError
 
 from crius.cli.app import COMMAND, SOURCES, app, silence_stdout
-from crius.config.load import normalized_argv
+from crius.config.argv import normalized_argv
 from crius.config.names import WrongSettings, explain
 from crius.data.documents import is_utf8
 from crius.errors import ConfigError, CriusError
@@ -19,7 +19,7 @@ from crius.redact import printable, redact
 
 VERBS = {
     **{"train": "train", "plan": "plan", "verify": "verify", "bench": "bench", "checkpoint": "checkpoint"},
-    "generate": "generate",
+    **{"generate": "generate", "import": "importing"},
     **{"config": "settings", "data": "settings", "doctor": "settings"},
 }
 """The module here of each verb, which adds it to ``app`` when it is imported."""

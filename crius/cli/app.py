@@ -1,5 +1,6 @@
 """The command, the types of flags that verbs share, and what several verbs need. No torch here."""
 
+import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -22,6 +23,7 @@ from crius.config.facts import Facts
 from crius.config.load import RunSources
 from crius.config.rules import plain_name
 from crius.config.run import ModelConfig, RunConfig, replace_fields
+from crius.config.toml_file import toml_table
 from crius.errors import ConfigError, EnvironmentError
 from crius.host import Machine
 from crius.models.huggingface import read_model_settings
@@ -64,7 +66,22 @@ def _read_model(path: str, name: str, where: str) -> tuple[str, dict[str, Any]]:
     return read_model_settings(path, {name: asked.hf} if asked and asked.hf else families(), where)
 
 
-SOURCES = RunSources({"model.name": SPECS, "model.flavor": FLAVORS, "data.source": DATA_SOURCES}, _read_model)
+def _read_weights(path: str, run_dir: str, where: str) -> Mapping[str, Any]:
+    """What weights bring along; where the run of ``run_dir`` began with them already, what its run.toml says."""
+    with contextlib.suppress(OSError, ValueError):
+        saved = toml_table(Path(run_dir) / "run.toml") if run_dir else {}
+        if saved.get("checkpoint", {}).get("init_from") == path:
+            return {f"{part}.{name}": value for part in ("model", "tokenizer") for name, value in saved[part].items()}
+    from crius.interop.weights import open_weights
+
+    weights = open_weights(path, where)
+    brought = {f"model.{name}": value for name, value in weights.model.items()}
+    return brought | ({"tokenizer.path": weights.tokenizer} if weights.tokenizer else {})
+
+
+SOURCES = RunSources(
+    {"model.name": SPECS, "model.flavor": FLAVORS, "data.source": DATA_SOURCES}, _read_model, _read_weights
+)
 COMMAND: list[str] = []
 """Verb and flags of this command, as ``normalized_argv`` gives them."""
 
@@ -232,7 +249,7 @@ def _base_name(run: RunConfig) -> str:
     names = [f"model.{field.name}" for field in dataclasses.fields(ModelConfig)]
     if SOURCES.recipe and all(SOURCES.origin(name) in ("default", f"recipe {SOURCES.recipe}") for name in names):
         return SOURCES.recipe
-    source, defaults = run.model.from_hf, ModelConfig()
+    source, defaults = run.model.from_hf or run.checkpoint.init_from, ModelConfig()
     given = (name for name in vars(defaults) if SOURCES.origin(f"model.{name}") == "command line" or not source)
     changed = [
         f"{name}_{getattr(run.model, name)}"

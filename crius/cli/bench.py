@@ -24,8 +24,8 @@ from crius.cli.app import (
     run_dir,
 )
 from crius.config import rules
+from crius.config.argv import normalized_argv
 from crius.config.facts import Facts
-from crius.config.load import normalized_argv
 from crius.config.run import RunConfig
 from crius.config.toml_file import command_line_flags, flatten, to_toml
 from crius.config.training import SET_BY_FORMAT

@@ -13,8 +13,8 @@ from crius.checkpoint.disk import open_disk
 from crius.checkpoint.folder import CheckpointFolder
 from crius.checkpoint.names import step_name
 from crius.cli.app import COMMAND, emit
+from crius.config.argv import normalized_argv
 from crius.config.facts import Facts
-from crius.config.load import normalized_argv
 from crius.config.rules import RULES
 from crius.config.run import RunConfig, replace_fields
 from crius.errors import CriusError

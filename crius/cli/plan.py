@@ -28,8 +28,8 @@ from crius.cli.app import (
 )
 from crius.cli.settings import config_of, run_of
 from crius.config import rules
-from crius.config.load import DEFAULT_RECIPE, PLAN_SHORT, recipe_settings
-from crius.config.names import WrongSettings, explain
+from crius.config.load import DEFAULT_RECIPE, recipe_settings
+from crius.config.names import PLAN_SHORT, WrongSettings, explain
 from crius.config.run import RunConfig, replace_fields
 from crius.config.toml_file import flatten
 from crius.errors import ConfigError, CriusError

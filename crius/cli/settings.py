@@ -32,10 +32,11 @@ from crius.cli.app import (
     imports,
 )
 from crius.config import rules
+from crius.config.argv import normalized_argv
 from crius.config.changes import flag
 from crius.config.data import DataConfig, TokenizerConfig
 from crius.config.facts import Facts
-from crius.config.load import OF_MODEL, normalized_argv, recipe_names
+from crius.config.load import OF_MODEL, recipe_names
 from crius.config.run import RunConfig
 from crius.config.toml_file import differences, flatten
 from crius.errors import ConfigError, CriusError

@@ -10,7 +10,7 @@ import shlex
 import sys
 import tomllib
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -20,9 +20,8 @@ from cyclopts.argument import Argument, Token
 from crius import plugins
 from crius.config.data import check_source
 from crius.config.layout import spread_layout, spread_microbatches
-from crius.config.names import ALIASES, PLAN_SHORT, SHORT, WrongSettings, conversion, did_you_mean, unknown
-from crius.config.run import RunConfig
-from crius.config.toml_file import COMMAND_LINE_ONLY, choices_of, flatten, takes, toml_table, wrong_kind
+from crius.config.names import ALIASES, WrongSettings, conversion, did_you_mean, unknown
+from crius.config.toml_file import COMMAND_LINE_ONLY, choices_of, takes, toml_table, wrong_kind
 from crius.errors import ConfigError, CriusError
 
 DEFAULT_RECIPE = "llama3_debug"
@@ -40,6 +39,9 @@ TAKEN = (
 FROM_HF = "--model.from_hf"
 OF_MODEL = " (model.from_hf)"
 """How the origin of a value ends that ``model.from_hf`` gave."""
+INIT_FROM = "--checkpoint.init_from"
+OF_WEIGHTS = " (checkpoint.init_from)"
+"""The same of what came with weights."""
 CUSTOM = "custom"
 """The flavor without sizes of its own."""
 
@@ -63,6 +65,8 @@ class RunSources:
         spellings: dotted names of settings, and the values of each that are known; they are taken ignoring case.
         read_model: reads ``model.from_hf``, for the model of a name if one is given, and says where the path came from:
             the file, and values of the fields of ``[model]``. It raises ConfigError.
+        read_weights: gives the settings that weights at a path bring along, by dotted name; told the folder of the run,
+            if one is named, and where the path came from. It raises CriusError.
 
     Attributes:
         origins: dotted field name to a phrase such as ``command line`` or ``recipe llama3_debug``, of every value that
@@ -74,11 +78,12 @@ class RunSources:
         self,
         spellings: Mapping[str, Collection[str]] = types.MappingProxyType({}),
         read_model: Callable[[str, str, str], tuple[str, dict[str, Any]]] = lambda path, name, where: (path, {}),
+        read_weights: Callable[[str, str, str], Mapping[str, Any]] = lambda path, run_dir, where: {},
     ) -> None:
         self.origins: dict[str, str] = {}
         self.recipe = ""
         self._spellings = spellings
-        self._read_model = read_model
+        self._read_model, self._read_weights = read_model, read_weights
         self._model_file = ""
 
     def origin(self, name: str) -> str:
@@ -111,8 +116,12 @@ class RunSources:
         if takes_layout:
             yield from spread_layout(named)
         yield from self._spread_model(named, {})
-        sources = [*(functools.partial(_config_file, file) for file in reversed(files))]
+        sources: list[Callable[[], tuple[str, dict[str, Any]]] | None]
+        sources = [*(functools.partial(_config_file, file) for file in reversed(files)), None]
         for read in [*sources, *(functools.partial(_recipe, recipe) for recipe in recipes)]:
+            if read is None:
+                yield from self._spread_weights(named)
+                continue
             try:
                 source, table = read()
             except ConfigError as error:
@@ -168,10 +177,34 @@ class RunSources:
             values = {f"model.{name}": value for name, value in found.items()}
             yield from _fill(named, values, f"{file}{OF_MODEL}", is_read_only=False)
 
+    def _spread_weights(self, named: Mapping[str, Argument]) -> Iterator[CriusError]:
+        """Give the model and the tokenizer that ``checkpoint.init_from`` brings along to what nobody set: a recipe is
+        weaker. Under a flavor that was given its sizes are those of the flavor.
+        """
+        token = next(iter(named[INIT_FROM].tokens), None) if INIT_FROM in named else None
+        if token is None or not token.value:
+            return
+        _leave_open(named)
+        brought = ("model.name", "model.flavor", *(f"model.{size}" for size in TAKEN), "tokenizer.path")
+        wanted = [name for name in brought if not named[f"--{name}"].tokens]
+        if named["--model.flavor"].tokens:
+            wanted = [name for name in wanted if name in ("model.name", "tokenizer.path")]
+        if not wanted:
+            return
+        folder = next(iter(named["--job.run_dir"].tokens), None)
+        where = f"{INIT_FROM} ({'command line' if token.source == 'cli' else token.source})"
+        try:
+            found = self._read_weights(token.value, folder.value if folder else "", where)
+        except CriusError as error:
+            yield error
+            return
+        values = {name: found[name] for name in wanted if name in found}
+        yield from _fill(named, values, f"{token.value}{OF_WEIGHTS}", is_read_only=False)
+
     def rows_are_given(self) -> bool:
-        """Whether somebody gave ``model.vocab_size``, and not only a file of ``model.from_hf``."""
+        """Whether somebody gave ``model.vocab_size``, and not only ``model.from_hf`` or ``checkpoint.init_from``."""
         origin = self.origin("model.vocab_size")
-        return origin != "default" and not origin.endswith(OF_MODEL)
+        return origin != "default" and not origin.endswith((OF_MODEL, OF_WEIGHTS))
 
     def _spelled(self, name: str, value: str) -> str:
         """The known value of a setting that ``value`` is when case, ``-`` and ``_`` are ignored; empty: none."""
@@ -342,52 +375,3 @@ def _canonical(value: str, hint: Any) -> str:
         if plain == _plain(choice) or CHOICE_ALIASES.get(plain) == choice:
             return choice
     return value
-
-
-def normalized_argv(argv: Sequence[str]) -> list[str]:
-    """``argv`` as cyclopts takes it.
-
-    torchtitan's flag names are replaced, ``--flag true`` is joined to ``--flag=true``, and of a flag that is given
-    more than once the last one stays, so that a script can append to common flags. Flags that take lists collect.
-    """
-    options = {"recipe": "", "nproc": 0, "layout": "", "strict": False, "dry_run": False, "dry_run_rank": 0}
-    defaults: dict[str, Any] = flatten(RunConfig()) | options
-    aliases = ALIASES | _short_forms(argv[0] if argv else "")
-    out: list[str] = []
-    last: dict[str, int] = {}  # where in ``out`` each flag that takes one value stands
-    for token in argv:
-        if out and out[-1] == "--vs":  # its value is flags
-            out[-1] += f"={token}"
-            continue
-        if token.lower() in ("true", "false") and out and out[-1].startswith("--") and "=" not in out[-1]:
-            out[-1] += f"={token.lower()}"
-            continue
-        if token.startswith("--"):
-            flag, equals, value = token[2:].partition("=")
-            name = aliases.get(flag.replace("-", "_"), flag.replace("-", "_"))
-            token = f"--{name if name in defaults else flag}{equals}{value}"
-            setting = name.replace(".no_", ".") if name.replace(".no_", ".") in defaults else name
-            if setting in last:
-                _forget(out, last, setting, defaults[setting])
-            if not isinstance(defaults.get(setting, ()), tuple):
-                last[setting] = len(out)
-        out.append(token)
-    return out
-
-
-def _short_forms(verb: str) -> dict[str, str]:
-    """Short names of flags that ``verb`` takes; those of ``verify`` have ``--steps`` themselves."""
-    if verb not in ("train", "plan", "config", "verify", "bench", "doctor"):
-        return {}
-    short = {name: flag for name, flag in SHORT.items() if verb != "verify" or name != "steps"}
-    return short | PLAN_SHORT if verb == "plan" else short
-
-
-def _forget(out: list[str], last: dict[str, int], setting: str, default: Any) -> None:
-    """Take the earlier ``setting`` and its value out of ``out``."""
-    start = last.pop(setting)
-    has_value = "=" not in out[start] and not isinstance(default, bool) and start + 1 < len(out)
-    count = 2 if has_value and not out[start + 1].startswith("--") else 1
-    del out[start : start + count]
-    for name, place in last.items():
-        last[name] = place - count if place > start else place

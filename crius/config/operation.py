@@ -70,6 +70,11 @@ class CheckpointConfig:
     load_path: str = ""
     """Folder of checkpoints to start from where this run has none of its own yet, such as another run's."""
 
+    init_from: str = ""
+    """Weights to start from where this run has no checkpoint yet: a run, a checkpoint or a folder of Hugging Face. The
+    weights alone are taken: step, moments, schedule and data start anew. Sizes of the model and the tokenizer are
+    those of the source unless they are given."""
+
     mode: Literal["async", "sync"] = "async"
     """async: the run goes on as soon as the state is copied to host memory, a thread writes it. sync: it waits."""
 

@@ -196,9 +196,11 @@ KERNEL_RULES: tuple[Rule, ...] = (cpu_kernels_run_on_cpus, attention_backend_run
 def checkpoint_flags_have_effect(facts: Facts) -> Violations:
     """Settings of checkpoints that were given on the command line are those of a run that has checkpoints."""
     checkpoint, reason = facts.config.checkpoint, ": this run neither saves checkpoints nor resumes"
-    names = [] if checkpoint.is_enabled else [f"checkpoint.{name}" for name in vars(checkpoint) if name != "enable"]
+    names = [f"checkpoint.{name}" for name in vars(checkpoint) if name not in ("enable", "init_from")]
     rows = [(name, reason, f"--checkpoint.enable, or leave out --{name}") for name in names]
-    return without_effect(facts, rows, f"checkpoint.enable is off ({facts.origin('checkpoint.enable')})")
+    return without_effect(
+        facts, [] if checkpoint.is_enabled else rows, f"checkpoint.enable is off ({facts.origin('checkpoint.enable')})"
+    )
 
 
 def checkpoints_have_a_folder(facts: Facts) -> Violations:
@@ -215,7 +217,7 @@ def checkpoints_have_a_folder(facts: Facts) -> Violations:
 
 def checkpoints_outlive_the_process(facts: Facts) -> Violations:
     """Checkpoints do not lie in the memory of a process, where fsspec would put them."""
-    for name in ("folder", "load_path"):
+    for name in ("folder", "load_path", "init_from"):
         value = getattr(facts.config.checkpoint, name)
         if value.startswith("memory://"):
             yield ConfigError(
@@ -225,7 +227,20 @@ def checkpoints_outlive_the_process(facts: Facts) -> Violations:
             )
 
 
+def a_run_starts_from_one_thing(facts: Facts) -> Violations:
+    """Weights alone, or the whole state of another run."""
+    checkpoint = facts.config.checkpoint
+    if checkpoint.init_from and checkpoint.load_path:
+        yield ConfigError(
+            f"checkpoint.init_from {checkpoint.init_from} and checkpoint.load_path {checkpoint.load_path} are given.",
+            where=facts.flag("checkpoint.init_from"),
+            why="init_from takes weights alone and starts at step 0, load_path goes on from all of a checkpoint",
+            fix="leave out one of them",
+        )
+
+
 CHECKPOINT_RULES: tuple[Rule, ...] = (
+    a_run_starts_from_one_thing,
     checkpoint_flags_have_effect,
     checkpoints_have_a_folder,
     checkpoints_outlive_the_process,

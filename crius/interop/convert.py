@@ -2,7 +2,7 @@
 
 import re
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -124,7 +124,9 @@ def convert(
     if not tensors:
         raise CheckpointError(f"{source} holds no tensor to convert.", fix="give fewer --skip patterns")
     readers = {name: _reader(name, tensor, rotary_pairs) for name, tensor in sorted(tensors.items())}
-    where = _write(open_disk(target), tensors, readers, step, source, foreign.kind)
+    state = {"imported": True, "source": f"{foreign.kind}: {source}"}
+    write_checkpoint(open_disk(target), tensors, readers, step, foreign.kind, {}, state)
+    where = f"{open_disk(target).where}/{step_name(step)}"
     return Imported(foreign.kind, where, step, step_from, result.num_bytes, rows, notes)
 
 
@@ -187,25 +189,43 @@ def _notes(foreign: Foreign, tensors: dict[str, TensorSource], rotary_pairs: int
 def _reader(name: str, tensor: TensorSource, rotary_pairs: int) -> Callable[[], memoryview]:
     if not (rotary_pairs and is_rotated(tensor, name)):
         return tensor.read
-    rows, columns = tensor.shape
-
-    def read() -> memoryview:
-        numbers = as_array(tensor.read(), tensor.shape, tensor.dtype)
-        heads = numbers.reshape(rows // rotary_pairs, rotary_pairs // 2, 2, columns, -1)
-        return memoryview(np.ascontiguousarray(heads.swapaxes(1, 2)).reshape(-1))  # type: ignore[arg-type]
-
-    return read
+    return lambda: in_halves(as_array(tensor.read(), tensor.shape, tensor.dtype), rotary_pairs)
 
 
-def _write(
+def in_halves(rows: np.ndarray[Any, Any], head_dim: int) -> memoryview:
+    """The bytes of a tensor whose rows went from neighbouring pairs of a head's rotary dims to its halves.
+
+    Args:
+        rows: ``(heads * head_dim, ...)``.
+        head_dim: dims of a head.
+    """
+    heads = rows.reshape(-1, head_dim // 2, 2, *rows.shape[1:])
+    return np.ascontiguousarray(heads.swapaxes(1, 2)).reshape(-1).view(np.uint8).data
+
+
+def write_checkpoint(
     disk: Disk,
-    tensors: dict[str, TensorSource],
-    readers: dict[str, Callable[[], memoryview]],
+    tensors: Mapping[str, TensorSource],
+    readers: Mapping[str, Callable[[], memoryview]],
     step: int,
-    source: str,
     kind: str,
-) -> str:
-    """Write, verify and commit a checkpoint; returns where."""
+    config: dict[str, Any],
+    state: dict[str, Any],
+) -> None:
+    """Write, verify and commit a checkpoint, one tensor at a time.
+
+    Args:
+        disk: folder of checkpoints.
+        tensors: by name in the checkpoint.
+        readers: gives the bytes of each.
+        step: of it.
+        kind: of the source.
+        config: settings that are known, by dotted name.
+        state: what is no tensor, beside the step.
+
+    Raises:
+        CheckpointError: there is one of that step, the disk does not take it, or a tensor is damaged.
+    """
     if step in disk.committed() or step_name(step) in disk.folders():
         raise CheckpointError(
             f"{disk.where} has a checkpoint of step {step} already.",
@@ -229,20 +249,18 @@ def _write(
             step=step,
             run_id=attempt,
             versions={"crius": __version__, "source": kind},
-            config={},
+            config=config,
             layout="imported",
             num_ranks=1,
             dataset="",
             files=files,
             tensors=entries,
         )
-        state = {"imported": True, "source": f"{kind}: {source}", "train": {"step": step}}
-        commit(disk, folder, attempt, manifest, state)
+        commit(disk, folder, attempt, manifest, state | {"train": {"step": step}})
     except BaseException:
         if folder in disk.folders():
             disk.sweep(folder)
         raise
-    return f"{disk.where}/{step_name(step)}"
 
 
 def _family(row: KeyRow) -> str:
@@ -251,7 +269,7 @@ def _family(row: KeyRow) -> str:
     return row.source if row.reason == SKIPPED else f"{first}.*" if dot else first
 
 
-def _shares(tensors: dict[str, TensorSource]) -> list[list[str]]:
+def _shares(tensors: Mapping[str, TensorSource]) -> list[list[str]]:
     """Names for each file."""
     shares: list[list[str]] = [[]]
     size = 0

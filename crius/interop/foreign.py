@@ -1,6 +1,7 @@
 """Checkpoints that other programs wrote: what is in them, and their tensors as bytes. No torch, and nothing is run."""
 
 import os
+import re
 import stat
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -46,7 +47,7 @@ def open_inside(folder: Path, name: str) -> BinaryIO:
     Raises:
         CheckpointError: there is no regular file of that name.
     """
-    where = f"{folder}/{name}"
+    folder, name, where = *_without_cache_link(folder, name), f"{folder}/{name}"
     assert "/" not in name and name not in ("", ".", "..")
     try:
         number = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -59,6 +60,14 @@ def open_inside(folder: Path, name: str) -> BinaryIO:
         os.close(number)
         raise refusal(where, "it is no regular file")
     return open(number, "rb")
+
+
+def _without_cache_link(folder: Path, name: str) -> tuple[Path, str]:
+    """Where the file is: in a cache of the hub, a snapshot has links to the blobs beside it, and no others count."""
+    if folder.parent.name == "snapshots" and (folder / name).is_symlink():
+        if blob := re.fullmatch(r"\.\./\.\./blobs/([0-9a-f]{40,64})", os.readlink(folder / name)):
+            return folder.parent.parent / "blobs", blob[1]
+    return folder, name
 
 
 def size_of(folder: Path, name: str) -> int:

@@ -168,7 +168,7 @@ def safetensors_names(folder: Path) -> list[str]:
     if not (folder / INDEX).exists():
         return there
     with open_inside(folder, INDEX) as file:
-        data = file.read(MAX_HEADER)
+        data = file.read(min(MAX_HEADER, os.fstat(file.fileno()).st_size))
     where = f"{folder}/{INDEX}"
     index = json_object(data, where).get("weight_map")
     if not isinstance(index, dict) or not all(isinstance(name, str) for name in index.values()):

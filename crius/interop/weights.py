@@ -1,6 +1,6 @@
 """Weights of a model wherever they lie: a run, a checkpoint, or a folder of Hugging Face. No torch, nothing is run."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -53,6 +53,11 @@ class Weights:
     origin: str
     hash_now: Callable[[], str]
 
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """What ``ModelSpec.describe`` takes: flavor and sizes."""
+        return {name: value for name, value in self.model.items() if name != "name"}
+
     @cached_property
     def digest(self) -> str:
         """``xxh3-128:HEX`` of the manifest of a checkpoint, of all bytes of other sources: those are read for it."""
@@ -81,7 +86,7 @@ def open_weights(path: str, where: str = "command line") -> Weights:
 
 
 def _of_checkpoint(path: str, where: str) -> Weights:
-    found = find_checkpoints(path)
+    found = find_checkpoints(path, where)
     disk, name = found.folder.disk, found.name
     if not name:
         steps = found.folder.good()
@@ -99,7 +104,7 @@ def _of_checkpoint(path: str, where: str) -> Weights:
         if key.startswith("model.")
     }
     model = _saved_model(manifest, f"{disk.where}/{name}")
-    _check(model, {key: tensor.shape for key, tensor in tensors.items()}, str, f"{disk.where}/{name}")
+    check_tensors(model, {key: tensor.shape for key, tensor in tensors.items()}, str, f"{disk.where}/{name}")
     own = Path(disk.where).parent / TOKENIZER_FOLDER
     is_own = disk.is_local and (own / TOKENIZER).is_file()
     tokenizer = str(own) if is_own else str(manifest.config.get("tokenizer.path", ""))
@@ -160,7 +165,7 @@ def _of_hugging_face(folder: Path, where: str) -> Weights:
         chat_template=read_chat_template(folder),
         kind="Hugging Face",
         origin=f"Hugging Face folder {folder}",
-        hash_now=partial(_hash_files, folder, [CONFIG, *names]),
+        hash_now=partial(hash_files, folder, [CONFIG, *names]),
     )
 
 
@@ -189,14 +194,20 @@ def hugging_face_tensors(foreign: Foreign, model: Mapping[str, Any], where: str)
                 fix="tie_word_embeddings: false, if they are two",
             )
         del there[second]
-    names = _check(model, {key: tensor.shape for key, tensor in there.items()}, family.translated, where)
+    names = check_tensors(model, {key: tensor.shape for key, tensor in there.items()}, family.translated, where)
     return {name: there[key] for name, key in names.items()}
 
 
-def _check(
+def check_tensors(
     model: Mapping[str, Any], there: Mapping[str, Shape], translated: Callable[[str], str], where: str
 ) -> dict[str, str]:
     """Names elsewhere of the weights and the buffers of a model, by ours.
+
+    Args:
+        model: settings of ``[model]``, all sizes among them.
+        there: shapes by their names elsewhere.
+        translated: our name to theirs.
+        where: they are.
 
     Raises:
         CheckpointError: they are not those that are there; names all that do not fit.
@@ -240,7 +251,8 @@ def read_chat_template(folder: Path) -> str:
     return ""
 
 
-def _hash_files(folder: Path, names: list[str]) -> str:
+def hash_files(folder: Path, names: Sequence[str]) -> str:
+    """One hash of all bytes of files of a folder, in this order."""
     hasher = Hasher()
     for name in names:
         with open_inside(folder, name) as file:

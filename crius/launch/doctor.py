@@ -27,6 +27,7 @@ PACKAGES = (
     ("tomli_w", True, "run.toml", "tomli-w"),
     ("datasets", False, "--data.source huggingface", REQUIREMENTS["datasets"]),
     ("tokenizers", False, "--tokenizer.path tokenizer.json", REQUIREMENTS["tokenizers"]),
+    ("gguf", False, "crius import of a GGUF file", REQUIREMENTS["gguf"]),
     ("tensorboard", False, "--metrics.enable_tensorboard", REQUIREMENTS["tensorboard"]),
     ("torchao", False, "float8, MXFP8, 8-bit optimizer states", REQUIREMENTS["torchao"]),
     ("matplotlib", False, "the picture of crius verify precision", REQUIREMENTS["matplotlib"]),

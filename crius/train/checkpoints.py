@@ -29,10 +29,11 @@ from crius.launch.environment import Placement
 from crius.launch.status import status
 from crius.metrics.ledger import TimeLedger
 from crius.optim import state as optimizer_state
-from crius.shards import laid_out, local_tensor, named_buffers, named_parameters, named_state
+from crius.shards import named_buffers, named_parameters, named_state, plain
 from crius.train.build import Job
 from crius.train.guard import UpdateGuard
 from crius.train.inputs import check_steps_left, checkpoint_folder
+from crius.train.pretrained import load_initial
 from crius.train.state import TrainState, restore_streams, seed_streams, streams
 
 log = logging.getLogger("crius.checkpoint")
@@ -96,7 +97,7 @@ class Checkpoints:
             self._attempt,
         )
         self.saver = Saver(self.folder, self._config.checkpoint, place, self._beat, self._wait)
-        self._run_id = ""
+        self._run_id, self._initial = "", dict[str, str]()
         self._last_saved = -1
         self._last_time = time.monotonic()
 
@@ -128,6 +129,7 @@ class Checkpoints:
             check_steps_left(found.manifest.step, self._config)
         if found is None:
             self._run_id = self._ranks.gather_json(uuid.uuid4().hex)[0]
+            self._initial = load_initial(self._config, self._ranks, self._parts.state)
             return {}
         begin = time.monotonic()
         self._load(found)
@@ -140,7 +142,7 @@ class Checkpoints:
             log.info("resume: step %d of %s, saved on %s, %.1f s", step, where, found.manifest.layout, seconds)
         self._last_saved = step if found.folder is self.folder else -1
         self._last_time = time.monotonic()
-        self._run_id = found.manifest.run_id
+        self._run_id, self._initial = found.manifest.run_id, found.state.get("init_from", {})
         ledger = found.state.get("ledger", {})
         is_ours = self._command and ledger.get("command") == self._command
         return dict(ledger["seconds"]) if is_ours else {}
@@ -257,6 +259,7 @@ class Checkpoints:
             "stability": self._parts.guard.state(),
             "run": {"id": self._run_id, "threads": torch.get_num_threads()},
             "ledger": {"command": self._command, "seconds": self._parts.ledger.seconds},
+            **({"init_from": self._initial} if self._initial else {}),
         }
 
     def _load(self, found: Found) -> None:
@@ -361,8 +364,3 @@ class Checkpoints:
         for step in (step for step in self.folder.steps() if step > found.manifest.step):
             self.folder.disk.set_aside(step_name(step))
             log.warning("checkpoint: step %d, later than the one that the run goes on from, was set aside", step)
-
-
-def plain(parameter: Tensor) -> Tensor:
-    """A parameter or buffer as a tensor of plain numbers that shares its memory, whatever it is gathered in."""
-    return laid_out(local_tensor(parameter), parameter)

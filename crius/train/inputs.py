@@ -21,6 +21,7 @@ from crius.data.tokenizer import build_tokenizer
 from crius.data.tokens import META, TokenMeta
 from crius.errors import CheckpointError, ConfigError, CriusError, EnvironmentError
 from crius.host import Machine
+from crius.interop.weights import Weights, open_weights, settled
 from crius.models.description import ModelDescription, ModuleFacts
 from crius.models.registry import SPECS, find_spec
 
@@ -236,11 +237,39 @@ def check_resume(config: RunConfig, run_dir: Path) -> None:
     """
     found = _resumed(config, run_dir)
     if found is None:
+        if config.checkpoint.init_from:
+            open_initial(config)
         return
     if not found.is_import:
         check_changes(changes(found.settings, shown(config)), config.checkpoint.allow_changes, found.where)
     if not found.is_own:
         check_steps_left(found.step, config)
+
+
+def open_initial(config: RunConfig) -> Weights:
+    """The weights of ``checkpoint.init_from``, which fit the model; it may have more rows for its vocabulary.
+
+    Raises:
+        CriusError: see ``open_weights``.
+        ConfigError: the model has other sizes; names all of them.
+    """
+    path, name = config.checkpoint.init_from, "--checkpoint.init_from"
+    weights = open_weights(path, name)
+    ours = settled({"name": config.model.name, "flavor": config.model.flavor, **config.model.sizes})
+    differing = [
+        field
+        for field, value in weights.model.items()
+        if ours[field] != value and field != "flavor" and not (field == "vocab_size" and ours[field] > value)
+    ]
+    if differing:
+        raise ConfigError(
+            f"the model is not that of {weights.origin}:"
+            + "".join(f"\n  model.{field} {ours[field]}, there {weights.model[field]}" for field in differing),
+            where=name,
+            why="weights fit the sizes that they were trained with",
+            fix=f"leave out {', '.join(f'model.{field}' for field in differing)} and model.flavor",
+        )
+    return weights
 
 
 def check_steps_left(step: int, config: RunConfig) -> None:

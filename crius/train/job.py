@@ -43,6 +43,7 @@ from crius.train.effects import EffectWatch
 from crius.train.guard import UpdateGuard
 from crius.train.inputs import describe_model, describe_rows, open_run_corpus
 from crius.train.loop import Loop, Preempted, Validation
+from crius.train.pretrained import load_initial
 from crius.train.reports import Meter, Recovery, StepReports, is_complete, write_summary
 from crius.train.saving import log_save_plan
 from crius.train.sdc import build_copies, build_sdc
@@ -84,8 +85,7 @@ def run(
         stack.enter_context(tools.around(config, placement))
         with ledger.phase("initialise"):
             device = set_up_torch(config, placement)
-            layout = Layout.of(config.parallelism, placement.world_size)
-            facts = describe_model(config)
+            layout, facts = Layout.of(config.parallelism, placement.world_size), describe_model(config)
             machine = machine_of(device, placement.world_size, placement.local_world_size)
             story.begin(device, machine, config, facts)
             corpus = open_run_corpus(config, layout.batch)  # before the ranks meet, so that none waits in a collective
@@ -98,15 +98,17 @@ def run(
             # a run that goes on from this one decides recomputation anew
             config = dataclasses.replace(decided, activation_checkpoint=config.activation_checkpoint)
             job = Job(config, facts, mesh, ranks)
-        if config.checkpoint.is_enabled:
-            with ledger.phase("load"):
+        with ledger.phase("load" if config.checkpoint.is_enabled else "initialise"):
+            if config.checkpoint.is_enabled:
                 parts = Parts(loop.state, loop.guard, loop.loader, corpus.train.identity, ledger)
                 checkpoints = Checkpoints(job, run_dir, placement, parts)
                 recovery.resumed(checkpoints.resume(), loop.state.step)
-                keep_scales(job, loop.state.parts)  # of the weights that were loaded
                 loop.after_step.append(lambda step, done: recovery.step(step))
                 samples = stack.enter_context(contextlib.closing(_sample_log(job, run_dir, corpus, loop)))
                 loop = dataclasses.replace(loop, checkpoints=checkpoints, samples=samples)
+            else:
+                load_initial(config, ranks, loop.state)
+            keep_scales(job, loop.state.parts)  # of the weights that were loaded
         with ledger.phase("initialise"):
             watch = tools.watch(decided, facts, machine, ledger, run_dir) if tools.watch and ranks.rank == 0 else None
             loop.reports.sinks += [*_sinks(job, run_dir, stack, loop.state.step), *([watch] if watch else [])]

@@ -13,7 +13,7 @@ import pytest
 from harness import ROOT, TEXT, crius, parse
 
 from crius import cli
-from crius.config.load import normalized_argv
+from crius.config.argv import normalized_argv
 from crius.errors import ConfigError
 from crius.tools.bench.train_job import check_bare
 from crius.tools.bench.turns import Contestant, largest_difference, median_ratio, take_turns

@@ -40,12 +40,14 @@ CLOSED = [
     *[(name, part) for name, level in LAYER.items() if level == 2 for part in PRIVATE],
 ]
 LAZY_ROOMS = (
-    *(f"cli/{name}.py" for name in ("app", "bench", "checkpoint", "generate", "plan", "settings", "train", "verify")),
+    *(f"cli/{name}.py" for name in ("app", "bench", "checkpoint", "generate", "importing", "plan", "settings")),
+    *(f"cli/{name}.py" for name in ("train", "verify")),
     "models/registry.py",
     "__main__.py",
 )
 # pyproject.toml's extras, and what comes with torch but is only for some
-OPTIONAL = {"datasets", "fsspec", "jinja2", "matplotlib", "tokenizers", "tensorboard", "torchao"}
+OPTIONAL = {"datasets", "fsspec", "gguf", "huggingface_hub", "jinja2", "matplotlib", "tokenizers"}
+OPTIONAL |= {"tensorboard", "torchao"}
 OPTIONAL |= {"torch.utils.tensorboard", "torch._inductor.lowering", "torch._inductor.cpp_builder"}
 
 AIM_FILE, STOP_FILE, AIM_FUNCTION, STOP_FUNCTION = 400, 500, 60, 100

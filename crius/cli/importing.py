@@ -1,0 +1,31 @@
+"""``crius import``."""
+
+import json
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from crius.cli.app import Json, app, emit
+
+
+@app.command(name="import")
+def import_weights(
+    source: Annotated[
+        str, Parameter(help="Folder of Hugging Face (config.json, safetensors), name on its hub, or GGUF file.")
+    ],
+    target: Annotated[str, Parameter(help="Run folder to write: its model, its tokenizer, a checkpoint of step 0.")],
+    *,
+    as_json: Json = False,
+) -> int:
+    """Import a model as a run folder, for --checkpoint.init_from. Nothing of it is executed, whatever it holds.
+
+    The weights keep their bits. Where a tensor does not fit the model that config.json says, all of those are named,
+    nothing is written and the exit code is 1.
+    """
+    from crius.interop.importing import import_model
+
+    done = import_model(source, target)
+    emit(json.dumps(done.as_dict(), indent=2) if as_json else "\n".join(done.lines()))
+    if not as_json:
+        emit(f"train on it: crius train --checkpoint.init_from {done.where}")
+    return 0

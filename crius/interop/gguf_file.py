@@ -1,0 +1,214 @@
+"""GGUF files, through the gguf package: sizes, tensors as it dequantises them, and the tokenizer that is inside."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from crius.checkpoint.pieces import Piece, TensorSource
+from crius.errors import ConfigError, CriusError, EnvironmentError
+from crius.interop.convert import in_halves
+from crius.interop.foreign import check_key, check_shape, open_inside
+from crius.interop.unpickle import refusal
+from crius.interop.weights import Weights, check_tensors, hash_files, settled
+from crius.plugins import REQUIREMENTS, install_line
+
+SUFFIX = ".gguf"
+
+# Architecture there to ours, and whether the writer turned halves of a head's rotary dims into pairs.
+_MODELS = {"llama": ("llama3", True), "qwen3": ("qwen3", False)}
+_NAMES = {
+    **{"tok_embeddings": "token_embd", "norm": "output_norm", "output": "output"},
+    **{"attention_norm": "attn_norm", "ffn_norm": "ffn_norm"},
+    **{f"attention.w{one}": f"attn_{one}" for one in "qkv"},
+    **{"attention.wo": "attn_output", "attention.q_norm": "attn_q_norm", "attention.k_norm": "attn_k_norm"},
+    **{"feed_forward.w1": "ffn_gate", "feed_forward.w2": "ffn_down", "feed_forward.w3": "ffn_up"},
+}
+_SIZES = {
+    **{"dim": "embedding_length", "num_layers": "block_count", "ffn_dim": "feed_forward_length"},
+    **{"num_heads": "attention.head_count", "num_kv_heads": "attention.head_count_kv"},
+    **{"norm_eps": "attention.layer_norm_rms_epsilon", "rope_theta": "rope.freq_base"},
+}
+_PLAIN = {"F32": "F32", "F16": "F16"}  # what is not quantised stays as it is; all else becomes float32
+
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SPLITS: dict[str, list[dict[str, Any]]] = {
+    **dict.fromkeys(("gpt-2", "default"), []),
+    "smollm": [{"type": "Digits", "individual_digits": True}],
+    "llama-bpe": [{"type": "Split", "pattern": {"Regex": _LLAMA3}, "behavior": "Isolated", "invert": False}],
+    "qwen2": [
+        {
+            "type": "Split",
+            "pattern": {"Regex": _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")},
+            "behavior": "Isolated",
+            "invert": False,
+        }
+    ],
+}
+"""What cuts a text before its bytes are merged, by ``tokenizer.ggml.pre``, in the words of tokenizer.json."""
+_CONTROL, _USER_DEFINED = 3, 4  # of tokenizer.ggml.token_type
+
+
+@dataclass(frozen=True)
+class GgufFile:
+    """What a file holds.
+
+    Attributes:
+        weights: of it.
+        tokenizer: files of a tokenizer by name; empty where it has none that can be built.
+        note: on the tokenizer.
+    """
+
+    weights: Weights
+    tokenizer: Mapping[str, str]
+    note: str
+
+
+def open_gguf(path: Path, where: str) -> GgufFile:
+    """Open a file; its tensors are dequantised when they are read.
+
+    Raises:
+        EnvironmentError: the gguf package is not installed.
+        ConfigError: it is of a model that Crius does not have.
+        CheckpointError: it is damaged, or its tensors do not fit.
+    """
+    try:
+        import gguf  # noqa: PLC0415  optional package
+    except ImportError:
+        fix = install_line(REQUIREMENTS["gguf"])
+        raise EnvironmentError(
+            f"{path} needs the gguf package, which is not installed.", where=where, fix=fix
+        ) from None
+    with open_inside(path.parent, path.name):
+        pass
+    try:
+        reader = gguf.GGUFReader(path)
+        fields = {key: field.contents() for key, field in reader.fields.items()}
+        return _opened(path, fields, reader.tensors, gguf.dequantize, where)
+    except CriusError:
+        raise
+    except Exception as error:  # whatever the package raises of a damaged file
+        raise refusal(str(path), f"the gguf package says {type(error).__name__}: {str(error)[:200]}") from None
+
+
+def _opened(path: Path, fields: dict[str, Any], tensors: Any, dequantize: Callable[..., Any], where: str) -> GgufFile:
+    kind = str(fields.get("general.architecture"))[:100]
+    if kind not in _MODELS:
+        raise ConfigError(
+            f"{path} is of architecture {kind}, which Crius does not import.",
+            where=where,
+            fix=f"one of {', '.join(_MODELS)}",
+        )
+    name, is_paired = _MODELS[kind]
+    found = {check_key(one.name, str(path)): one for one in tensors}
+    model = settled({"name": name, "flavor": "custom", **_sizes(path, kind, fields, found)})
+    heads = model["head_dim"] if is_paired else 0
+    shapes = {key: check_shape([int(size) for size in one.shape[::-1]], str(path)) for key, one in found.items()}
+    names = check_tensors(model, shapes, _translated, str(path))
+    sources = {
+        ours: _source(found[key], shapes[key], partial(dequantize, found[key].data, found[key].tensor_type), heads)
+        for ours, key in names.items()
+    }
+    template = fields.get("tokenizer.chat_template", "")
+    files, note = _tokenizer(fields, template)
+    weights = Weights(
+        model=model,
+        tensors=sources,
+        tokenizer="",
+        chat_template=template,
+        kind="GGUF",
+        origin=f"GGUF {path}",
+        hash_now=partial(hash_files, path.parent, [path.name]),
+    )
+    return GgufFile(weights, files, note)
+
+
+def _sizes(path: Path, kind: str, fields: dict[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+    """Sizes of ``[model]`` that the fields of a file say."""
+    missing = [f"{kind}.{key}" for key in _SIZES.values() if f"{kind}.{key}" not in fields]
+    scaling = fields.get(f"{kind}.rope.scaling.type", "none")
+    strange = [name for name in ("rope_freqs.weight",) if name in found]
+    strange += [f"rope.scaling.type {scaling}"] if scaling != "none" else []
+    strange += [key for key in ("expert_count", "attention.sliding_window") if fields.get(f"{kind}.{key}")]
+    if missing or strange or "token_embd.weight" not in found:
+        what = f"has {', '.join(strange)}, which cannot be imported from GGUF" if strange else ""
+        raise ConfigError(
+            f"{path} {what or 'lacks ' + ', '.join(missing or ['token_embd.weight'])}.",
+            where=str(path),
+            fix="import the model's Hugging Face folder, which says more",
+        )
+    sizes = {name: fields[f"{kind}.{key}"] for name, key in _SIZES.items()}
+    if not all(type(size) in (int, float) and size > 0 for size in sizes.values()):
+        raise refusal(str(path), f"its sizes are {str(sizes)[:300]}")
+    for name in ("norm_eps", "rope_theta"):  # the shortest number that is the same in float32
+        sizes[name] = float(str(np.float32(sizes[name])))
+    width = fields.get(f"{kind}.attention.key_length", sizes["dim"] // sizes["num_heads"])
+    tied = "output.weight" not in found
+    rows = int(found["token_embd.weight"].shape[-1])
+    return {**sizes, "head_dim": width, "vocab_size": rows, "tied_embeddings": tied, "rope_scaling": "none"}
+
+
+def _translated(name: str) -> str:
+    """The name in GGUF of our parameter."""
+    place, _, rest = name.removesuffix(".weight").removeprefix("layers.").partition(".")
+    if name.startswith("layers."):
+        return f"blk.{place}.{_NAMES[rest]}.weight"
+    return f"{_NAMES[place]}.weight"
+
+
+def _source(tensor: Any, shape: tuple[int, ...], dequantized: Callable[[], Any], head_dim: int) -> TensorSource:
+    dtype = _PLAIN.get(tensor.tensor_type.name, "F32")
+    is_rotated = head_dim and tensor.name.endswith((".attn_q.weight", ".attn_k.weight"))
+
+    def read() -> memoryview:
+        numbers = np.ascontiguousarray(tensor.data if dtype != "F32" else dequantized()).reshape(shape)
+        return in_halves(numbers, head_dim) if is_rotated else numbers.reshape(-1).view(np.uint8).data
+
+    return TensorSource(tensor.name, dtype, shape, (Piece((0,) * len(shape), shape, read),))
+
+
+def _tokenizer(fields: dict[str, Any], template: str) -> tuple[dict[str, str], str]:
+    """tokenizer.json and tokenizer_config.json that say what the fields of a file say, and a note."""
+    kind, pre = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre", "default")
+    if kind is None:
+        return {}, "none: the file has none"
+    if kind != "gpt2" or pre not in _SPLITS:
+        return {}, f"none: that of the file, {str(kind)[:40]} with {str(pre)[:40]}, is not built"
+    tokens, kinds = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
+    added: list[dict[str, Any]] = [
+        dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        | {"id": number, "content": token, "special": kind == _CONTROL}
+        for number, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
+        if kind in (_CONTROL, _USER_DEFINED)
+    ]
+    bytes_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    cut = [*_SPLITS[pre], {**bytes_level, "use_regex": pre not in ("llama-bpe", "qwen2")}]
+    model = {
+        "type": "BPE",
+        "vocab": {token: number for number, token in enumerate(tokens)},
+        "merges": [merge.split(" ", 1) for merge in fields["tokenizer.ggml.merges"]],
+        "ignore_merges": pre == "llama-bpe",
+    }
+    spec = {
+        "version": "1.0",
+        "added_tokens": added,
+        "model": model,
+        "decoder": {**bytes_level, "use_regex": True},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": cut},
+    }
+    names = {name: fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "add_bos_token": bool(fields.get("tokenizer.ggml.add_bos_token", False)),
+        **{f"{name}_token": tokens[number] for name, number in names.items() if number is not None},
+        **({"chat_template": template} if template else {}),
+    }
+    texts = {"tokenizer.json": spec, "tokenizer_config.json": config}
+    return {name: json.dumps(value, ensure_ascii=False) for name, value in texts.items()}, "built from the file"

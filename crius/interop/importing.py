@@ -1,0 +1,205 @@
+"""``crius import``: a model of Hugging Face or GGUF as a run folder. No torch, and nothing of it is executed."""
+
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from crius.checkpoint.disk import open_disk
+from crius.checkpoint.folder import read_manifest
+from crius.checkpoint.manifest import ALGORITHM
+from crius.checkpoint.names import step_name
+from crius.config.data import TokenizerConfig
+from crius.config.operation import CheckpointConfig
+from crius.data.tokenizer import build_tokenizer
+from crius.errors import ConfigError, EnvironmentError
+from crius.interop.convert import write_checkpoint
+from crius.interop.dcp import METADATA
+from crius.interop.foreign import open_inside
+from crius.interop.gguf_file import SUFFIX, open_gguf
+from crius.interop.weights import TEMPLATE, TOKENIZER, TOKENIZER_CONFIG, TOKENIZER_FOLDER, Weights, open_weights
+from crius.models.registry import SPECS
+from crius.plugins import REQUIREMENTS, install_line
+
+TOKENIZER_FILES = (
+    *(TOKENIZER, TOKENIZER_CONFIG, TEMPLATE, "special_tokens_map.json", "added_tokens.json"),
+    *("tokenizer.model", "vocab.json", "merges.txt"),
+)
+"""What is copied of a tokenizer."""
+
+_LARGEST_FILE = 1 << 28
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_WANTED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model")
+
+
+@dataclass(frozen=True)
+class Import:
+    """What an import wrote.
+
+    Attributes:
+        where: the run folder.
+        weights: of the source.
+        manifest: hash of the checkpoint's manifest.
+        tokenizer: of the model, or why there is none.
+    """
+
+    where: str
+    weights: Weights
+    manifest: str
+    tokenizer: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        tensors = self.weights.tensors.values()
+        return {
+            "run": self.where,
+            "kind": self.weights.kind,
+            "source": self.weights.origin,
+            "source_digest": self.weights.digest,
+            "model": dict(self.weights.model),
+            "parameters": SPECS[self.weights.model["name"]].describe(**self.weights.sizes).num_parameters,
+            "tensors": len(tensors),
+            "bytes": sum(tensor.num_bytes for tensor in tensors),
+            "dtypes": sorted({tensor.dtype for tensor in tensors}),
+            "tokenizer": self.tokenizer,
+            "chat_template": bool(self.weights.chat_template),
+            "manifest": self.manifest,
+        }
+
+    def lines(self) -> list[str]:
+        """For people."""
+        facts = self.as_dict()
+        sizes = ", ".join(f"{name} {value}" for name, value in self.weights.sizes.items() if name != "flavor")
+        template = "with" if facts["chat_template"] else "without"
+        return [
+            f"source      {facts['source']}, {facts['source_digest']}",
+            f"model       {self.weights.model['name']}: {sizes}",
+            f"parameters  {facts['parameters']:,} in {facts['tensors']:,} tensors of {', '.join(facts['dtypes'])}, "
+            f"{facts['bytes'] / 2**20:,.1f} MiB",
+            f"tokenizer   {self.tokenizer}, {template} a chat template",
+            f"written     {self.where}, manifest {self.manifest}",
+        ]
+
+
+def import_model(source: str, target: str) -> Import:
+    """Write the model that ``source`` is as the run folder ``target``, one tensor at a time in memory.
+
+    Args:
+        source: folder of Hugging Face, name of a repository of its hub, or GGUF file.
+        target: run folder; not there yet, or empty. All of it is written, or nothing.
+
+    Raises:
+        ConfigError: the target is taken, or the source is none, or of a model that Crius does not have.
+        CheckpointError: the source is damaged or hostile, or the target cannot be written.
+        EnvironmentError: a package is missing, or the hub does not give it.
+        OSError: the disk does not give it, or does not take it.
+    """
+    place = Path(target).expanduser()
+    if "://" in target or (place.exists() and not (place.is_dir() and not any(place.iterdir()))):
+        what = "is a URL" if "://" in target else "is there already"
+        raise ConfigError(f"{target} {what}.", where="command line", fix="name a folder that is not there yet")
+    weights, files, note = _opened(source)
+    place.absolute().parent.mkdir(parents=True, exist_ok=True)
+    partial = place.absolute().with_name(f"{place.absolute().name}.partial-{uuid.uuid4().hex[:8]}")
+    try:
+        (partial / TOKENIZER_FOLDER).mkdir(parents=True)
+        for name, write in files.items():
+            write(partial / TOKENIZER_FOLDER / name)
+        about = _tokenizer(partial, weights.model["vocab_size"], note)
+        tables = {"model": dict(weights.model)}
+        if (partial / TOKENIZER_FOLDER).exists():
+            tables["tokenizer"] = {"path": str(place.absolute() / TOKENIZER_FOLDER)}
+        (partial / "run.toml").write_text(f"# {ascii(weights.origin)[1:-1]}\n" + tomli_w.dumps(tables))
+        config = {f"{section}.{name}": value for section, table in tables.items() for name, value in table.items()}
+        digest = _write(partial, weights, config)
+        partial.rename(place)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return Import(str(place), weights, f"{ALGORITHM}:{digest}", about)
+
+
+def _opened(source: str) -> tuple[Weights, Mapping[str, Callable[[Path], object]], str]:
+    """The weights that a source has, what writes each file of its tokenizer, and a note on that."""
+    path = Path(source).expanduser()
+    if path.suffix == SUFFIX and path.exists():
+        found = open_gguf(path, "command line")
+        texts = {name: (lambda to, text=text: to.write_text(text)) for name, text in found.tokenizer.items()}
+        return found.weights, texts, found.note
+    if (path / METADATA).exists():
+        fix = f"crius checkpoint convert {source} DIR, and --checkpoint.load_path DIR"
+        what = "is a checkpoint of torch's DCP, which does not say what model it is of"
+        raise ConfigError(f"{source} {what}.", where="command line", fix=fix)
+    is_name = not path.exists() and _HUB_NAME.fullmatch(source)
+    if not path.exists() and not is_name and "://" not in source:
+        fix = "give a folder of Hugging Face, a GGUF file, or a name of the hub such as HuggingFaceTB/SmolLM2-135M"
+        raise ConfigError(f"there is no {source}.", where="command line", fix=fix)
+    weights = open_weights(str(_from_hub(source)) if is_name else source)
+    tokenizer = Path(weights.tokenizer)
+    folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
+    is_file = weights.tokenizer not in ("", "byte")
+    names = [name for name in TOKENIZER_FILES if (folder / name).exists()] if is_file else []
+    copies = {name: (lambda to, name=name: _copy(folder, name, to)) for name in names}
+    return weights, copies, "" if is_file else f"none: {source} has no {TOKENIZER}"
+
+
+def _from_hub(name: str) -> Path:
+    """The folder of the hub's cache with a repository."""
+    try:
+        import huggingface_hub  # noqa: PLC0415  optional package
+    except ImportError:
+        raise EnvironmentError(
+            f"there is no folder {name}, and to get it from the hub the huggingface_hub package is needed.",
+            where="command line",
+            fix=install_line(REQUIREMENTS["huggingface_hub"]),
+        ) from None
+    try:
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(_WANTED), ignore_patterns=["*/*"]))
+    except Exception as error:  # of the package, and of those that it gets files with
+        said = " ".join(str(error).split())[:300]
+        is_offline = os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE")
+        raise EnvironmentError(
+            f"there is no folder {name}, and the hub does not give it: {type(error).__name__}: {said}",
+            where="HF_HUB_OFFLINE" if is_offline else "command line",
+            fix=f"hf download {name} --local-dir DIR where there is a network, and crius import DIR",
+        ) from None
+
+
+def _copy(folder: Path, name: str, to: Path) -> None:
+    with open_inside(folder, name) as file:
+        data = file.read(_LARGEST_FILE + 1)
+    if len(data) > _LARGEST_FILE:
+        raise ConfigError(f"{folder}/{name} is longer than {_LARGEST_FILE:,} bytes.", where="command line")
+    to.write_bytes(data)
+
+
+def _tokenizer(folder: Path, num_rows: int, note: str) -> str:
+    """What the tokenizer in a run folder is; a folder without one goes."""
+    place = folder / TOKENIZER_FOLDER
+    if not (place / TOKENIZER).exists():
+        shutil.rmtree(place)
+        return f"{note}"
+    built = build_tokenizer(TokenizerConfig(path=str(place)))
+    if built.vocab_size > num_rows:
+        raise ConfigError(
+            f"the tokenizer has {built.vocab_size:,} ids, and the model {num_rows:,} rows.",
+            where=TOKENIZER,
+            fix="give the tokenizer.json of this model",
+        )
+    return f"{built.vocab_size:,} ids" + (f" ({note})" if note else "")
+
+
+def _write(folder: Path, weights: Weights, config: dict[str, Any]) -> str:
+    """Write the checkpoint; returns the hash of its manifest."""
+    disk = open_disk(str(folder / CheckpointConfig.folder))
+    tensors = {f"model.{name}": tensor for name, tensor in weights.tensors.items()}
+    readers = {name: tensor.read for name, tensor in tensors.items()}
+    state = {"imported": True, "source": weights.origin, "source_kind": weights.kind, "source_digest": weights.digest}
+    write_checkpoint(disk, tensors, readers, 0, weights.kind, config, state)
+    return read_manifest(disk, step_name(0)).digest

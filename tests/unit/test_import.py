@@ -1,0 +1,264 @@
+"""Weights that come in: what does not fit, lies or harms is one clear error, and nothing stays."""
+
+import json
+import os
+import pickle
+import shutil
+import tracemalloc
+
+import numpy as np
+import pytest
+import torch
+from harness import parse
+from pretrained_samples import save, save_tokenizer
+
+from crius.cli import main
+from crius.cli.app import SOURCES
+from crius.errors import ConfigError, CriusError
+from crius.interop import importing
+from crius.interop.weights import open_weights
+from crius.train.inputs import describe_model, open_initial
+
+pytest.importorskip("transformers")
+
+INDEX = "model.safetensors.index.json"
+FIRST = "model-00001-of-"
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("original") / "model"
+    save("llama", folder)
+    save_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(original, tmp_path):
+    return shutil.copytree(original, tmp_path / "model")
+
+
+def shard(folder):
+    return next(file for file in sorted(folder.iterdir()) if file.name.startswith(FIRST))
+
+
+def rewrite(file, change):
+    content = json.loads(file.read_text())
+    change(content)
+    file.write_text(json.dumps(content))
+
+
+def config(folder, **changes):
+    rewrite(folder / "config.json", lambda content: content.update(changes))
+
+
+def header(folder, change):
+    """Change the header of a shard, in its length too."""
+    file = shard(folder)
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    changed = change(data[8 : 8 + length])
+    file.write_bytes(len(changed).to_bytes(8, "little") + changed + data[8 + length :])
+
+
+def reshaped(folder):
+    rewrite(folder / INDEX, lambda content: None)
+    header(folder, lambda text: text.replace(b"[384,64]", b"[64,384]"))
+
+
+class Payload:
+    def __init__(self, marker):
+        self.marker = str(marker)
+
+    def __reduce__(self):
+        return os.mkdir, (self.marker,)
+
+
+def pickled(folder):
+    for file in [*folder.glob("*.safetensors"), folder / INDEX]:
+        file.unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Payload(folder.parent / "executed")))
+
+
+def linked(folder):
+    file = shard(folder)
+    file.rename(folder.parent / "elsewhere.safetensors")
+    file.symlink_to(folder.parent / "elsewhere.safetensors")
+
+
+def to_index(name):
+    def change(folder):
+        rewrite(folder / INDEX, lambda content: content["weight_map"].update({"model.norm.weight": name}))
+
+    return change
+
+
+def without_a_tensor(folder):
+    save("llama", folder, num_hidden_layers=3)
+    config(folder, num_hidden_layers=4)
+
+
+HOSTILE = {
+    "truncated_shard": (lambda folder: os.truncate(shard(folder), 200), 1, "safetensors"),
+    "no_bytes_of_a_shard": (lambda folder: os.truncate(shard(folder), 0), 1, "header"),
+    "missing_file": (lambda folder: shard(folder).unlink(), 1, FIRST),
+    "index_names_a_missing_file": (to_index("model-9.safetensors"), 1, "model-9.safetensors"),
+    "path_traversal": (to_index("../model.safetensors"), 1, "is no name of a file"),
+    "absolute_path": (to_index("/etc/passwd"), 1, "is no name of a file"),
+    "index_that_lies": (to_index("model-00002-of-00014.safetensors"), 1, "not"),
+    "index_without_a_map": (lambda folder: (folder / INDEX).write_text('{"weight_map": 1}'), 1, "weight_map"),
+    "wrong_shapes": (reshaped, 1, "[64, 384] in the source, [384, 64] in the model"),
+    "huge_header": (lambda folder: shard(folder).write_bytes((1 << 40).to_bytes(8, "little") + b"{}"), 1, "header"),
+    "header_of_no_json": (lambda folder: header(folder, lambda text: b"x" * len(text)), 1, "JSON"),
+    "link": (linked, 1, "link"),
+    "pickle": (pickled, 1, "pickle"),
+    "tensors_missing": (without_a_tensor, 1, "9 that the model has and the source lacks"),
+    "tensors_too_many": (lambda folder: config(folder, num_hidden_layers=3), 1, "9 that the source has"),
+    "other_sizes": (lambda folder: config(folder, hidden_size=128), 1, "of another shape"),
+    "more_layers_than_tensors": (lambda folder: config(folder, num_hidden_layers=1 << 60), 1, "layers"),
+    "tied_and_not_equal": (lambda folder: config(folder, tie_word_embeddings=True), 1, "lm_head.weight"),
+    "mistral": (lambda folder: config(folder, model_type="mistral", sliding_window=64), 2, "mistral"),
+    "gemma": (lambda folder: config(folder, model_type="gemma"), 2, "llama or qwen3"),
+    "gpt2": (lambda folder: config(folder, model_type="gpt2"), 2, "gpt2"),
+    "other_attention": (lambda folder: config(folder, attention_bias=True), 2, "attention_bias"),
+    "config_of_no_json": (lambda folder: (folder / "config.json").write_text("{"), 2, "config.json"),
+    "tokenizer_of_no_json": (lambda folder: (folder / "tokenizer.json").write_text("{"), 1, "tokenizer"),
+    "tokenizer_of_another_model": (lambda folder: many_ids(folder), 2, "500 ids"),
+    "template_of_a_link": (lambda folder: (folder / "chat_template.jinja").symlink_to("/etc/passwd"), 1, "link"),
+}
+
+
+def many_ids(folder):
+    def add(content):
+        content["model"]["vocab"] |= {f"<{number}>": number for number in range(257, 500)}
+
+    rewrite(folder / "tokenizer.json", add)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_folder_is_one_error_and_leaves_nothing(name, folder, tmp_path, capsys):
+    change, code, said = HOSTILE[name]
+    change(folder)
+    before = sorted(tmp_path.iterdir())
+    assert main(["import", str(folder), str(tmp_path / "run")]) == code
+    error = capsys.readouterr().err
+    assert said in error and "Traceback" not in error
+    assert error.count("Error: ") == 1
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_what_fails_on_the_way_leaves_nothing(folder, tmp_path, monkeypatch, capsys):
+    def fail(*_):
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(importing, "write_checkpoint", fail)
+    assert main(["import", str(folder), str(tmp_path / "run")]) == 1
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_target_that_is_there_is_left_alone(folder, tmp_path, capsys):
+    assert main(["import", str(folder), str(folder)]) == 2
+    assert "is there already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("source", "code", "said"),
+    [("nobody/has-this", 1, "hub"), ("nowhere.gguf", 2, "there is no nowhere.gguf"), ("/a/b/c", 2, "there is no")],
+)
+def test_a_source_that_is_not_there_is_one_error(source, code, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+    assert main(["import", source, "run"]) == code
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n  fix ") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_cache_of_the_hub_is_read_and_its_links_lead_to_blobs_only(folder, tmp_path, monkeypatch):
+    root = tmp_path / "models--someone--small"
+    snapshot = root / "snapshots" / "0123"
+    (root / "refs").mkdir(parents=True)
+    (root / "refs" / "main").write_text("0123")
+    (root / "blobs").mkdir()
+    snapshot.mkdir(parents=True)
+    for number, file in enumerate(sorted(folder.iterdir())):
+        file.rename(root / "blobs" / f"{number:040x}")
+        (snapshot / file.name).symlink_to(f"../../blobs/{number:040x}")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert main(["import", "someone/small", str(tmp_path / "run")]) == 0
+    assert open_weights(str(tmp_path / "run")).model["dim"] == 64
+    shard(snapshot).unlink()
+    shard_name = sorted(root.glob("blobs/*"))[0]
+    (snapshot / f"{FIRST}00014.safetensors").symlink_to(shard_name)  # elsewhere, by a whole path
+    with pytest.raises(CriusError):
+        open_weights(str(snapshot))
+
+
+def test_an_import_keeps_less_than_twice_the_largest_tensor_in_memory(tmp_path):
+    save("llama", tmp_path / "model", vocab_size=60_000)
+    largest = 60_000 * 64 * 4
+    tracemalloc.start()
+    try:
+        importing.import_model(str(tmp_path / "model"), str(tmp_path / "run"))
+        assert tracemalloc.get_traced_memory()[1] < 1.7 * largest
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_dtype_is_kept(dtype, tmp_path):
+    model = save("qwen3_tied", tmp_path / "model", dtype=dtype)
+    importing.import_model(str(tmp_path / "model"), str(tmp_path / "run"))
+    tensor = open_weights(str(tmp_path / "run")).tensors["norm.weight"]
+    assert tensor.dtype == {"bfloat16": "BF16", "float16": "F16"}[str(dtype).removeprefix("torch.")]
+    assert bytes(tensor.read()) == model.state_dict()["model.norm.weight"].view(torch.int16).numpy().tobytes()
+
+
+def test_rows_of_a_tensor_are_the_rows_of_the_whole(original):
+    for tensor in open_weights(str(original)).tensors.values():
+        (piece,) = tensor.pieces
+        whole = np.frombuffer(piece.read(), np.float32).reshape(tensor.shape)
+        rows = np.frombuffer(piece.read_rows(3, 9), np.float32).reshape(6, *tensor.shape[1:])
+        np.testing.assert_array_equal(rows, whole[3:9])
+
+
+def test_weights_bring_their_model_and_their_tokenizer(original, tmp_path):
+    run = parse(["--checkpoint.init_from", str(original)])
+    sizes = describe_model(run).config
+    assert (sizes.dim, sizes.num_layers, sizes.head_dim, sizes.vocab_size) == (64, 4, 32, 384)
+    assert run.tokenizer.path == str(original)
+    assert SOURCES.origin("model.dim") == f"{original} (checkpoint.init_from)"
+    open_initial(run)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--model.dim", "128"], ["model.dim 128, there 64"]),
+        (["--model.norm_eps", "1e-6", "--model.num_layers", "2"], ["num_layers 2, there 4", "norm_eps 1e-06, there"]),
+        (["--model.flavor", "debug"], ["model.dim 128, there 64", "model.rope_theta"]),
+        (["--model.name", "qwen3"], ["model.name qwen3, there llama3"]),
+        (["--model.vocab_size", "320"], ["model.vocab_size 320, there 384"]),
+        (["--model.tied_embeddings"], ["model.tied_embeddings True, there False"]),
+    ],
+)
+def test_a_model_that_contradicts_the_weights_is_refused_by_its_fields(flags, said, original):
+    with pytest.raises(ConfigError) as found:
+        open_initial(parse(["--checkpoint.init_from", str(original), *flags]))
+    assert all(part in str(found.value) for part in said)
+
+
+def test_a_file_that_contradicts_the_weights_is_refused_too(original, tmp_path):
+    (tmp_path / "mine.toml").write_text("[model]\nffn_dim = 192\n")
+    with pytest.raises(ConfigError, match="ffn_dim 192, there 160"):
+        open_initial(parse(["--config", str(tmp_path / "mine.toml"), "--checkpoint.init_from", str(original)]))
+
+
+@pytest.mark.parametrize("place", ["nowhere", "empty"])
+def test_weights_that_are_not_there_are_one_error(place, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    assert main(["train", "--checkpoint.init_from", str(tmp_path / place), "--steps", "1"]) == 2
+    error = capsys.readouterr().err
+    assert place in error and "--checkpoint.init_from" in error and error.count("\n  fix ") == 1
