@@ -101,9 +101,7 @@ def test_documented_command_runs(command, workplace):
         next_commands = re.findall(r"^  \S.*?   (\S.*crius .*)$", done.stdout, re.MULTILINE)
         assert len(next_commands) == 4
         assert len(re.split(r"^def ", done.stdout, flags=re.MULTILINE)[1]) > 50, "a sample ends it"
-        assert "crius generate runs/" in next_commands[3] and sample.endswith(
-            '--prompt "def " --temperature 0.7'
-        )
+        assert "crius generate runs/" in next_commands[3] and sample.endswith('--prompt "def " --temperature 0.7')
         verified = subprocess.run(next_commands[2], shell=True, cwd=folder, env=environ, capture_output=True, text=True)
         assert verified.returncode == 0 and "every byte is" in verified.stdout, verified.stdout + verified.stderr
 

@@ -47,7 +47,8 @@ def flops(x_shape: torch.Size, weight_shape: torch.Size, *args: object, **kwargs
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """``x`` ``(..., in)`` times ``weight`` ``(out, in)`` transposed: ``(..., out)``."""
     if when(x, weight):
-        if torch.is_inference_mode_enabled():  # no gradient, compiler or counter needs the operator and its 50 us
+        # no gradient, compiler or counter needs the operator and its 50 us
+        if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
             return _multiply(x, weight) if x.numel() > weight.shape[1] else reference(x, weight)
         product: Tensor = _Linear.apply(x, weight)
         return product
