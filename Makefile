@@ -66,6 +66,7 @@ $(REAL_STAMP): $(TEST_STAMP)
 
 train: $(STAMP)
 	HF_HUB_OFFLINE=1 $(BIN)/crius train
+	$(BIN)/crius generate "$$(ls -td runs/*/ | head -n 1)" --prompt "def " --temperature 0.7
 
 lint: $(TEST_STAMP)
 	$(BIN)/ruff format --check .

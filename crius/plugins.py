@@ -83,6 +83,7 @@ REQUIREMENTS = {
     "tensorboard": "tensorboard>=2.15",
     "torchao": "torchao>=0.18",
     "matplotlib": "matplotlib>=3.8",
+    "jinja2": "jinja2>=3.1",
     "gguf": "gguf>=0.17",
     "huggingface_hub": "huggingface_hub>=0.30",
     "transformers": "transformers>=5.0",

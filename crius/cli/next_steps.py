@@ -26,6 +26,7 @@ from crius.train.inputs import checkpoint_folder
 _LEFT = ("metrics.jsonl", "summary.json", "run.toml", "logs/")
 """What a run leaves in its folder, where that can be written."""
 
+_PROMPT = ("--prompt", "def ", "--temperature", "0.7")
 _SHARD = "parallelism.data_parallel_shard_degree"
 
 
@@ -125,7 +126,7 @@ def _joined(words: list[str]) -> str:
 
 
 def _next_commands(facts: Facts, folder: Path) -> Iterator[tuple[str, str]]:
-    """Three commands that a new user may want, and what they do."""
+    """Commands that a new user may want, and what they do."""
     run = facts.config
     flags = [flag for flag in _flags() if flag != "--strict"]
     show = "every setting and its origin", _joined([*_program("config"), "show", *flags])
@@ -143,6 +144,7 @@ def _next_commands(facts: Facts, folder: Path) -> Iterator[tuple[str, str]]:
         yield "this run, twice as long", continued(run, folder, None, *longer)
         where = checkpoint_folder(run, folder)
         yield "the saved model, byte by byte", _joined([*_program("checkpoint"), "verify", where])
+        yield "text from it", _joined([*_program("generate"), str(folder if _keeps_own(run) else where), *_PROMPT])
     else:
         yield "twice as long", command(*longer)
         if number:

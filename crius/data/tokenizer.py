@@ -7,7 +7,7 @@ import itertools
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,14 @@ class Tokenizer(ABC):
     def encode_batch(self, texts: Sequence[str]) -> list[TokenArray]:
         """``encode`` of each text; faster than one at a time where the tokenizer has threads of its own."""
         return [self.encode(text) for text in texts]
+
+    def encode_marked(self, text: str) -> TokenArray:
+        """Ids of a text in which names of special tokens are these tokens, as a chat template writes them."""
+        return self.encode(text)
+
+    def special_ids(self, names: Iterable[str]) -> set[int]:
+        """Ids of the special tokens among ``names``."""
+        return set()
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
@@ -175,6 +183,20 @@ class HuggingFaceTokenizer(Tokenizer):
         with self._encoding():
             encoded = self._model.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(one.ids, dtype=np.int64) for one in encoded]
+
+    def encode_marked(self, text: str) -> TokenArray:
+        """Ids of a text in which names of special tokens are these tokens, int64."""
+        self._model.encode_special_tokens = False
+        try:
+            return self.encode(text)
+        finally:
+            self._model.encode_special_tokens = True
+
+    def special_ids(self, names: Iterable[str]) -> set[int]:
+        """Ids of the special tokens among ``names``."""
+        wanted = {*names}
+        added: dict[int, Any] = self._model.get_added_tokens_decoder()
+        return {token_id for token_id, token in added.items() if token.special and token.content in wanted}
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ``ids`` without special tokens."""

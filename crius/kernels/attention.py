@@ -93,6 +93,24 @@ def _attention_by_document(q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, ends:
     return y.unflatten(0, (batch, tokens)).transpose(1, 2)
 
 
+def cached_attention(q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention of the newest tokens to all that are kept, themselves included: ``(B, T, N, H)``.
+
+    Args:
+        q_BTNH: queries of the last T of S tokens.
+        k_BSKH: keys; K divides N.
+        v_BSKH: values.
+        mask: bool, ``(B or 1, 1, T, S)``. None: one token sees all S, and T = S tokens see the earlier ones.
+    """
+    k_BKSH, v_BKSH = k_BSKH.transpose(1, 2), v_BSKH.transpose(1, 2)
+    if q_BTNH.shape[1] == 1:  # the query heads of a key/value head are rows of one matmul, and no key is copied
+        q_BKGH = q_BTNH[:, 0].unflatten(1, (k_BSKH.shape[2], -1))
+        return F.scaled_dot_product_attention(q_BKGH, k_BKSH, v_BKSH, attn_mask=mask).flatten(1, 2)[:, None]
+    q_BNTH = q_BTNH.transpose(1, 2)
+    y = causal_attention(q_BNTH, k_BKSH, v_BKSH) if mask is None else masked_attention(q_BNTH, k_BKSH, v_BKSH, mask)
+    return y.transpose(1, 2)
+
+
 def _repeated(q_BNTH: Tensor, *shared: Tensor) -> list[Tensor]:
     """Key/value heads, one for each query head."""
     ratios = [q_BNTH.shape[1] // x.shape[1] for x in shared]

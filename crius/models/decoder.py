@@ -111,6 +111,12 @@ class Decoder(nn.Module):
             labels_BT: what to predict from each token; ``IGNORE_INDEX`` where nothing is.
             ends_BM: where the documents of each row end; None: they are found by ``positions_BT``.
         """
+        h_BTD = self.hidden(tokens_BT, positions_BT, ends_BM)
+        result: Tensor = self.output(h_BTD) if labels_BT is None else self.loss(h_BTD, labels_BT, self.output)
+        return result
+
+    def hidden(self, tokens_BT: Tensor, positions_BT: Tensor | None = None, ends_BM: Tensor | None = None) -> Tensor:
+        """What the output layer reads, ``(B, T, D)``; arguments as ``forward`` takes them."""
         if positions_BT is None:
             positions_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)[None]
         mask = self.document_mask(positions_BT, ends_BM) if self.config.attention_mask == "document" else None
@@ -118,9 +124,8 @@ class Decoder(nn.Module):
         h_BTD = self.tok_embeddings(tokens_BT)
         for layer in self.layers.values():
             h_BTD = layer(h_BTD, rope, mask)
-        h_BTD = self.norm(h_BTD)
-        result: Tensor = self.output(h_BTD) if labels_BT is None else self.loss(h_BTD, labels_BT, self.output)
-        return result
+        y: Tensor = self.norm(h_BTD)
+        return y
 
     def frequencies(self, device: torch.device) -> Tensor:
         """Rotary frequencies in radians a token, float64 ``(H / 2,)``."""

@@ -84,7 +84,8 @@ def test_documented_command_runs(command, workplace):
         assert text.splitlines() == ["make setup", "make train"]
         recipe = (ROOT / "Makefile").read_text().split("\ntrain:")[1].splitlines()[1].strip()
         assert recipe == "HF_HUB_OFFLINE=1 $(BIN)/crius train"
-        text = recipe.replace("$(BIN)/", "") + " --training.steps 5 --validation.num_samples 16"
+        sample = (ROOT / "Makefile").read_text().split("\ntrain:")[1].splitlines()[2].strip().replace("$$", "$")
+        text = f"{recipe} --training.steps 5 --validation.num_samples 16\n{sample}".replace("$(BIN)/", "")
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", text], cwd=folder, env=environ, capture_output=True, text=True, timeout=200
     )
@@ -98,7 +99,9 @@ def test_documented_command_runs(command, workplace):
         saved = re.search(r"^saved: step 5 in (\S+/step-00000005)$", done.stdout, re.MULTILINE)
         assert saved and (folder / saved[1] / "manifest.json").is_file()
         next_commands = re.findall(r"^  \S.*?   (\S.*crius .*)$", done.stdout, re.MULTILINE)
-        assert len(next_commands) == 3
+        assert len(next_commands) == 4
+        assert len(re.split(r"^def ", done.stdout, flags=re.MULTILINE)[1]) > 50, "a sample ends it"
+        assert "crius generate runs/" in next_commands[3] and sample.endswith('--prompt "def " --temperature 0.7')
         verified = subprocess.run(next_commands[2], shell=True, cwd=folder, env=environ, capture_output=True, text=True)
         assert verified.returncode == 0 and "every byte is" in verified.stdout, verified.stdout + verified.stderr
 

@@ -44,6 +44,7 @@ J1 = [
             r"step 4/4  loss (?P<last>\S+)",
             r"run folder: (?P<run>runs/\S+)",
             r"try next:\n  .*   (?P<next_1>crius .*)\n  .*   (?P<next_2>crius .*)\n  .*   (?P<next_3>crius .*)\n",
+            r"\n  text from it  +(?P<next_4>crius generate .*)\n",
         ),
     ),
     Row("crius checkpoint verify {run}", says=("step-00000004",)),
@@ -60,7 +61,7 @@ J1 = [
         needs="engine",
     ),
     Row("crius report {run} --out report.html", needs="runs that can be seen"),
-    Row("crius generate {run} --prompt 'def '", needs="from weights to weights"),
+    Row("{next_4}", says=(r"^def [\s\S]{50}",)),
 ]
 
 J2 = [
@@ -89,7 +90,7 @@ J2 = [
         says=("resume: step 20", "step 24/24"),
     ),
     Row("crius train --data.source tokens --data.path mydata --training.epochs 2", needs="fine-tuning"),
-    Row("crius generate runs/mine --prompt Once", needs="from weights to weights"),
+    Row("crius generate runs/mine --prompt Once", says=("^Once",)),
     Row(
         "crius export runs/mine hf/",
         says=(r"(\d+) of \1 tensors equal", r"logits +max difference \d\.\de-\d+ x max", "with|no chat template"),

@@ -10,6 +10,7 @@ import torch
 from crius.launch.local import run_workers
 from crius.models import registry
 from crius.models.config import RopeScaling
+from crius.models.decode import generate
 from crius.models.huggingface import read_model_settings
 from crius.models.llama3 import Llama3Config
 from crius.models.qwen3 import Qwen3Config
@@ -188,3 +189,18 @@ def test_every_parameter_has_a_hugging_face_name(spec):
     for flavor in spec.flavors:
         names = [weight.name for weight in spec.describe(flavor, num_layers=2).weights]
         assert len({hf_name(spec, name) for name in names}) == len(names)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_greedy_tokens_equal_hugging_face(name):
+    """Prompts of different lengths, together: the shorter ones are padded on the left, by them and by us."""
+    config = CONFIGS[name]
+    ours, theirs = both(config, "sdpa")
+    prompts = [row[:length] for row, length in zip(tokens_of(config).tolist(), (5, 12), strict=True)]
+    steps = generate(ours, prompts, lambda logits: logits.argmax(-1), max_new_tokens=24)
+    padded = torch.tensor([[0] * (12 - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (12 - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    want = theirs.generate(
+        padded, attention_mask=mask, do_sample=False, max_new_tokens=24, pad_token_id=0, eos_token_id=None
+    )
+    assert torch.stack([step.ids_B for step in steps], 1).tolist() == want[:, 12:].tolist()

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 
-TOOLS = ("plan", "dry_run", "verify", "bench", "faults", "report", "data_audit")
+TOOLS = ("plan", "dry_run", "verify", "bench", "faults", "report", "data_audit", "generate")
 LAYER = {
     **{"config": 0, "models": 1, "kernels": 1, "__main__": 6, "cli": 5},
     **dict.fromkeys(("host", "plugins", "redact", "run_file", "shards", "signals"), -1),
@@ -40,22 +40,21 @@ CLOSED = [
     *[(name, part) for name, level in LAYER.items() if level == 2 for part in PRIVATE],
 ]
 LAZY_ROOMS = (
-    *(
-        f"cli/{name}.py"
-        for name in ("app", "bench", "checkpoint", "exporting", "importing", "plan", "settings", "train", "verify")
-    ),
+    *(f"cli/{name}.py" for name in ("app", "bench", "checkpoint", "exporting", "generate", "importing", "plan")),
+    *(f"cli/{name}.py" for name in ("settings", "train", "verify")),
     "models/registry.py",
     "__main__.py",
 )
 # pyproject.toml's extras, and what comes with torch but is only for some
-OPTIONAL = {"datasets", "fsspec", "gguf", "huggingface_hub", "matplotlib", "tokenizers", "tensorboard", "torchao"}
+OPTIONAL = {"datasets", "fsspec", "gguf", "huggingface_hub", "jinja2", "matplotlib", "tokenizers"}
+OPTIONAL |= {"tensorboard", "torchao"}
 OPTIONAL |= {"torch.utils.tensorboard", "torch._inductor.lowering", "torch._inductor.cpp_builder"}
 
 AIM_FILE, STOP_FILE, AIM_FUNCTION, STOP_FUNCTION = 400, 500, 60, 100
 LONGER: dict[str, str] = {}  # "file" or "file:function" to the reason; still below the hard stop
 
-MOST_CODE = {"trainer": 20_900, "tools": 8_850}
-"""Lines of code of the two houses: they shrink towards 15,000 and 8,500, and grow only with what a user gets."""
+MOST_CODE = {"trainer": 21_200, "tools": 9_350}
+"""Lines of code of the two houses: the aim is 15,000 and 8,500, with all models and features 22,000 and 13,000."""
 
 MOST_LOADED = {"crius": 160, "crius.tools.plan": 12}
 """Files that a run of one process loads."""

@@ -6,6 +6,7 @@ oneDNN wins, and MKL multiplies. An operator of our own, so that torch.compile l
 checkpointing know it by a name.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -46,6 +47,9 @@ def flops(x_shape: torch.Size, weight_shape: torch.Size, *args: object, **kwargs
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """``x`` ``(..., in)`` times ``weight`` ``(out, in)`` transposed: ``(..., out)``."""
     if when(x, weight):
+        # no gradient, compiler or counter needs the operator and its 50 us
+        if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+            return _multiply(x, weight) if x.numel() > weight.shape[1] else reference(x, weight)
         product: Tensor = _Linear.apply(x, weight)
         return product
     return reference(x, weight)
@@ -56,6 +60,17 @@ def when(x: Tensor, weight: Tensor) -> bool:
     if choice.current().linear != "onednn":
         return False
     return choice.are_plain((torch.float32,), x, weight) and x.dim() > 1 and x.numel() > 0 and weight.numel() > 0
+
+
+@torch.no_grad()
+def store_by_columns(weights: Iterable[Tensor]) -> None:
+    """Lay matrices ``(out, in)`` out column by column in memory, in place, where oneDNN multiplies.
+
+    A product with one token, or a few, then reads a matrix in a row: docs/kernels.md has what it gains.
+    """
+    for weight in weights:
+        if when(weight, weight):
+            weight.data = weight.data.t().contiguous().t()
 
 
 def reference(x: Tensor, weight: Tensor) -> Tensor:

@@ -1,0 +1,43 @@
+"""``crius generate``."""
+
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from crius.cli.app import STARTED, Json, app, need_torch
+from crius.tools.generate.settings import Settings, read_prompts
+
+
+@app.command
+def generate(
+    source: Annotated[str, Parameter(help="A run folder, a checkpoint, or a folder of Hugging Face.")],
+    *,
+    prompt: Annotated[
+        tuple[str, ...], Parameter(help="Text to continue; repeat it for several.", allow_leading_hyphen=True)
+    ] = (),
+    prompt_file: Annotated[
+        str,
+        Parameter(
+            help="File with a prompt, a .jsonl file with one in each line, or - for standard input.",
+            allow_leading_hyphen=True,
+        ),
+    ] = "",
+    settings: Annotated[Settings, Parameter(name="*")] = Settings(),  # noqa: B008
+    as_json: Json = False,
+) -> int:
+    """Continue prompts with a trained model, and print the text as it comes.
+
+    With --json a line for each prompt: text, tokens, their log-probabilities, why it ended, and tokens per second.
+    """
+    settings.check()
+    prompts = read_prompts(prompt, prompt_file)
+    need_torch()
+    if settings.ranks > 1:
+        from crius.tools.generate.split import run_split
+
+        return run_split(source, prompts, settings, STARTED, as_json=as_json)
+    from crius.tools.generate.run import answer_all
+    from crius.tools.generate.source import read_source
+
+    answer_all(read_source(source, settings), prompts, settings, STARTED, as_json=as_json)
+    return 0

@@ -1,0 +1,206 @@
+"""Continuing sequences, token by token: keys and values of the tokens that were read are kept, not computed again.
+
+The model's own blocks compute everything. While a batch is continued, each layer's ``CausalAttention`` is replaced by
+one that keeps what it is given; the rest of a block does not notice.
+
+B batch, T tokens that are read together, S slots of the cache, N query heads, K key/value heads, H head dim,
+V vocabulary
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from crius.errors import PlanError
+from crius.kernels.attention import Mask, cached_attention
+from crius.kernels.cpu.linear import linear
+from crius.models.decoder import Decoder
+from crius.models.layers import CausalAttention
+
+
+class CachedAttention(nn.Module):
+    """Attention of new tokens to themselves and to all earlier ones, whose keys and values it keeps."""
+
+    def __init__(self, cache: "Cache") -> None:
+        super().__init__()
+        self.cache = cache
+        self.kept: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, mask: Mask | None) -> Tensor:
+        """``(B, T, N, H)``; the cache has the mask, the one given here knows nothing of earlier tokens."""
+        if self.kept is None:  # as many heads as there are on this rank
+            slots = self.cache.capacity
+            self.kept = (
+                k_BTKH.new_empty(k_BTKH.shape[0], slots, *k_BTKH.shape[2:]),
+                v_BTKH.new_empty(v_BTKH.shape[0], slots, *v_BTKH.shape[2:]),
+            )
+        keys, values = self.kept
+        begin, end = self.cache.length, self.cache.length + k_BTKH.shape[1]
+        keys[:, begin:end] = k_BTKH
+        values[:, begin:end] = v_BTKH
+        return cached_attention(q_BTNH, keys[:, :end], values[:, :end], self.cache.mask)
+
+
+class Cache:
+    """The tokens that were read, and how more are read.
+
+    Sequences of different lengths end in the same slot: the shorter ones begin with padding, which no token sees.
+
+    Args:
+        model: the decoder.
+        capacity: slots.
+        first_B: the slot of each sequence's first token; None where none has padding.
+        unit: tokens are read in multiples of so many. Tensor parallelism splits them over its ranks.
+
+    Attributes:
+        length: slots that are filled.
+        mask: of the tokens that are being read, as ``cached_attention`` takes it.
+    """
+
+    def __init__(self, model: Decoder, capacity: int, first_B: Tensor | None = None, unit: int = 1) -> None:
+        self.capacity = -(-capacity // unit) * unit + unit
+        self.length = 0
+        self.mask: Tensor | None = None
+        self._model, self._first_B, self._unit = model, first_B, unit
+
+    def read(self, tokens_BT: Tensor) -> Tensor:
+        """Logits ``(B, V)`` of what follows the last of ``tokens_BT``."""
+        count = tokens_BT.shape[1]
+        read_BT = F.pad(tokens_BT, (0, -count % self._unit))  # into slots that the next tokens take
+        slots_T = torch.arange(self.length, self.length + read_BT.shape[1], device=tokens_BT.device)
+        positions_BT = slots_T[None]
+        if self._first_B is not None:
+            positions_BT = (positions_BT - self._first_B[:, None]).clamp(min=0)
+        self.mask = self._mask(slots_T)
+        hidden_BTD = self._model.hidden(read_BT, positions_BT)
+        self.length += count
+        logits_BV: Tensor = self._model.output(hidden_BTD, partial(self._logits, place=count - 1))
+        return logits_BV
+
+    def _mask(self, slots_T: Tensor) -> Tensor | None:
+        first_B, is_one = self._first_B, len(slots_T) == 1
+        if first_B is None and (is_one or self.length == 0):
+            return None
+        places_S = torch.arange(self.length + len(slots_T), device=slots_T.device)
+        sees_BTS = (places_S <= slots_T[:, None])[None]
+        if first_B is not None:  # padding sees itself: a softmax over nothing is not a number
+            sees_BTS = sees_BTS & (places_S >= first_B[:, None, None]) | (places_S == slots_T[:, None])
+        return sees_BTS[:, None]
+
+    def _logits(
+        self,
+        hidden_BTD: Tensor,
+        weight_VD: Tensor,
+        first_row: int = 0,
+        gather: Callable[[Tensor], Tensor] | None = None,
+        *,
+        place: int,
+    ) -> Tensor:
+        """Logits ``(B, V)`` of one token; arguments as an ``Output`` layer gives them."""
+        logits_BV = linear(hidden_BTD[:, place], weight_VD)
+        if gather is None:
+            return logits_BV
+        num_rows = self._model.config.vocab_size
+        most = -(-num_rows // self._unit)  # the last ranks may have fewer
+        return gather(F.pad(logits_BV, (0, most - logits_BV.shape[1]))).movedim(0, 1).flatten(1)[:, :num_rows]
+
+
+@contextmanager
+def cached(model: Decoder, capacity: int, first_B: Tensor | None = None, unit: int = 1) -> Iterator[Cache]:
+    """A cache for ``model`` while the context is open; arguments as ``Cache`` takes them.
+
+    Raises:
+        PlanError: a layer attends in a way of its own.
+    """
+    cache = Cache(model, capacity, first_B, unit)
+    owners = [
+        (module, name, child)
+        for module in model.modules()
+        for name, child in module.named_children()
+        if isinstance(child, CausalAttention)
+    ]
+    if len(owners) != len(model.layers):
+        raise PlanError(
+            f"{len(owners)} of {len(model.layers)} layers have a crius.models.layers.CausalAttention.",
+            why="generation keeps keys and values in its place",
+            fix="build the block's attention on it: docs/adding_a_model.md",
+        )
+    try:
+        for owner, name, _ in owners:
+            setattr(owner, name, CachedAttention(cache))
+        yield cache
+    finally:
+        for owner, name, child in owners:
+            setattr(owner, name, child)
+
+
+class Step(NamedTuple):
+    """One more token of each sequence, and the logarithm of its probability at temperature 1, without any cut."""
+
+    ids_B: Tensor
+    log_probs_B: Tensor
+
+
+@torch.inference_mode()
+def generate(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    pick: Callable[[Tensor], Tensor],
+    *,
+    max_new_tokens: int,
+    num_ids: int | None = None,
+    unit: int = 1,
+) -> Iterator[Step]:
+    """Continue ``prompts`` together, until ``max_new_tokens`` or until nobody asks for more.
+
+    Args:
+        model: the decoder, whole or this rank's part of it.
+        prompts: token ids of each, at least one.
+        pick: from logits ``(B, V)`` to ids ``(B,)``, such as ``argmax`` or a ``sample``.
+        max_new_tokens: at most.
+        num_ids: ids that have a text; a model may have more rows. None: all rows.
+        unit: see ``Cache``.
+    """
+    device = model.tok_embeddings.weight.device
+    longest = max(map(len, prompts))
+    padding = [longest - len(prompt) for prompt in prompts]
+    tokens_BT = torch.tensor([[0] * pad + list(prompt) for pad, prompt in zip(padding, prompts, strict=True)])
+    first_B = torch.tensor(padding, device=device) if any(padding) else None
+    tokens_BT = tokens_BT.to(device)
+    with cached(model, longest + max_new_tokens, first_B, unit) as cache:
+        for _ in range(max_new_tokens):
+            logits_BV = cache.read(tokens_BT)[:, :num_ids]
+            ids_B = pick(logits_BV)
+            tokens_BT = ids_B[:, None]
+            yield Step(ids_B, logits_BV.gather(1, tokens_BT)[:, 0] - logits_BV.logsumexp(1))
+
+
+def sample(logits_BV: Tensor, uniform_B: Tensor, *, temperature: float, top_k: int = 0, top_p: float = 1.0) -> Tensor:
+    """Ids ``(B,)`` by the probabilities that ``logits_BV`` become.
+
+    Args:
+        logits_BV: of the next token.
+        uniform_B: a random number from [0, 1) for each row.
+        temperature: divides the logits; 0 takes the largest.
+        top_k: keep so many of the most probable ids; 0 keeps all.
+        top_p: keep the fewest most probable ids whose probabilities sum to this, of those that ``top_k`` kept.
+    """
+    if temperature == 0:
+        return logits_BV.argmax(-1)
+    scores_BV = logits_BV.double()
+    scores_BV = (scores_BV - scores_BV.amax(-1, keepdim=True)) / temperature
+    order_BV = None
+    if top_k or top_p < 1:
+        scores_BV, order_BV = scores_BV.topk(min(top_k or scores_BV.shape[1], scores_BV.shape[1]))
+    probs_BV = scores_BV.softmax(-1)
+    if top_p < 1:
+        probs_BV = probs_BV * (probs_BV.cumsum(-1) - probs_BV < top_p)
+    sums_BV = probs_BV.cumsum(-1)
+    wanted_B1 = uniform_B.to(sums_BV)[:, None] * sums_BV[:, -1:]
+    places_B1 = torch.searchsorted(sums_BV, wanted_B1, right=True).clamp(max=sums_BV.shape[1] - 1)
+    return (places_B1 if order_BV is None else order_BV.gather(1, places_B1))[:, 0]

@@ -1,0 +1,177 @@
+"""Prompts to answers, batch by batch, and their printing."""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from random import Random
+
+import torch
+from torch import Tensor
+
+from crius.models.decode import generate, sample
+from crius.redact import printable
+from crius.tools.generate.settings import Prompt, Settings
+from crius.tools.generate.source import Source
+from crius.tools.generate.stream import TextStream
+
+
+@dataclass
+class Answer:
+    """What follows one prompt.
+
+    Attributes:
+        prompt: as it was given.
+        text: that was generated.
+        tokens: its ids, and the one that ended it.
+        log_probs: of the tokens, in nats, as the model gives them: at temperature 1, before top_k and top_p.
+        finish_reason: eos for a token that ends an answer, stop for a stop text, length for max_new_tokens.
+        tokens_per_second: from the first look at the prompt to the last token.
+    """
+
+    prompt: str
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    finish_reason: str = ""
+    tokens_per_second: float = 0.0
+
+
+def answer(
+    source: Source,
+    prompts: Sequence[Prompt],
+    settings: Settings,
+    *,
+    first: int = 0,
+    on_text: Callable[[int, str], None] = lambda index, text: None,
+) -> list[Answer]:
+    """Continue ``prompts`` together.
+
+    Args:
+        source: the model and its words.
+        prompts: of one batch.
+        settings: of all.
+        first: the number of the first prompt among those of the command, which its draws hang on.
+        on_text: is given each text as it comes, and its prompt's place in the batch.
+
+    Raises:
+        CriusError: a prompt cannot be encoded, or there is no room.
+    """
+    ids = [source.encode(prompt, chat=settings.chat) for prompt in prompts]
+    source.check_room(len(ids), max(map(len, ids)) + settings.max_new_tokens)
+    answers = [Answer(prompt.text) for prompt in prompts]
+    streams = [TextStream(source.tokenizer, one, settings.stop) for one in ids]
+    began = time.perf_counter()
+
+    def end(row: int, reason: str) -> None:
+        answers[row].finish_reason = reason
+        on_text(row, streams[row].finish())
+        answers[row].text = streams[row].text
+        answers[row].tokens_per_second = len(answers[row].tokens) / (time.perf_counter() - began)
+
+    steps = generate(
+        source.model,
+        ids,
+        _pick(settings, range(first, first + len(ids))),
+        max_new_tokens=settings.max_new_tokens,
+        num_ids=source.tokenizer.vocab_size,
+        unit=source.ranks,
+    )
+    for step in steps:
+        for row, (token, log_prob) in enumerate(zip(step.ids_B.tolist(), step.log_probs_B.tolist(), strict=True)):
+            if answers[row].finish_reason:
+                continue
+            answers[row].tokens.append(token)
+            answers[row].log_probs.append(log_prob)
+            if token in source.ends:
+                end(row, "eos")
+                continue
+            on_text(row, streams[row].push(token))
+            if streams[row].is_stopped:
+                end(row, "stop")
+        if all(answer.finish_reason for answer in answers):
+            break
+    for row in range(len(answers)):
+        if not answers[row].finish_reason:
+            end(row, "length")
+            if streams[row].is_stopped:  # by what was held back
+                answers[row].finish_reason = "stop"
+    return answers
+
+
+def _pick(settings: Settings, numbers: range) -> Callable[[Tensor], Tensor]:
+    """Takes ids from logits; each of the prompts, which have these numbers, has draws of its own."""
+    if settings.temperature == 0:
+        return lambda logits_BV: logits_BV.argmax(-1)
+    draws = [torch.Generator().manual_seed(Random(f"{settings.seed}/{number}").getrandbits(63)) for number in numbers]
+
+    def pick(logits_BV: Tensor) -> Tensor:
+        uniform_B = torch.cat([torch.rand(1, generator=draw, dtype=torch.float64) for draw in draws])
+        return sample(
+            logits_BV,
+            uniform_B.to(logits_BV.device),
+            temperature=settings.temperature,
+            top_k=settings.top_k,
+            top_p=settings.top_p,
+        )
+
+    return pick
+
+
+def answer_all(source: Source, prompts: Sequence[Prompt], settings: Settings, started: float, *, as_json: bool) -> None:
+    """Answer ``prompts`` batch by batch and print the answers.
+
+    Args:
+        source: the model and its words.
+        prompts: of the command.
+        settings: of all.
+        started: ``time.monotonic()`` at the start of the command.
+        as_json: print a line of JSON for each prompt.
+
+    Raises:
+        CriusError: see ``answer``.
+    """
+    for first in range(0, len(prompts), settings.batch_size):
+        batch = prompts[first : first + settings.batch_size]
+        if as_json:
+            for one in answer(source, batch, settings, first=first):
+                _write(json.dumps(asdict(one)) + "\n", is_data=True)
+        else:
+            _print_batch(source, batch, settings, first, started, is_alone=len(prompts) == 1)
+
+
+def _print_batch(
+    source: Source, batch: Sequence[Prompt], settings: Settings, first: int, started: float, *, is_alone: bool
+) -> None:
+    """Answer and print: one prompt's answer as it comes, those of several one after the other."""
+    is_stream = len(batch) == 1
+    times: list[float] = []
+
+    def begin(row: int) -> None:
+        head = "" if is_alone else f"[{first + row + 1}] "
+        _write(head if settings.chat else f"{head}{batch[row].text}")
+
+    def on_text(row: int, text: str) -> None:
+        if is_stream and not times:  # nothing is wrong with the prompt
+            begin(row)
+        times.append(time.monotonic() - started)
+        if is_stream:
+            _write(text)
+
+    answers = answer(source, batch, settings, first=first, on_text=on_text)
+    for row, one in enumerate(answers):
+        if not is_stream:
+            begin(row)
+            _write(one.text)
+        _write("\n")
+    reasons = ", ".join(dict.fromkeys(one.finish_reason for one in answers))
+    count, speed = sum(len(one.tokens) for one in answers), sum(one.tokens_per_second for one in answers)
+    when = f", first one {times[0]:.1f} s after the start" if first == 0 else ""
+    sys.stderr.write(f"({count} tokens, ended by {reasons}, {speed:,.1f} tokens/s{when})\n")
+
+
+def _write(text: str, *, is_data: bool = False) -> None:
+    """Print at once; what acts on a terminal is escaped where it would."""
+    sys.stdout.write(printable(text) if sys.stdout.isatty() and not is_data else text)
+    sys.stdout.flush()

@@ -1,0 +1,143 @@
+"""What is asked for: settings and prompts, checked before torch is imported."""
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from crius.errors import ConfigError, DataError
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How text is generated."""
+
+    max_new_tokens: int = 100
+    """Most tokens of an answer."""
+
+    temperature: float = 0.0
+    """Divides the logits; 0 takes the most probable token."""
+
+    top_k: int = 0
+    """Draw from so many of the most probable tokens. 0: from all."""
+
+    top_p: float = 1.0
+    """Draw from the fewest tokens whose probabilities sum to this. 1: from all."""
+
+    stop: Annotated[tuple[str, ...], Parameter(allow_leading_hyphen=True)] = ()
+    """Text that ends an answer, which does not have it; repeat it for several."""
+
+    seed: int = 0
+    """Of the draws. Each prompt has draws of its own, whatever else is in its batch."""
+
+    batch_size: int = 8
+    """Prompts that are continued together."""
+
+    chat: bool = False
+    """A prompt is what a user says: it goes through the tokenizer's chat template."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute."""
+
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of weights and computation. auto: bfloat16 on a GPU, else float32."""
+
+    ranks: Annotated[int, Parameter(name="--parallelism.tensor_parallel_degree")] = 1
+    """Processes of this host that share each layer."""
+
+    def check(self) -> None:
+        """Hold all settings against their ranges.
+
+        Raises:
+            ConfigError: names all that are out of them.
+        """
+        wrong = [
+            ("max_new_tokens", self.max_new_tokens, self.max_new_tokens >= 1, "a number of at least 1"),
+            ("temperature", self.temperature, 0 <= self.temperature < float("inf"), "0 for the most probable, or more"),
+            ("top_k", self.top_k, self.top_k >= 0, "0 for all tokens, or more"),
+            ("top_p", self.top_p, 0 < self.top_p <= 1, "a number above 0, 1 for all tokens"),
+            ("seed", self.seed, 0 <= self.seed < 2**63, "a number from 0 below 2**63"),
+            ("batch_size", self.batch_size, self.batch_size >= 1, "a number of at least 1"),
+            ("stop", "''", all(self.stop), "a text that is not empty"),
+            ("parallelism.tensor_parallel_degree", self.ranks, self.ranks >= 1, "a number of at least 1"),
+        ]
+        problems = [
+            ConfigError(f"--{name} {value} is out of range.", where="command line", fix=f"give {right}")
+            for name, value, is_right, right in wrong
+            if not is_right
+        ]
+        if problems:
+            raise ConfigError.together(problems)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What is to be continued: a text, or for a chat the messages so far."""
+
+    text: str
+    messages: tuple[Message, ...]
+
+
+def read_prompts(texts: Sequence[str], file: str) -> list[Prompt]:
+    """The prompts of a command line.
+
+    Args:
+        texts: each is one.
+        file: a ``.jsonl`` file has one in each line, another file is one; ``-`` is standard input; empty: none.
+
+    Raises:
+        ConfigError: there are none.
+        DataError: the file cannot be read.
+    """
+    prompts = [_prompt(text) for text in texts]
+    if file == "-":
+        prompts.append(_prompt(sys.stdin.read().removesuffix("\n")))
+    elif file:
+        try:
+            content = Path(file).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"{file} cannot be read: {error}.", where="--prompt_file") from None
+        prompts += _lines(content, file) if file.endswith(".jsonl") else [_prompt(content.removesuffix("\n"))]
+    if not prompts:
+        raise ConfigError(
+            "there is no prompt.", where="command line", fix="--prompt TEXT, --prompt_file FILE, or --prompt_file -"
+        )
+    return prompts
+
+
+def _prompt(text: str) -> Prompt:
+    return Prompt(text, ({"role": "user", "content": text},))
+
+
+def _lines(content: str, file: str) -> Iterator[Prompt]:
+    for number, line in enumerate(content.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            yield _of_json(json.loads(line))
+        except (ValueError, RecursionError) as error:
+            raise DataError(
+                f"line {number} of {file} is not a prompt: {str(error)[:200]}.",
+                where="--prompt_file",
+                fix='"TEXT", {"prompt": "TEXT"}, or {"messages": [{"role": "user", "content": "TEXT"}]}',
+            ) from None
+
+
+def _of_json(value: Any) -> Prompt:
+    text = value.get("prompt") if isinstance(value, dict) else value
+    if isinstance(text, str):
+        return _prompt(text)
+    messages = value.get("messages") if isinstance(value, dict) else None
+    if not (isinstance(messages, list) and messages and all(_is_message(message) for message in messages)):
+        raise ValueError("it has neither a prompt nor messages with role and content")
+    return Prompt(messages[-1]["content"], tuple(messages))
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))

@@ -1,0 +1,212 @@
+"""What answers: a model with its weights on this process's device, its tokenizer, and what ends an answer."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from crius.checkpoint.load import load_tensors
+from crius.config.data import TokenizerConfig
+from crius.data.tokenizer import Tokenizer, build_tokenizer
+from crius.errors import ConfigError, EnvironmentError
+from crius.host import free_host_bytes
+from crius.interop.weights import Weights, open_weights
+from crius.kernels import choice
+from crius.kernels.cpu.linear import store_by_columns
+from crius.models import registry
+from crius.models.decoder import Decoder
+from crius.models.description import ModelDescription
+from crius.models.layers import Linear
+from crius.models.registry import SPECS
+from crius.parallel.init import allocate
+from crius.parallel.runtime import pick_device
+from crius.shards import named_state
+from crius.tools.generate.chat import render_chat
+from crius.tools.generate.settings import Prompt, Settings
+from crius.units import GIB
+
+END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|return|>")
+"""Special tokens that end what an assistant says, beside the tokenizer's end of a document."""
+
+_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+Split = Callable[[Decoder, ModelDescription], None]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model and its words.
+
+    Attributes:
+        model: holds this rank's part of the weights.
+        facts: of the model.
+        tokenizer: of its ids.
+        ends: ids that end an answer.
+        chat_template: of the tokenizer; empty where it has none.
+        special: names of special tokens, such as ``bos_token``, as a template calls them.
+        ranks: that share the model.
+    """
+
+    model: Decoder
+    facts: ModelDescription
+    tokenizer: Tokenizer
+    ends: frozenset[int]
+    chat_template: str
+    special: dict[str, str]
+    ranks: int
+
+    def encode(self, prompt: Prompt, *, chat: bool) -> list[int]:
+        """Ids of a prompt, at least one: what begins a document, where it is empty.
+
+        Raises:
+            DataError: it cannot be encoded, or its chat template cannot be rendered.
+        """
+        tokenizer = self.tokenizer
+        if chat:
+            text = render_chat(self.chat_template, prompt.messages, self.special)
+            return [int(i) for i in tokenizer.encode_marked(text)] or [tokenizer.eos_id]
+        ids = [int(i) for i in tokenizer.encode(prompt.text)]
+        if tokenizer.bos_id is not None and (tokenizer.adds_bos or not ids):
+            return [tokenizer.bos_id, *ids]
+        return ids or [tokenizer.eos_id]
+
+    def check_room(self, batch: int, tokens: int) -> None:
+        """Whether the keys and values of a batch fit into memory.
+
+        Raises:
+            EnvironmentError: they do not.
+        """
+        config, weight = self.facts.config, self.model.tok_embeddings.weight
+        heads = max(1, config.num_kv_heads // self.ranks)
+        needed = 2 * config.num_layers * batch * tokens * heads * config.head_dim * weight.element_size()
+        free = torch.cuda.mem_get_info()[0] if weight.is_cuda else free_host_bytes()
+        if needed > free:
+            raise EnvironmentError(
+                f"keys and values of {batch} x {tokens:,} tokens take {needed / GIB:,.1f} GiB.",
+                why=f"{free / GIB:,.1f} GiB are free",
+                fix="a smaller --max_new_tokens or --batch_size",
+            )
+
+
+def read_source(path: str, settings: Settings, local_rank: int = 0, split: Split = lambda model, facts: None) -> Source:
+    """The model of a run folder, a checkpoint or a folder of Hugging Face.
+
+    Args:
+        path: of it.
+        settings: that were checked.
+        local_rank: of this process.
+        split: leaves this rank its part of the model, before it takes memory.
+
+    Raises:
+        CriusError: it cannot be read, or does not answer with these settings.
+    """
+    weights = open_weights(path)
+    sizes = {key: value for key, value in weights.model.items() if key != "name"}
+    facts = SPECS[weights.model["name"]].describe(**sizes)
+    tokenizer = build_tokenizer(TokenizerConfig(path=weights.tokenizer or "byte"))
+    _check(path, weights, facts, tokenizer, settings)
+    device = pick_device(settings.device, local_rank)
+    _choose_kernels(device)
+    model = _build(facts, settings, device)
+    split(model, facts)
+    allocate(model, device)
+    load_tensors(weights.tensors, dict(named_state([model])))
+    if settings.ranks == 1:
+        store_by_columns(module.weight for module in model.modules() if isinstance(module, Linear))
+    special, ends = _words(weights.tokenizer, tokenizer)
+    return Source(model, facts, tokenizer, ends, weights.chat_template, special, settings.ranks)
+
+
+class _Undrawn(TorchFunctionMode):
+    """Modules that are built inside draw no weights: on the meta device the first draw imports torch's compiler."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__module__", "") == "torch.nn.init":
+            return kwargs["tensor"] if kwargs else args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def _build(facts: ModelDescription, settings: Settings, device: torch.device) -> Decoder:
+    """The model without memory, in the dtype that is asked for."""
+    auto = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = auto if settings.dtype == "auto" else getattr(torch, settings.dtype)
+    with torch.device("meta"), _Undrawn():
+        return registry.build(facts).to(dtype).requires_grad_(False)
+
+
+def _words(place: str, tokenizer: Tokenizer) -> tuple[dict[str, str], frozenset[int]]:
+    """Special tokens by the names that templates have for them, and ids that end an answer."""
+    config = _read_object(place, "tokenizer_config.json")
+    special = {name: text for name in _TOKENS if (text := _content(config.get(name)))}
+    told = _read_object(place, "generation_config.json").get("eos_token_id")
+    ends = {one for one in (told if isinstance(told, list) else [told]) if type(one) is int}
+    ends |= tokenizer.special_ids([*END_OF_TURN, special.get("eos_token", "")])
+    return special, frozenset({tokenizer.eos_id, *ends})
+
+
+def _check(path: str, weights: Weights, facts: ModelDescription, tokenizer: Tokenizer, settings: Settings) -> None:
+    problems = []
+    if not weights.tokenizer and facts.vocab_size < tokenizer.vocab_size:
+        problems.append(
+            ConfigError(f"{path} has no tokenizer.", where="SRC", fix="put its tokenizer.json into the folder")
+        )
+    if settings.chat and not weights.chat_template:
+        problems.append(
+            ConfigError(
+                f"{path} has no chat template.",
+                where="--chat",
+                why="its tokenizer brings none, as that of a model that was not trained on chats",
+                fix="leave out --chat, or put a chat_template.jinja beside its tokenizer.json",
+            )
+        )
+    ranks, config = settings.ranks, facts.config
+    for name in ("num_heads", "ffn_dim"):
+        if getattr(config, name) % ranks:
+            problems.append(_indivisible(f"{name} {getattr(config, name)}", ranks))
+    if config.num_kv_heads % ranks and ranks % config.num_kv_heads:
+        problems.append(_indivisible(f"num_kv_heads {config.num_kv_heads}", ranks))
+    if problems:
+        raise ConfigError.together(problems)
+
+
+def _indivisible(what: str, ranks: int) -> ConfigError:
+    return ConfigError(
+        f"{what} cannot be split over {ranks} ranks.",
+        where="--parallelism.tensor_parallel_degree",
+        fix="give a divisor of it",
+    )
+
+
+def _choose_kernels(device: torch.device) -> None:
+    """Pointwise kernels are torch's own: the others save memory for a backward, which nobody calls here."""
+    on_gpu = device.type == "cuda"
+    choice.apply(
+        choice.resolve(
+            "auto",
+            "torch",
+            "auto",
+            device_type=device.type,
+            capability=torch.cuda.get_device_capability(device) if on_gpu else None,
+            cudnn=torch.backends.cudnn.version() if on_gpu else None,
+        )
+    )
+
+
+def _read_object(tokenizer: str, name: str) -> dict[str, Any]:
+    """A JSON file beside a tokenizer; empty where there is none, or nothing can be taken from it."""
+    place = Path(tokenizer)
+    try:
+        found = json.loads(((place if place.is_dir() else place.parent) / name).read_bytes()) if tokenizer else {}
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _content(token: Any) -> str:
+    """The text of a token as tokenizer_config.json has it: text, or an object with more about it."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else ""

@@ -1,0 +1,66 @@
+"""Text from ids as they come: whole characters only, and nothing of a text that ends the answer."""
+
+from collections.abc import Sequence
+
+from crius.data.tokenizer import Tokenizer
+
+_CONTEXT = 5
+"""Ids before the newest one by which it is read: some tokenizers write a space by what stands before it."""
+
+
+class TextStream:
+    """The text that continues a prompt.
+
+    Args:
+        tokenizer: of the ids.
+        prompt: ids that come before.
+        stops: texts that end it.
+
+    Attributes:
+        text: all that was given out.
+        is_stopped: one of ``stops`` came; it and what follows it are not in ``text``.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str] = ()) -> None:
+        self._tokenizer, self._stops = tokenizer, stops
+        self._ids = list(prompt[-_CONTEXT:])
+        self._told = len(self._ids)
+        self._held = ""
+        self.text, self.is_stopped = "", False
+
+    def push(self, token_id: int) -> str:
+        """Text that is new with one more id; empty while a character, or what may become a stop text, is not whole."""
+        self._ids.append(token_id)
+        new = self._new()
+        if new.endswith("\ufffd"):  # may be the beginning of a character
+            return ""
+        self._ids, self._told = self._ids[-_CONTEXT:], min(len(self._ids), _CONTEXT)
+        return self._give(new)
+
+    def finish(self) -> str:
+        """What was held back, when no more ids come."""
+        given = "" if self.is_stopped else self._give(self._new())
+        rest, self._held = ("" if self.is_stopped else self._held), ""
+        self.text += rest
+        return given + rest
+
+    def _new(self) -> str:
+        before = self._tokenizer.decode(self._ids[: self._told])
+        return self._tokenizer.decode(self._ids)[len(before) :]
+
+    def _give(self, new: str) -> str:
+        self._held += new
+        places = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
+        if places:
+            self.is_stopped = True
+            given, self._held = self._held[: min(places)], ""
+        else:
+            keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
+            given, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        self.text += given
+        return given
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of ``text`` with which ``stop`` begins."""
+    return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-size:])), 0)

@@ -1,0 +1,168 @@
+"""Continuing a sequence: what is kept changes no logits, and draws follow the probabilities."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from crius.errors import PlanError
+from crius.kernels import choice
+from crius.kernels.cpu.linear import store_by_columns
+from crius.models import registry
+from crius.models.decode import cached, generate, sample
+from crius.models.layers import CausalAttention, Linear
+
+SIZES = {"num_layers": 2, "dim": 48, "num_heads": 6, "num_kv_heads": 2, "head_dim": 16, "ffn_dim": 64, "vocab_size": 80}
+MODELS = {
+    "llama3": {},
+    "llama3_tied": {"tied_embeddings": True},
+    "llama3_of_documents": {"attention_mask": "document"},
+    "qwen3": {},
+    "qwen3_tied": {"tied_embeddings": True},
+}
+# of the largest logit: float32 sums in another order
+SAME = {torch.float32: 1e-5, torch.float64: 1e-12}
+LENGTH, UNCUT = 24, {"temperature": 1.0}
+
+
+def built(name, dtype=torch.float32):
+    facts = registry.SPECS[name.partition("_")[0]].describe("debug", **(SIZES | MODELS[name]))
+    model = registry.build(facts).to(dtype).requires_grad_(False)
+    random = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        parameter.normal_(0.0, 0.2, generator=random).add_(1.0 if parameter.dim() == 1 else 0.0)
+    return model
+
+
+def ids(rows=2, length=LENGTH):
+    return torch.randint(80, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+def assert_same(got, want):
+    assert (got - want).abs().max() <= SAME[want.dtype] * want.abs().max()
+
+
+@pytest.mark.parametrize("unit", [1, 3])
+@pytest.mark.parametrize("reads", [[10, *[1] * 14], [1] * 24, [7, 9, 8]], ids=["prompt_then_one", "one", "pieces"])
+@pytest.mark.parametrize("dtype", SAME)
+@pytest.mark.parametrize("name", MODELS)
+@torch.inference_mode()
+def test_logits_with_kept_keys_are_those_without(name, dtype, reads, unit):
+    model, tokens = built(name, dtype), ids()
+    want = model(tokens)
+    with cached(model, LENGTH, unit=unit) as cache:
+        for part, end in zip(tokens.split(reads, dim=1), torch.tensor(reads).cumsum(0), strict=True):
+            assert_same(cache.read(part), want[:, end - 1])
+
+
+@pytest.mark.parametrize("unit", [1, 2])
+@pytest.mark.parametrize("dtype", SAME)
+@pytest.mark.parametrize("name", MODELS)
+@torch.inference_mode()
+def test_a_padded_sequence_has_the_logits_that_it_has_alone(name, dtype, unit):
+    model, lengths = built(name, dtype), (3, 10, 7)
+    rows = [row[:length] for row, length in zip(ids(3), lengths, strict=True)]
+    first = torch.tensor([10 - length for length in lengths])
+    prompt = torch.stack([torch.cat([row.new_zeros(10 - len(row)), row]) for row in rows])
+    following = ids(3, 5)
+    with cached(model, 15, first, unit) as cache:
+        together = [cache.read(prompt), *(cache.read(following[:, i : i + 1]) for i in range(5))]
+    for row, logits in enumerate(torch.stack(together, 1)):
+        alone = model(torch.cat([rows[row], following[row]])[None])[0, lengths[row] - 1 :]
+        assert_same(logits, alone)
+
+
+def test_a_model_is_as_before_when_its_cache_is_closed():
+    model = built("llama3")
+    before = dict(model.named_modules())
+    with pytest.raises(RuntimeError, match="within"), cached(model, 4):
+        assert not any(isinstance(module, CausalAttention) for module in model.modules())
+        raise RuntimeError("within")
+    assert dict(model.named_modules()) == before
+
+
+def test_attention_of_another_kind_is_refused():
+    model = built("llama3")
+    model.layers["1"].attention.inner = nn.Identity()
+    with pytest.raises(PlanError, match="1 of 2 layers"), cached(model, 4):
+        pass
+
+
+def test_log_probabilities_are_those_of_the_model_and_ids_without_a_text_do_not_come():
+    model, prompt = built("llama3"), ids(1, 6)[0].tolist()
+    steps = list(generate(model, [prompt], lambda logits: logits.argmax(-1), max_new_tokens=8, num_ids=40))
+    tokens = torch.tensor([prompt + [int(step.ids_B) for step in steps]])
+    with torch.no_grad():
+        logits = model(tokens)[0, 5:-1, :40]
+    assert tokens[0, 6:].tolist() == logits.argmax(-1).tolist()
+    want = logits.log_softmax(-1).gather(1, tokens[0, 6:, None])[:, 0]
+    torch.testing.assert_close(torch.cat([step.log_probs_B for step in steps]), want, rtol=1e-5, atol=1e-5)
+
+
+def test_matrices_stored_by_columns_compute_the_same():
+    model, tokens = built("llama3_tied"), ids()
+    with torch.no_grad():
+        want = model(tokens)
+    with choice.applied(replace(choice.current(), linear="onednn")), torch.inference_mode():
+        store_by_columns(module.weight for module in model.modules() if isinstance(module, Linear))
+        assert model.layers["0"].attention.wq.weight.stride() == (1, 96)
+        with cached(model, LENGTH) as cache:
+            assert_same(cache.read(tokens[:, :9]), want[:, 8])
+            assert_same(cache.read(tokens[:, 9:10]), want[:, 9])
+        with cached(model, LENGTH) as cache:
+            assert_same(cache.read(tokens[:1, :1]), want[:1, 0])  # one row, which has a kernel of its own
+
+
+def counts_of(logits, draws=20_000, **cut):
+    uniform = torch.rand(draws, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    drawn = sample(logits.expand(draws, -1), uniform, **cut)
+    return torch.bincount(drawn, minlength=logits.shape[-1])
+
+
+# logits, how they are cut, and the probabilities that are left
+LOGITS = torch.tensor([0.5, 2.0, -1.0, 1.0, 0.0, -3.0])
+PLAIN = LOGITS.softmax(-1)
+CUTS = {
+    "temperature_1": (UNCUT, PLAIN),
+    "temperature_half": ({"temperature": 0.5}, (LOGITS * 2).softmax(-1)),
+    "hot": ({"temperature": 1e6}, torch.full((6,), 1 / 6)),
+    "top_k_2": (UNCUT | {"top_k": 2}, PLAIN * torch.tensor([0, 1, 0, 1, 0, 0])),
+    "top_k_of_more_than_there_are": (UNCUT | {"top_k": 99}, PLAIN),
+    "top_p": (UNCUT | {"top_p": 0.7}, PLAIN * torch.tensor([0, 1, 0, 1, 0, 0])),
+    "top_p_of_1": (UNCUT | {"top_p": 1.0}, PLAIN),
+    "top_p_within_top_k": (UNCUT | {"top_k": 3, "top_p": 0.85}, PLAIN * torch.tensor([0, 1, 0, 1, 0, 0])),
+}
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_draws_follow_the_probabilities(name):
+    cut, probabilities = CUTS[name]
+    counts = counts_of(LOGITS, **cut).double()
+    expected = probabilities.double() / probabilities.sum() * counts.sum()
+    possible = expected > 0
+    assert counts[~possible].sum() == 0
+    chi_square = ((counts - expected)[possible] ** 2 / expected[possible]).sum()
+    freedom = int(possible.sum()) - 1
+    assert chi_square <= freedom + 4 * math.sqrt(2 * freedom)  # four deviations: p below 1e-3
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        {"temperature": 0.0},
+        {"temperature": 0.0, "top_k": 3, "top_p": 0.5},
+        {"temperature": 1e-300},
+        {"temperature": 5.0, "top_k": 1},
+        {"temperature": 5.0, "top_p": 1e-9},
+    ],
+)
+def test_only_the_most_probable_token_is_left(cut):
+    assert counts_of(LOGITS, 500, **cut).tolist() == [0, 500, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53])
+def test_the_ends_of_the_unit_interval_draw_a_token_that_is_possible(uniform):
+    logits = torch.tensor([[-math.inf, 1.0, 0.0, -math.inf]])
+    assert sample(logits, torch.tensor([uniform], dtype=torch.float64), temperature=1.0).item() in (1, 2)

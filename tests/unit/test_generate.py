@@ -1,0 +1,295 @@
+"""``crius generate``: prompts, settings, streams of text, chats, and the command on a small model."""
+
+import io
+import json
+import shutil
+import sys
+import time
+
+import pytest
+import torch
+
+from crius import cli
+from crius.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
+from crius.errors import ConfigError, DataError, EnvironmentError
+from crius.kernels import choice
+from crius.models import registry
+from crius.tools.generate import chat
+from crius.tools.generate.chat import render_chat
+from crius.tools.generate.settings import Settings, read_prompts
+from crius.tools.generate.stream import TextStream
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+HELLO = [{"role": "user", "content": "Hi"}]
+
+
+def save_tokenizer(folder):
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in SPECIAL])
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A folder of Hugging Face: a random model of 259 ids in 320 rows, and its tokenizer with a chat template."""
+    from safetensors.torch import save_file
+
+    folder = tmp_path_factory.mktemp("source")
+    sizes = {"num_layers": 2, "dim": 32, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 64, "vocab_size": 320}
+    spec = registry.SPECS["llama3"]
+    model = registry.build(spec.describe("debug", **sizes))
+    random = torch.Generator().manual_seed(0)
+    weights = {}
+    for name, weight in model.state_dict().items():
+        number = next((part for part in name.split(".") if part.isdigit()), "")
+        weight.normal_(0.0, 0.3, generator=random).add_(1.0 if weight.dim() == 1 else 0.0)
+        weights[spec.hf.names[name.replace(f".{number}.", ".*.")].replace("*", number)] = weight
+    save_file(weights, folder / "model.safetensors")
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 320, "hidden_size": 32}
+    config |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64}
+    config |= {"hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "head_dim": 8}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_tokenizer(folder)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>", "chat_template": CHATML}))
+    return folder
+
+
+@pytest.fixture
+def generate(capsys, source):
+    """Run ``crius generate`` on ``source`` in this process; gives exit code, stdout and stderr."""
+
+    def run(*argv, src=source):
+        with choice.applied(choice.current()):
+            code = cli.main(["generate", str(src), *map(str, argv)])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def rows(generate):
+    """The JSON lines of a command that works."""
+
+    def run(*argv):
+        code, out, err = generate(*argv, "--json")
+        assert (code, err) == (0, "")
+        return [json.loads(line) for line in out.splitlines()]
+
+    return run
+
+
+def test_json_has_a_line_for_each_prompt(rows):
+    one, two = rows("--prompt", "abc", "--prompt", "a longer one", "--max_new_tokens", 8)
+    assert (one["prompt"], two["prompt"]) == ("abc", "a longer one")
+    for row in (one, two):
+        assert len(row["tokens"]) == len(row["log_probs"]) <= 8 and max(row["log_probs"]) <= 0
+        assert max(row["tokens"]) < 259, "rows of the model without a text"
+        assert row["finish_reason"] in ("length", "eos") and row["tokens_per_second"] > 0
+
+
+def test_a_batch_answers_as_each_prompt_alone(rows):
+    prompts = ["a", "some more", "x" * 20, ""]
+    flags = [word for prompt in prompts for word in ("--prompt", prompt)]
+    for cut in ([], ["--temperature", 0.9, "--top_p", 0.9, "--seed", 5]):
+        together = rows(*flags, "--max_new_tokens", 12, *cut)
+        apart = rows(*flags, "--max_new_tokens", 12, "--batch_size", 1, *cut)
+        assert [row["tokens"] for row in together] == [row["tokens"] for row in apart]
+
+
+def test_a_seed_gives_the_same_draws_and_another_seed_others(rows):
+    drawn = [
+        [row["tokens"] for row in rows("--prompt", "a", "--prompt", "a", "--temperature", 1.5, "--seed", seed)]
+        for seed in (1, 1, 2)
+    ]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert drawn[0][0] != drawn[0][1], "each prompt has draws of its own"
+
+
+def test_text_is_streamed_after_its_prompt_and_ends_before_a_stop_text(generate, rows):
+    (row,) = rows("--prompt", "abc", "--max_new_tokens", 30)
+    code, out, err = generate("--prompt", "abc", "--max_new_tokens", 30)
+    assert (code, out) == (0, f"abc{row['text']}\n") and "30 tokens, ended by length" in err
+    stop = row["text"][6:9]
+    (stopped,) = rows("--prompt", "abc", "--max_new_tokens", 30, "--stop", stop, "--stop", "never there")
+    assert stopped["text"] == row["text"][: row["text"].index(stop)] and stopped["finish_reason"] == "stop"
+
+
+def test_a_chat_goes_through_the_template_whose_names_are_special_tokens(source):
+    tokenizer = HuggingFaceTokenizer(str(source))
+    text = render_chat(CHATML, HELLO, {})
+    assert text == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    ids = [int(i) for i in tokenizer.encode_marked(text)]
+    assert (ids.count(257), ids.count(258)) == (2, 1) and len(ids) < len(text)
+    assert not {257, 258} & {*tokenizer.encode(text).tolist()}, "a text cannot forge them"
+
+
+def test_a_chat_is_answered_and_other_messages_come_from_a_file(rows, tmp_path):
+    file = tmp_path / "chats.jsonl"
+    lines = [{"messages": [{"role": "system", "content": "Be brief."}, *HELLO]}, {"prompt": "Hi"}, "Hi"]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    first, second, third = rows("--chat", "--prompt_file", file, "--max_new_tokens", 6)
+    assert first["prompt"] == second["prompt"] == "Hi"
+    assert second["tokens"] == third["tokens"] != first["tokens"]
+
+
+def test_the_end_of_a_turn_ends_an_answer(source):
+    from crius.tools.generate.source import read_source
+
+    with choice.applied(choice.current()):
+        assert read_source(str(source), Settings()).ends == {256, 258}
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "words"),
+    [
+        (["--max_new_tokens", 0, "--top_p", 0, "--temperature", "nan", "--stop", ""], 2, "4 problems"),
+        (["--temperature", "-1"], 2, "--temperature -1.0"),
+        (["--top_k", "-1", "--seed", "-1", "--batch_size", 0], 2, "3 problems"),
+        (["--parallelism.tensor_parallel_degree", 0], 2, "at least 1"),
+        (["--max_new_tokens", 10**12], 1, "keys and values of 1 x 1,000,000,000,001 tokens"),
+    ],
+)
+def test_settings_out_of_range_are_refused_together(generate, flags, code, words):
+    got, out, err = generate("--prompt", "a", *flags)
+    assert (got, out) == (code, "") and words in err and "fix" in err
+
+
+def test_a_source_that_is_none_is_refused_by_name(generate, tmp_path, source):
+    (tmp_path / "empty").mkdir()
+    for src in (tmp_path / "empty", tmp_path / "none"):
+        code, out, err = generate("--prompt", "a", src=src)
+        assert (code, out) == (2, "") and str(src) in err and "fix" in err
+    other = tmp_path / "gpt2"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}))
+    code, out, err = generate("--prompt", "a", src=other)
+    assert (code, out) == (2, "") and "gpt2" in err.lower()
+
+
+def test_a_source_without_a_chat_template_cannot_chat(generate, tmp_path, source):
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        shutil.copy(source / name, plain)
+    code, out, err = generate("--chat", "--prompt", "a", src=plain)
+    assert (code, out) == (2, "") and "no chat template" in err
+
+
+HOSTILE = {
+    "an endless loop": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "attributes of Python": "{{ messages.__class__.__mro__ }}{{ ''.__class__.__base__.__subclasses__() }}",
+    "globals of a function": "{{ raise_exception.__globals__['sys'].exit() }}",
+    "a module": "{{ cycler.__init__.__globals__.os.system('touch executed') }}",
+    "huge text": "{% for i in range(9999) %}{{ 'x' * 9999 }}{% endfor %}",
+    "huge memory": "{{ 'x' * 99999999999 }}",
+    "a huge number": "{{ 99999999 ** 99999999 }}",
+    "a huge range": "{% for i in range(999999999) %}{% endfor %}",
+    "another file": "{% include '/etc/passwd' %}",
+    "a change of what is given": "{{ messages.append(1) }}",
+    "its own refusal": "{{ raise_exception('no system messages here') }}",
+    "no template": "{% if %}",
+    "a macro that calls itself": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_hostile_template_is_refused_in_seconds_and_runs_nothing(what, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    began = time.monotonic()
+    with pytest.raises(DataError, match="cannot be rendered") as caught:
+        render_chat(HOSTILE[what], HELLO, {})
+    assert caught.value.why and time.monotonic() - began < 20 and not list(tmp_path.iterdir())
+
+
+def test_what_templates_of_hugging_face_use_is_there():
+    template = (
+        "{% for message in messages %}\n    {% if loop.first %}{{ bos_token }}{% endif %}\n"
+        "{% generation %}{{ message | tojson }}{% endgeneration %}{% break %}{% endfor %}"
+        "{{ strftime_now('%Y') | length }}{{ undefined_name }}"
+    )
+    assert render_chat(template, HELLO, {"bos_token": "<s>"}) == '<s>{"role": "user", "content": "Hi"}4'
+
+
+def test_a_missing_jinja2_is_named_with_an_install_line(monkeypatch):
+    monkeypatch.setattr(chat.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(EnvironmentError, match="jinja2") as caught:
+        render_chat(CHATML, HELLO, {})
+    assert "install" in caught.value.fix
+
+
+def pieces(text, stops=(), prompt=b""):
+    stream = TextStream(ByteTokenizer(), list(prompt), stops)
+    given = []
+    for byte in text:
+        given.append(stream.push(byte))
+        if stream.is_stopped:
+            break
+    given.append(stream.finish())
+    assert "".join(given) == stream.text
+    return given, stream
+
+
+def test_characters_come_whole():
+    given, stream = pieces("é€🙂a".encode())
+    assert [piece for piece in given if piece] == ["é", "€", "🙂", "a"] and stream.text == "é€🙂a"
+
+
+def test_bytes_that_are_no_character_come_in_the_end():
+    given, _ = pieces(b"a\xff\xe2\x82")
+    assert "".join(given) == "a��" and given[-1]
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "want"),
+    [
+        ("one two three", ["two"], "one "),
+        ("one twthree", ["two"], "one twthree"),  # held back, and given when it does not come
+        ("one tw", ["two"], "one tw"),
+        ("aab", ["ab", "aab"], ""),
+        ("aXbY", ["Y", "X"], "a"),
+        ("ende", ["€"], "ende"),
+        ("a€b", ["€b"], "a"),
+        ("\n\nHuman", ["\n\nHuman:"], "\n\nHuman"),
+    ],
+)
+def test_a_stop_text_ends_it_wherever_tokens_begin(text, stops, want):
+    given, stream = pieces(text.encode(), stops)
+    assert stream.text == want and stream.is_stopped == (want != text)
+    assert not any(stop in "".join(given) for stop in stops)
+
+
+def test_a_stop_text_is_not_sought_in_the_prompt():
+    _, stream = pieces(b"op", ["stop"], prompt=b"st")
+    assert stream.text == "op" and not stream.is_stopped
+
+
+def test_prompts_come_from_flags_files_and_standard_input(tmp_path, monkeypatch):
+    (tmp_path / "one.txt").write_text("two\nlines\n")
+    (tmp_path / "many.jsonl").write_text('"a"\n\n{"prompt": "b"}\n')
+    monkeypatch.setattr(sys, "stdin", io.StringIO("typed\n"))
+    for file, want in (("one.txt", ["two\nlines"]), ("many.jsonl", ["a", "b"])):
+        assert [prompt.text for prompt in read_prompts(["first"], str(tmp_path / file))] == ["first", *want]
+    assert [prompt.text for prompt in read_prompts([], "-")] == ["typed"]
+
+
+@pytest.mark.parametrize("line", ["{", "{}", "1", '{"messages": []}', '{"messages": [{"role": "user"}]}', "[" * 99999])
+def test_a_line_that_is_no_prompt_is_named(line, tmp_path):
+    (tmp_path / "many.jsonl").write_text(f'"a"\n{line}\n')
+    with pytest.raises(DataError, match="line 2 of"):
+        read_prompts([], str(tmp_path / "many.jsonl"))
+
+
+def test_no_prompt_and_no_file_are_errors(tmp_path):
+    with pytest.raises(ConfigError, match="no prompt"):
+        read_prompts([], "")
+    with pytest.raises(DataError, match="cannot be read"):
+        read_prompts([], str(tmp_path / "none.txt"))
