@@ -23,7 +23,7 @@ from crius.models.plan import match
 from crius.shards import local_shard, named_parameters
 
 BLOCK_NUMEL = 1 << 16  # elements drawn with one seed; seeding costs 10 us, a shard draws at most one block too many
-SHARES = 4
+SHARES = 2
 """Runs of blocks per thread: few, since handing one over costs, and more than one, since a core may be busy."""
 
 
@@ -84,22 +84,25 @@ def init_parameters(model: nn.Module, rules: list[tuple[str, Init]], seed: int, 
     Raises:
         PlanError: no rule fits a parameter.
     """
-    for name, parameter in itertools.chain(named_parameters([model]), model.named_buffers()):
-        rule = next((rule for pattern, rule in rules if match(pattern, name)), None)
-        if rule is None:
-            raise PlanError(f"no init rule fits parameter {name}.", fix="describe it: a weight of the config's layer()")
-        local, offset = local_shard(parameter)
-        if isinstance(rule, Constant):
-            local.fill_(rule.value)
-        elif not draws:
-            local.fill_(math.nan)
-        elif local.numel():
-            first, *columns = (slice(start, start + size) for start, size in zip(offset, local.shape, strict=True))
-            # no second buffer where the numbers can be drawn in place
-            out = local if local.device.type == "cpu" and local.dtype == torch.float32 else None
-            drawn = draw_rows(name, parameter.shape, first.start, first.stop, seed, rule, tuple(columns), out)
-            if out is None:
-                local.copy_(drawn)
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # one for all: starting threads takes as long as a weight
+        for name, parameter in itertools.chain(named_parameters([model]), model.named_buffers()):
+            rule = next((rule for pattern, rule in rules if match(pattern, name)), None)
+            if rule is None:
+                raise PlanError(
+                    f"no init rule fits parameter {name}.", fix="describe it: a weight of the config's layer()"
+                )
+            local, offset = local_shard(parameter)
+            if isinstance(rule, Constant):
+                local.fill_(rule.value)
+            elif not draws:
+                local.fill_(math.nan)
+            elif local.numel():
+                first, *columns = (slice(start, start + size) for start, size in zip(offset, local.shape, strict=True))
+                # no second buffer where the numbers can be drawn in place
+                out = local if local.device.type == "cpu" and local.dtype == torch.float32 else None
+                drawn = draw_rows(name, parameter.shape, first.start, first.stop, seed, rule, tuple(columns), out, pool)
+                if out is None:
+                    local.copy_(drawn)
 
 
 def draw_rows(
@@ -111,10 +114,11 @@ def draw_rows(
     rule: Normal,
     columns: tuple[slice, ...] = (),
     out: Tensor | None = None,
+    pool: ThreadPoolExecutor | None = None,
 ) -> Tensor:
     """Rows ``[first, last)`` of a parameter that starts by ``rule``; float32 on the CPU.
 
-    Blocks are drawn by as many threads as torch has. A block is drawn whole, also where only some of its columns are
+    A block is drawn whole, also where only some of its columns are
     wanted: one generator makes its numbers in turn (docs/gpu.md).
 
     Args:
@@ -126,6 +130,7 @@ def draw_rows(
         rule: standard deviation and limit.
         columns: slices of the other dims; empty: all.
         out: where the numbers are written; None for new memory.
+        pool: as many threads as torch has, which draw blocks; None: the caller draws.
     """
     width = math.prod(shape[1:])
     block_rows = max(1, BLOCK_NUMEL // width)
@@ -145,13 +150,11 @@ def draw_rows(
             np.multiply(wanted, np.float32(rule.std), out=target[low - first : high - first])
 
     blocks = range(first // block_rows, -(-last // block_rows))
-    num_threads = min(len(blocks), torch.get_num_threads())
-    if num_threads <= 1:
+    if pool is None:
         fill(blocks)
     else:
-        span = -(-len(blocks) // (SHARES * num_threads))
-        with ThreadPoolExecutor(num_threads) as pool:
-            list(pool.map(fill, (blocks[at : at + span] for at in range(0, len(blocks), span))))
+        span = -(-len(blocks) // (SHARES * torch.get_num_threads()))
+        list(pool.map(fill, (blocks[at : at + span] for at in range(0, len(blocks), span))))
     return out
 
 

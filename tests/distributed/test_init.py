@@ -3,6 +3,7 @@
 import functools
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -80,7 +81,8 @@ def test_columns_and_threads_change_no_bit(num_threads):
     whole = draw_rows("layers.0.w", size, 0, 900, 1, UNIT)
     torch.set_num_threads(num_threads)
     try:
-        part = draw_rows("layers.0.w", size, 30, 870, 1, UNIT, (slice(2, 7), slice(50, 150)))
+        with ThreadPoolExecutor(num_threads) as pool:
+            part = draw_rows("layers.0.w", size, 30, 870, 1, UNIT, (slice(2, 7), slice(50, 150)), pool=pool)
     finally:
         torch.set_num_threads(before)
     assert torch.equal(part, whole[30:870, 2:7, 50:150])
