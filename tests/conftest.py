@@ -65,10 +65,13 @@ def pytest_collection_modifyitems(items):
 
 
 class ByFolder(LoadScopeScheduling):
-    """Several processes (``pytest -n``): the tests of a file of ``BY_FILE`` are one process's, others anyone's."""
+    """Several processes (``pytest -n``): the tests of a file of ``BY_FILE`` are one process's, and so are the commands
+    of a page, which build on each other; others are anyone's."""
 
     def _split_scope(self, nodeid):
         file = nodeid.split("::")[0]
+        if "test_documented_command_runs[" in nodeid:
+            return nodeid.split(".md: ")[0]
         return file if file.split("/")[-2] in BY_FILE else nodeid
 
 

@@ -120,7 +120,7 @@ def build_parts(config, facts, mesh, ranks, change):
         prune(part, stages[index])
         change(part)
         parallelize(part, facts, mesh, config)
-        materialize(part, init_rules(facts), ranks, config)
+        materialize(part, init_rules(facts), ranks, config, draws=True)
         parts.append(part)
     return parts, indices
 

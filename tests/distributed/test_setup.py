@@ -16,9 +16,9 @@ SHORT = ["--training.steps", "2", "--validation.interval", "0", "--checkpoint.no
 SCHEDULE = ["--parallelism.pipeline_parallel_schedule", "interleave_1f1b"]
 
 
-def test_setup_installs_float8_and_tokenizers():
+def test_setup_installs_float8_tokenizers_and_their_chat_templates():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert {name.partition(">")[0] for name in extras["standard"]} == {"torchao", "tokenizers"}
+    assert {name.partition(">")[0] for name in extras["standard"]} == {"torchao", "tokenizers", "jinja2"}
     recipe = (ROOT / "Makefile").read_text().split("\n$(STAMP):")[1].split("\n\n")[0]
     assert "-e '.[standard]'" in recipe
 

@@ -7,6 +7,7 @@ import shutil
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -117,6 +118,8 @@ def timeouts_of_two_backends(placement):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "init_process_group", join_without_nccl)
         patch.setattr(torch.cuda, "set_device", lambda device: None)
+        gpu = SimpleNamespace(uuid=f"GPU-{placement.rank}")
+        patch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
         patch.setattr(distributed_c10d, "default_pg_nccl_timeout", datetime.timedelta(minutes=10))
         with world(placement.rank, placement.world_size, torch.device("cuda", 0), placement.rendezvous, 77):
             build_mesh(Layout(dp_replicate=2, tp=2), "cuda")
