@@ -185,10 +185,10 @@ def test_a_signal_in_the_last_validation_is_told_and_the_validation_made_up_for(
 
 
 @pytest.mark.slow  # three trainings, one of them in four processes
-def test_the_three_commands_that_a_run_ends_with_work_as_printed(tmp_path):
+def test_the_commands_that_a_run_ends_with_work_as_printed(tmp_path):
     done = crius("train", *SMALL, "--training.steps", "2", "--validation.interval", "0", cwd=tmp_path)
     commands = re.findall(r"^  \S.*?   (\S*crius .*)$", done.stdout, re.MULTILINE)
-    assert len(commands) == 3
+    assert len(commands) == 4
     for command in commands:
         ran = subprocess.run(command, shell=True, cwd=tmp_path, env=ENVIRON, capture_output=True, text=True)
         assert ran.returncode == 0, command + ran.stderr
