@@ -35,4 +35,5 @@ def contents_hash(disk: Disk, folder: str, manifest: Manifest, prefix: str = "")
 
 def whole_tensor(disk: Disk, folder: str, entry: TensorEntry) -> npt.NDArray[np.uint8]:
     """The bytes of a tensor, put together: uint8 ``(*shape, bytes of a number)``."""
-    return as_array(stored(disk, folder, "a tensor", entry).read(), entry.shape, entry.dtype)
+    source = stored(disk, folder, {"a tensor": entry})["a tensor"]
+    return as_array(source.read(), entry.shape, entry.dtype)

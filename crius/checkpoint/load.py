@@ -51,7 +51,7 @@ class Found:
     def sources(self, names: Iterable[str]) -> dict[str, TensorSource]:
         """Those of its tensors."""
         tensors = self.manifest.tensors
-        return {name: stored(self.folder.disk, self.name, name, tensors[name]) for name in names}
+        return stored(self.folder.disk, self.name, {name: tensors[name] for name in names})
 
 
 def find(

@@ -1,10 +1,11 @@
 """Tensors that lie in pieces, whoever wrote them: what a load or a conversion reads. Torch-free."""
 
+import io
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -77,35 +78,54 @@ def as_array(data: memoryview, shape: Shape, dtype: str) -> np.ndarray[Any, np.d
     return np.frombuffer(data, dtype=np.uint8).reshape(*shape, ITEM_BYTES[dtype])
 
 
-def stored(disk: Disk, folder: str, name: str, entry: TensorEntry) -> TensorSource:
-    """A tensor of a Crius checkpoint; a part is read whole and its hash compared.
+def stored(disk: Disk, folder: str, entries: Mapping[str, TensorEntry]) -> dict[str, TensorSource]:
+    """Tensors of a Crius checkpoint; a part is read whole and its hash compared.
 
     Args:
         disk: folder of checkpoints.
         folder: of the checkpoint.
-        name: of the tensor, for messages.
-        entry: what the manifest says of it.
+        entries: what the manifest says of each, by name.
     """
-    pieces = [
-        Piece(c.offset, c.shape, partial(_read, disk, folder, name, c), None, (c.file, c.begin)) for c in entry.chunks
-    ]
-    return TensorSource(name, entry.dtype, entry.shape, tuple(pieces))
-
-
-def _read(disk: Disk, folder: str, name: str, chunk: Chunk) -> memoryview:
-    """A part of the tensor ``name``."""
-    data = np.empty(chunk.end - chunk.begin, dtype=np.uint8)
-    with disk.open(f"{folder}/{chunk.file}") as file:
-        file.seek(chunk.begin)
-        count = file.readinto(data.data)  # type: ignore[attr-defined]  # every binary file has it
-    if count != data.nbytes or digest_of(data.data) != chunk.digest:
-        raise CheckpointError(
-            f"tensor {name} in {disk.where}/{folder}/{chunk.file} is not what was written.",
-            where=f"bytes {chunk.begin:,} to {chunk.end:,}",
-            why="its hash is another one",
-            fix="resume from another step: --checkpoint.load_step N",
+    read = _Reader(disk, folder)
+    return {
+        name: TensorSource(
+            name,
+            entry.dtype,
+            entry.shape,
+            tuple(Piece(c.offset, c.shape, partial(read, name, c), None, (c.file, c.begin)) for c in entry.chunks),
         )
-    return data.data
+        for name, entry in entries.items()
+    }
+
+
+class _Reader:
+    """Reads parts of a checkpoint. The file of the last one stays open: a load reads one file after the other, and to
+    open one of a remote disk takes a question to it."""
+
+    def __init__(self, disk: Disk, folder: str) -> None:
+        self._disk, self._folder = disk, folder
+        self._name = ""
+        self._file: BinaryIO = io.BytesIO()
+
+    def __call__(self, name: str, chunk: Chunk) -> memoryview:
+        """A part of the tensor ``name``."""
+        if chunk.file != self._name:
+            self._file.close()
+            self._file, self._name = self._disk.open(f"{self._folder}/{chunk.file}"), chunk.file
+        data = np.empty(chunk.end - chunk.begin, dtype=np.uint8)
+        self._file.seek(chunk.begin)
+        count = self._file.readinto(data.data)  # type: ignore[attr-defined]  # every binary file has it
+        if count != data.nbytes or digest_of(data.data) != chunk.digest:
+            raise CheckpointError(
+                f"tensor {name} in {self._disk.where}/{self._folder}/{chunk.file} is not what was written.",
+                where=f"bytes {chunk.begin:,} to {chunk.end:,}",
+                why="its hash is another one",
+                fix="resume from another step: --checkpoint.load_step N",
+            )
+        return data.data
+
+    def __del__(self) -> None:
+        self._file.close()
 
 
 def misfits(

@@ -116,29 +116,36 @@ class RunSources:
         if takes_layout:
             yield from spread_layout(named)
         yield from self._spread_model(named, {})
-        sources: list[Callable[[], tuple[str, dict[str, Any]]] | None]
-        sources = [*(functools.partial(_config_file, file) for file in reversed(files)), None]
-        for read in [*sources, *(functools.partial(_recipe, recipe) for recipe in recipes)]:
-            if read is None:
-                yield from self._spread_weights(named)
-                continue
-            try:
-                source, table = read()
-            except ConfigError as error:
-                yield error
-                continue
-            settings, twice = _settings(table)
-            for name in twice:
-                yield ConfigError(f"{name} is given twice, once under another spelling.", where=source, fix="keep one")
-            if settings.get("model.from_hf"):
-                _leave_open(named)
-            yield from _fill(named, settings, source, is_read_only="config" in commands)
-            yield from self._spread_model(named, settings)
+        for file in reversed(files):
+            yield from self._take(functools.partial(_config_file, file), named, commands)
+        yield from self._spread_weights(named)
+        for recipe in recipes:
+            yield from self._take(functools.partial(_recipe, recipe), named, commands)
         if takes_layout:
             yield from spread_microbatches(named)
         for argument in arguments:
             if argument.tokens:
                 yield from self._settle(argument, commands)
+
+    def _take(
+        self,
+        read: Callable[[], tuple[str, dict[str, Any]]],
+        named: Mapping[str, Argument],
+        commands: Collection[str],
+    ) -> Iterator[CriusError]:
+        """Give the settings of a file to the arguments that nothing has set yet; ``read`` gives its name and table."""
+        try:
+            source, table = read()
+        except ConfigError as error:
+            yield error
+            return
+        settings, twice = _settings(table)
+        for name in twice:
+            yield ConfigError(f"{name} is given twice, once under another spelling.", where=source, fix="keep one")
+        if settings.get("model.from_hf"):
+            _leave_open(named)
+        yield from _fill(named, settings, source, is_read_only="config" in commands)
+        yield from self._spread_model(named, settings)
 
     def _spread_model(self, named: Mapping[str, Argument], settings: Mapping[str, Any]) -> Iterator[CriusError]:
         """Give what a ``model.from_hf`` stands for to the arguments of ``[model]`` that nothing has set yet.

@@ -19,7 +19,6 @@ from crius.interop.exporting import Export, Source, parts_of, written
 from crius.interop.foreign_names import is_rotated
 from crius.interop.new_folder import new_folder
 from crius.interop.weights import hash_files
-from crius.models.registry import SPECS
 
 _IN_PAIRS = ("llama3",)
 """Models whose rotary embedding turns neighbouring dims in torchtitan; that of the others turns halves, as here."""
@@ -48,8 +47,7 @@ def export_dcp(source: Source, target: str, dtype: str = "") -> Export:
     Raises:
         CriusError: the target is taken, the source is damaged, or what was read back is not it.
     """
-    model = source.weights.model
-    facts = SPECS[model["name"]].describe(**source.weights.sizes)
+    model, facts = source.weights.model, source.weights.facts
     parts = parts_of(source, {name: name for name in facts.state_names}, dtype)
     if model["name"] in _IN_PAIRS:
         turned = [is_rotated(source.weights.tensors[part.key], part.key) for part in parts]

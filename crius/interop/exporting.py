@@ -14,7 +14,6 @@ from typing import Any
 from crius import __version__
 from crius.checkpoint.disk import open_disk
 from crius.checkpoint.files import Part, write_shard
-from crius.checkpoint.folder import read_manifest
 from crius.checkpoint.manifest import ALGORITHM, TORCH_NAMES, digest_of
 from crius.checkpoint.names import step_name
 from crius.checkpoint.pieces import TensorSource
@@ -30,7 +29,7 @@ from crius.interop.safetensors_file import INDEX, SUFFIX, read_safetensors
 from crius.interop.tokenizer_out import write_tokenizer
 from crius.interop.weights import CONFIG, Weights, open_weights
 from crius.models.huggingface import HuggingFace, config_of
-from crius.models.registry import IMPORTED, SPECS, families
+from crius.models.registry import IMPORTED, families
 from crius.plugins import REQUIREMENTS, install_line
 
 SHARD_BYTES = 5 * 10**9
@@ -48,13 +47,11 @@ class Source:
 
     Attributes:
         weights: of it.
-        digest: of the manifest, or of all bytes.
         settings: of the run, by dotted name.
         facts: for people, by name.
     """
 
     weights: Weights
-    digest: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     facts: Mapping[str, str] = field(default_factory=dict)
 
@@ -88,7 +85,7 @@ class Export:
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         told = {name: getattr(self, name) for name in ("where", "kind", "tensors", "files", "dtypes", "num_bytes")}
-        source = {"source": self.source.weights.origin, "digest": self.source.digest}
+        source = {"source": self.source.weights.origin, "digest": self.source.weights.digest}
         return {**told, **source, "tensors_equal": self.tensors, "tokenizer": self.tokenizer, "logits": self.logits}
 
     def lines(self) -> list[str]:
@@ -96,7 +93,7 @@ class Export:
         model = self.source.weights.model["name"]
         size = f"{self.num_bytes / 2**20:,.1f} MiB of {', '.join(self.dtypes)}"
         rows = {
-            "source": f"{self.source.weights.origin}, {self.source.digest}",
+            "source": f"{self.source.weights.origin}, {self.source.weights.digest}",
             "model": f"{model} as {self.kind}",
             "tokenizer": self.tokenizer,
             "written": f"{self.where}: {size} in {len(self.files)} file{'s' * (len(self.files) > 1)}",
@@ -129,12 +126,11 @@ def open_source(path: str, step: int) -> Source:
             )
         path = f"{path.rstrip('/') if '://' in path else found.folder.disk.where}/{step_name(step)}"
     weights = open_weights(path)
-    if not weights.checkpoint:
-        return Source(weights=weights, digest=weights.digest)
-    disk, name = find_checkpoints(path).folder.disk, weights.checkpoint
-    manifest = read_manifest(disk, name)
-    state = read_state(disk, name, manifest)
-    begun = state if state.get("imported") else {f"source_{key}": value for key, value in _init(state).items()}
+    if not weights.saved:
+        return Source(weights=weights)
+    manifest, state = weights.saved.manifest, read_state(*weights.saved)
+    init = {f"source_{key}": value for key, value in state.get("init_from", {}).items()}
+    begun = state if state.get("imported") else init
     facts = {
         "step": f"{manifest.step:,}",
         "tokens": f"{state['train'].get('tokens', 0):,}",
@@ -144,12 +140,7 @@ def open_source(path: str, step: int) -> Source:
         "hash of those": str(begun.get("source_digest", "")),
         **{f"version of {package}": version for package, version in manifest.versions.items()},
     }
-    return Source(weights=weights, digest=f"{ALGORITHM}:{manifest.digest}", settings=manifest.config, facts=facts)
-
-
-def _init(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = state.get("init_from")
-    return found if isinstance(found, dict) else {}
+    return Source(weights=weights, settings=manifest.config, facts=facts)
 
 
 def parts_of(source: Source, names: Mapping[str, str], dtype: str) -> list[Part]:
@@ -223,8 +214,7 @@ def export_model(source: Source, target: str, dtype: str = "") -> Export:
         CriusError: the target is taken, Hugging Face has no such model, the source is damaged, or what was written is
             not it: other bits, or other logits.
     """
-    model = source.weights.model
-    facts = SPECS[model["name"]].describe(**source.weights.sizes)
+    model, facts = source.weights.model, source.weights.facts
     family, names = _names(model["name"], facts.state_names)
     parts = parts_of(source, names, dtype)
     with new_folder(target) as folder:

@@ -33,7 +33,6 @@ from crius.interop.weights import (
     Weights,
     open_weights,
 )
-from crius.models.registry import SPECS
 from crius.plugins import REQUIREMENTS, install_line
 
 TOKENIZER_FILES = (
@@ -72,7 +71,7 @@ class Import:
             "source": self.weights.origin,
             "source_digest": self.weights.digest,
             "model": dict(self.weights.model),
-            "parameters": SPECS[self.weights.model["name"]].describe(**self.weights.sizes).num_parameters,
+            "parameters": self.weights.facts.num_parameters,
             "tensors": len(tensors),
             "bytes": sum(tensor.num_bytes for tensor in tensors),
             "dtypes": sorted({tensor.dtype for tensor in tensors}),
@@ -184,7 +183,7 @@ def _tokenizer(folder: Path, num_rows: int, note: str) -> str:
     place = folder / TOKENIZER_FOLDER
     if not (place / TOKENIZER).exists():
         shutil.rmtree(place)
-        return f"{note}"
+        return note
     built = build_tokenizer(TokenizerConfig(path=str(place)))
     if built.vocab_size > num_rows:
         raise ConfigError(

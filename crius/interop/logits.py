@@ -16,8 +16,8 @@ from crius.checkpoint.load import load_tensors
 from crius.config.data import TokenizerConfig
 from crius.data.tokenizer import build_tokenizer
 from crius.interop.safetensors_file import read_safetensors
-from crius.interop.weights import hugging_face_tensors
-from crius.models.registry import SPECS, build, import_models
+from crius.interop.weights import described, hugging_face_tensors
+from crius.models.registry import build, import_models
 
 NUM_TOKENS = 48
 TEXTS = (
@@ -50,8 +50,7 @@ def compare(folder: Path, model: dict[str, Any], tokenizer: str) -> dict[str, An
 
 
 def _ours(folder: Path, model: dict[str, Any], tokens: Tensor) -> Tensor:
-    sizes = {name: value for name, value in model.items() if name != "name"}
-    decoder = build(SPECS[model["name"]].describe(**sizes)).float().eval()
+    decoder = build(described(model)).float().eval()
     sources = hugging_face_tensors(read_safetensors(folder), model, str(folder))
     load_tensors(sources, dict(decoder.named_parameters()))
     logits: Tensor = decoder(tokens)

@@ -4,8 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from crius.checkpoint.disk import Disk
 from crius.checkpoint.folder import read_manifest
 from crius.checkpoint.manifest import ALGORITHM, Hasher, Manifest, blocks_of
 from crius.checkpoint.names import MANIFEST, step_name
@@ -13,7 +14,7 @@ from crius.checkpoint.pieces import Shape, TensorSource, misfits, stored
 from crius.checkpoint.whereabouts import find_checkpoints
 from crius.config.load import TAKEN
 from crius.errors import CheckpointError, ConfigError
-from crius.interop.foreign import Foreign, open_inside
+from crius.interop.foreign import Foreign, open_inside, read_inside
 from crius.interop.safetensors_file import SUFFIX, json_object, read_safetensors, safetensors_names
 from crius.models.config import rope_scaling_text
 from crius.models.description import ModelDescription
@@ -29,6 +30,14 @@ _LARGEST_TEXT = 1 << 20
 _DERIVED = ".rotary_emb.inv_freq"  # files of older versions of transformers have it; the config says it
 
 
+class Saved(NamedTuple):
+    """A checkpoint of Crius: the folder of checkpoints, its name there, and its manifest."""
+
+    disk: Disk
+    name: str
+    manifest: Manifest
+
+
 @dataclass(frozen=True, kw_only=True)
 class Weights:
     """The weights of one model, none of them read yet.
@@ -41,7 +50,7 @@ class Weights:
         kind: of the source, for people.
         origin: kind and place, for people.
         hash_now: computes ``digest``.
-        checkpoint: name of the one of Crius that they are in; empty where they are in none.
+        saved: checkpoint of Crius that they are in; None where they are in none.
     """
 
     model: Mapping[str, Any]
@@ -51,12 +60,17 @@ class Weights:
     kind: str
     origin: str
     hash_now: Callable[[], str]
-    checkpoint: str = ""
+    saved: Saved | None = None
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """What ``ModelSpec.describe`` takes: flavor and sizes."""
+        """Flavor and sizes of the model."""
         return {name: value for name, value in self.model.items() if name != "name"}
+
+    @cached_property
+    def facts(self) -> ModelDescription:
+        """Of the model."""
+        return described(self.model)
 
     @cached_property
     def digest(self) -> str:
@@ -98,11 +112,8 @@ def _of_checkpoint(path: str, where: str) -> Weights:
             )
         name = step_name(steps[-1])
     manifest = read_manifest(disk, name)
-    tensors = {
-        key.removeprefix("model."): stored(disk, name, key, entry)
-        for key, entry in manifest.tensors.items()
-        if key.startswith("model.")
-    }
+    entries = {key: entry for key, entry in manifest.tensors.items() if key.startswith("model.")}
+    tensors = {key.removeprefix("model."): tensor for key, tensor in stored(disk, name, entries).items()}
     model = _saved_model(manifest, f"{disk.where}/{name}")
     check_tensors(model, {key: tensor.shape for key, tensor in tensors.items()}, str, f"{disk.where}/{name}")
     own = Path(disk.where).parent / TOKENIZER_FOLDER
@@ -116,7 +127,7 @@ def _of_checkpoint(path: str, where: str) -> Weights:
         kind="Crius checkpoint",
         origin=f"step {manifest.step} of {disk.where}",
         hash_now=lambda: manifest.digest,
-        checkpoint=name,
+        saved=Saved(disk, name, manifest),
     )
 
 
@@ -138,13 +149,14 @@ def _saved_model(manifest: Manifest, where: str) -> dict[str, Any]:
 
 def settled(model: Mapping[str, Any]) -> dict[str, Any]:
     """Settings of ``[model]`` with every size, also those that the flavor says or that hang on others."""
-    config = _describe(model).config
+    config = described(model).config
     sizes = {name: getattr(config, name) for name in TAKEN if name != "rope_scaling"}
     scaling = rope_scaling_text(config.rope_scaling)
     return {"name": model["name"], "flavor": model["flavor"], **sizes, "rope_scaling": scaling}
 
 
-def _describe(model: Mapping[str, Any]) -> ModelDescription:
+def described(model: Mapping[str, Any]) -> ModelDescription:
+    """The model of settings of ``[model]``, all sizes among them."""
     return SPECS[model["name"]].describe(**{key: value for key, value in model.items() if key != "name"})
 
 
@@ -213,7 +225,7 @@ def check_tensors(
     Raises:
         CheckpointError: they are not those that are there; names all that do not fit.
     """
-    facts = _describe(model)
+    facts = described(model)
     if facts.num_layers > len(there):  # before each of them gets a name
         raise CheckpointError(f"{where} has {len(there):,} tensors for {facts.num_layers:,} layers.")
     buffers = {buffer.name: buffer.shape for buffer in facts.buffers if buffer.persistent}
@@ -237,14 +249,10 @@ def read_chat_template(folder: Path) -> str:
     for name in (TEMPLATE, TOKENIZER_CONFIG):
         if not (folder / name).exists():
             continue
-        with open_inside(folder, name) as file:
-            data = file.read(_LARGEST_TEXT + 1)
-        where = f"{folder}/{name}"
-        if len(data) > _LARGEST_TEXT:
-            raise CheckpointError(f"{where} is longer than {_LARGEST_TEXT:,} bytes.", fix="remove it, or give another")
+        data = read_inside(folder, name, _LARGEST_TEXT)
         if name == TEMPLATE:
             return data.decode(errors="replace")
-        found = json_object(data, where).get("chat_template")
+        found = json_object(data, f"{folder}/{name}").get("chat_template")
         if isinstance(found, list):  # several, by name
             found = next((one.get("template") for one in found if one.get("name") == "default"), "")
         if isinstance(found, str) and found:

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from crius.signals import STOP_SIGNALS
+from crius.signals import STACKS, STOP_SIGNALS
 
 _MESSENGERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
@@ -132,7 +132,7 @@ def leave_on_stop_signals() -> None:
 
     for number in heeded_signals():
         signal.signal(number, leave)
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # it asks what a run is doing (witness.STACKS): nothing yet
+    signal.signal(STACKS, signal.SIG_IGN)  # it asks what a run is doing: nothing yet
 
 
 def ignore_stop_signals() -> None:

@@ -118,8 +118,8 @@ def draw_rows(
 ) -> Tensor:
     """Rows ``[first, last)`` of a parameter that starts by ``rule``; float32 on the CPU.
 
-    A block is drawn whole, also where only some of its columns are
-    wanted: one generator makes its numbers in turn (docs/gpu.md).
+    A block is drawn whole, also where only some of its columns are wanted: one generator makes its numbers in turn
+    (docs/gpu.md).
 
     Args:
         name: full name of the parameter.

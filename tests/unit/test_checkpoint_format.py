@@ -16,6 +16,7 @@ from crius.checkpoint.disk import open_disk
 from crius.checkpoint.files import Part, write_shard
 from crius.checkpoint.folder import damages, extra_files, read_manifest
 from crius.checkpoint.manifest import BLOCK_BYTES, ITEM_BYTES, Chunk, FileEntry, Manifest, TensorEntry, digest_of
+from crius.checkpoint.pieces import stored
 from crius.checkpoint.tiles import cover
 from crius.errors import CheckpointError
 
@@ -32,6 +33,18 @@ def test_the_safetensors_library_reads_what_was_written(tmp_path):
         for name, (shape, data) in mine.items():
             assert found[name].shape == shape
             assert found[name].reshape(-1).view(torch.uint8).numpy().tobytes() == data.tobytes()
+
+
+def test_a_load_opens_a_file_once_for_all_parts_in_it(tmp_path, monkeypatch):
+    """To open a file of a remote disk takes a question to it."""
+    disk, opened = open_disk(str(tmp_path)), []
+    save(disk, 20)
+    manifest = read_manifest(disk, STEP)
+    monkeypatch.setattr(disk, "open", lambda path, open_=disk.open: opened.append(path) or open_(path))
+    parts = [part for tensor in stored(disk, STEP, manifest.tensors).values() for part in tensor.pieces]
+    for part in sorted(parts, key=lambda part: part.place):
+        part.read()
+    assert len(opened) == len({*opened}) == 2 < len(parts)
 
 
 def test_every_tensor_starts_at_a_multiple_of_its_item(tmp_path):

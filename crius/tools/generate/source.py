@@ -21,7 +21,6 @@ from crius.models import registry
 from crius.models.decoder import Decoder
 from crius.models.description import ModelDescription
 from crius.models.layers import Linear
-from crius.models.registry import SPECS
 from crius.parallel.init import allocate
 from crius.parallel.runtime import pick_device
 from crius.shards import named_state
@@ -105,8 +104,7 @@ def read_source(path: str, settings: Settings, local_rank: int = 0, split: Split
         CriusError: it cannot be read, or does not answer with these settings.
     """
     weights = open_weights(path)
-    sizes = {key: value for key, value in weights.model.items() if key != "name"}
-    facts = SPECS[weights.model["name"]].describe(**sizes)
+    facts = weights.facts
     tokenizer = build_tokenizer(TokenizerConfig(path=weights.tokenizer or "byte"))
     _check(path, weights, facts, tokenizer, settings)
     device = pick_device(settings.device, local_rank)
