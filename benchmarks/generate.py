@@ -17,10 +17,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from crius.kernels import choice
 from crius.kernels.cpu.linear import store_by_columns
 from crius.models import registry
-from crius.models.config import DecoderConfig
+from crius.models.config import DecoderConfig, rope_scaling_text
 from crius.models.decode import generate
+from crius.models.huggingface import config_of
 from crius.models.layers import Linear
-from crius.models.llama3 import NAMES, Llama3Config, plan
+from crius.models.llama3 import HF, Llama3Config, plan
 from crius.models.spec import ModelSpec
 
 SHAPE = Llama3Config(
@@ -39,26 +40,9 @@ def build_ours(config: DecoderConfig) -> torch.nn.Module:
 
 
 def build_theirs(ours: torch.nn.Module, config: DecoderConfig) -> LlamaForCausalLM:
-    theirs = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=config.vocab_size,
-            hidden_size=config.dim,
-            intermediate_size=config.ffn_dim,
-            num_hidden_layers=config.num_layers,
-            num_attention_heads=config.num_heads,
-            num_key_value_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-            rms_norm_eps=config.norm_eps,
-            tie_word_embeddings=config.tied_embeddings,
-            max_position_embeddings=8192,
-        )
-    ).eval()
-    weights = {}
-    for name, weight in ours.named_parameters():
-        number = next((part for part in name.split(".") if part.isdigit()), "")
-        pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
-        weights[NAMES[pattern].replace("*", number)] = weight
+    told = config_of(HF, vars(config) | {"rope_scaling": rope_scaling_text(config.rope_scaling)})
+    theirs = LlamaForCausalLM(LlamaConfig.from_dict(told | {"max_position_embeddings": 8192})).eval()
+    weights = {HF.translated(name): weight for name, weight in ours.named_parameters()}
     missing, unexpected = theirs.load_state_dict(weights, strict=False)
     assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
     return theirs
