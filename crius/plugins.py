@@ -87,6 +87,7 @@ REQUIREMENTS = {
     "gguf": "gguf>=0.17",
     "huggingface_hub": "huggingface_hub>=0.30",
     "transformers": "transformers>=5.0",
+    "lm_eval": "lm-eval>=0.4.9",
 }
 
 

@@ -22,6 +22,7 @@ from crius.checkpoint.whereabouts import find_checkpoints
 from crius.errors import CheckpointError, ConfigError
 from crius.host import free_host_bytes
 from crius.interop.casting import FLOATS, cast
+from crius.interop.context import longest_context
 from crius.interop.convert import shares
 from crius.interop.model_card import model_card
 from crius.interop.new_folder import new_folder
@@ -37,8 +38,6 @@ TOLERANCE = 1e-5
 """Of logits in float32, relative to the largest one: what other orders of the same sums give, and no other model."""
 
 _WRITTEN = "tensors"
-_CONTEXT = 2048
-"""Longest context, where nobody says one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,15 +218,12 @@ def export_model(source: Source, target: str, dtype: str = "") -> Export:
     parts = parts_of(source, names, dtype)
     with new_folder(target) as folder:
         files = _write(folder, parts)
-        eos_token, trained = (source.settings.get(f) for f in ("tokenizer.eos_token", "training.seq_len"))
-        about, generation, context = write_tokenizer(folder, source.weights, str(eos_token or ""), int(trained or 0))
-        scaling = facts.config.rope_scaling
-        if scaling and context <= scaling.original_context:  # transformers warns of that
-            context = int(scaling.factor * scaling.original_context)
+        context, eos_token = longest_context(source.weights), str(source.settings.get("tokenizer.eos_token") or "")
+        about, generation = write_tokenizer(folder, source.weights, eos_token, context)
         largest = max(parts, key=lambda part: part.num_bytes)
         config = {
             **config_of(family, model),
-            "max_position_embeddings": context or _CONTEXT,
+            "max_position_embeddings": context,
             "torch_dtype": next(name for name, code in TORCH_NAMES.items() if code == largest.dtype),
             **{key: generation.get(key) for key in ("bos_token_id", "eos_token_id")},
         }

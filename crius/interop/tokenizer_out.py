@@ -36,41 +36,38 @@ def byte_tokenizer() -> dict[str, Any]:
     }
 
 
-def write_tokenizer(folder: Path, weights: Weights, eos_token: str, context: int) -> tuple[str, dict[str, Any], int]:
+def write_tokenizer(folder: Path, weights: Weights, eos_token: str, context: int) -> tuple[str, dict[str, Any]]:
     """Write the files of the tokenizer into ``folder``.
 
     Args:
         folder: of the export.
         weights: that say which tokenizer.
         eos_token: setting of the run.
-        context: tokens of the longest context that is known; 0: none is.
+        context: tokens of the longest context.
 
     Returns:
-        What it is, for people; generation_config.json; the longest context that is known now.
+        What it is, for people; generation_config.json.
 
     Raises:
         CriusError: a file of it is damaged, or it has more ids than the model has rows.
     """
     if not weights.tokenizer:
-        return "none: the source has none", {}, context
+        return "none: the source has none", {}
     if weights.tokenizer != "byte" and not Path(weights.tokenizer).expanduser().exists():
-        return f"none: {weights.tokenizer} is not there", {}, context
+        return f"none: {weights.tokenizer} is not there", {}
     origin = _copy(folder, weights.tokenizer)
     built = build_tokenizer(TokenizerConfig(path=weights.tokenizer, eos_token=eos_token))
     if built.vocab_size > weights.model["vocab_size"]:
         what = f"tokenizer {weights.tokenizer} has {built.vocab_size:,} ids, the model {weights.model['vocab_size']:,}"
         raise ConfigError(f"{what} rows.", where="tokenizer.path", fix="export with the tokenizer of this model")
     spec = json_object((folder / TOKENIZER).read_bytes(), TOKENIZER)
-    known = max(context, _number(origin.get(CONFIG, {}).get("max_position_embeddings")))
     config = origin.get(TOKENIZER_CONFIG) or {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         "eos_token": _spelled(spec, built.eos_id),
         **({"bos_token": _spelled(spec, built.bos_id)} if built.bos_id is not None else {}),
     }
-    known = known or _number(config.get("model_max_length"))
-    if known:
-        config.setdefault("model_max_length", known)
+    config.setdefault("model_max_length", context)
     config.pop("auto_map", None)  # code of somebody's, which nobody has to load
     _dump(folder / TOKENIZER_CONFIG, config)
     named = config.get("eos_token")
@@ -82,7 +79,7 @@ def write_tokenizer(folder: Path, weights: Weights, eos_token: str, context: int
     }
     _dump(folder / GENERATION, generation)
     template = "with a chat template" if weights.chat_template else "no chat template"
-    return f"{weights.tokenizer}: {built.vocab_size:,} ids, {template}", generation, known
+    return f"{weights.tokenizer}: {built.vocab_size:,} ids, {template}", generation
 
 
 def _copy(folder: Path, path: str) -> dict[str, dict[str, Any]]:
@@ -94,9 +91,9 @@ def _copy(folder: Path, path: str) -> dict[str, dict[str, Any]]:
     source = place if place.is_dir() else place.parent
     anew = {}
     for name in TOKENIZER_FILES:
-        if name in (CONFIG, GENERATION, TOKENIZER_CONFIG) and (source / name).exists():
+        if name in (GENERATION, TOKENIZER_CONFIG) and (source / name).exists():
             anew[name] = json_object(read_inside(source, name, _LARGEST), f"{source}/{name}")
-        elif (source / name).exists() and name != TOKENIZER:
+        elif (source / name).exists() and name not in (TOKENIZER, CONFIG):  # the export writes config.json anew
             copy_file(source, name, folder / name)
     copy_file(source, place.name if place.is_file() else TOKENIZER, folder / TOKENIZER)
     return anew
@@ -111,10 +108,6 @@ def _ids(spec: Mapping[str, Any]) -> dict[Any, int]:
 
 def _spelled(spec: Mapping[str, Any], number: int) -> str:
     return next(token for token, at in _ids(spec).items() if at == number)
-
-
-def _number(value: object) -> int:
-    return value if type(value) is int and 0 < value < 1 << 40 else 0
 
 
 def _dump(file: Path, value: Mapping[str, Any]) -> None:

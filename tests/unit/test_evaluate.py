@@ -1,55 +1,238 @@
-"""A validation that a run is asked to stop in ends between two batches."""
+"""``crius evaluate``: tasks, tokens, windows, figures, the record, and the command on a small model."""
 
-import itertools
+import gzip
+import json
+import math
 
+import pytest
 import torch
-from harness import Alone
-from torch import nn
+from tiny_source import save_source
 
-from crius.config.layout import Layout
-from crius.config.parallelism import ParallelismConfig
-from crius.data.loader import Batch
-from crius.launch.stop import StopRequest
-from crius.train import loop
-from crius.train.step import evaluate
+from crius import cli
+from crius.data.tokenizer import ByteTokenizer
+from crius.errors import ConfigError, DataError
+from crius.kernels import choice
+from crius.tools.evaluate.encode import Encoder
+from crius.tools.evaluate.metrics import Score, figures
+from crius.tools.evaluate.run import open_model
+from crius.tools.evaluate.settings import Settings
+from crius.tools.evaluate.tasks import Document, Request, Task, read_tasks
 
-CPU = torch.device("cpu")
-
-
-class Scores:
-    """Scores 2 nats a batch, and asks its run to stop in the batch of number ``last``."""
-
-    def __init__(self, request, last):
-        self.request, self.last, self.count = request, last, 0
-
-    def score(self, batch):
-        self.count += 1
-        self.request.number = 15 if self.count == self.last else None
-        return torch.tensor(2.0, dtype=torch.float64)
+CHOICES = [
+    {"context": "The sky is", "choices": ["blue", "a very long answer"], "gold": 0},
+    {"context": "One and", "choices": ["two", "x", "yes"], "gold": 1},
+    {"context": "", "choices": ["a", "b"], "gold": 1},
+]
 
 
-def validation(last, num_batches, monkeypatch):
-    """The record, and how many batches were scored."""
-    monkeypatch.setattr(loop.dist, "all_reduce", lambda values, op: None)
-    request = StopRequest()
-    runner, part = Scores(request, last), nn.Linear(1, 1)
-    tokens = torch.zeros(2, 4, dtype=torch.int64)
-    batches = itertools.repeat(Batch(tokens, tokens, tokens, (0, 1)), num_batches)
-    layout = Layout.of(ParallelismConfig(), 1)
-    must_stop = lambda: loop.stop_number(request, 2) > 0  # noqa: E731
-    record = evaluate([part], runner, batches, lambda b: b, torch.ones(1), Alone(0, 1, CPU), layout, 3, must_stop)
-    assert part.training
-    return record, runner.count
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("source")
+    save_source(folder)
+    return folder
 
 
-def test_a_validation_stops_between_two_batches(monkeypatch):
-    assert validation(2, 5, monkeypatch) == (None, 2)
+@pytest.fixture
+def evaluate(capsys, source):
+    """Run ``crius evaluate`` on ``source`` in this process; gives exit code, stdout and stderr."""
+
+    def run(*argv):
+        with choice.applied(choice.current()):
+            code = cli.main(["evaluate", str(source), *map(str, argv)])
+        return code, *capsys.readouterr()
+
+    return run
 
 
-def test_a_validation_that_nobody_stops_is_whole(monkeypatch):
-    record, count = validation(9, 5, monkeypatch)
-    assert (count, record.val_samples, record.val_loss) == (5, 10, 2 / 8)
+@pytest.fixture
+def tasks(tmp_path):
+    files = {
+        "choices.jsonl": "".join(json.dumps(row) + "\n" for row in CHOICES),
+        "next.jsonl": json.dumps({"context": "a b c ", "continuation": "d e"}) + "\n",
+        "text.txt": "Some text of several windows. " * 9,
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    return ",".join(str(tmp_path / name) for name in files)
 
 
-def test_nobody_is_asked_where_no_signal_is_caught():
-    assert loop.stop_number(None, 2) == 0
+@torch.no_grad()
+def reference(source, tokens, count):
+    """Log-probability in float64 of the last ``count`` of ``tokens``, each given all tokens before it."""
+    model = open_model(str(source), Settings())[0].model.double()
+    log_probs = model(torch.tensor([tokens])).log_softmax(-1)[0]
+    return sum(float(log_probs[place - 1, tokens[place]]) for place in range(len(tokens) - count, len(tokens)))
+
+
+def test_scores_are_those_of_each_text_alone(evaluate, tasks, source, tmp_path):
+    code, out, err = evaluate("--tasks", tasks, "--max_length", 64, "--json", "--out", tmp_path / "record.jsonl")
+    assert (code, err) == (0, "")
+    header, *rows = map(json.loads, (tmp_path / "record.jsonl").read_text().splitlines())
+    found = {(row["task"].split("/")[-1], row["document"], row["request"]): row for row in rows}
+    tokenizer = open_model(str(source), Settings())[0].tokenizer
+
+    def ids(text):
+        return tokenizer.encode(text).tolist()
+
+    for number, row in enumerate(CHOICES):
+        for at, text in enumerate(row["choices"]):
+            context = ids(row["context"]) or [tokenizer.eos_id]
+            targets = ids(f" {text}" if row["context"] else text)
+            want = reference(source, context + targets, len(targets))
+            assert found["choices.jsonl", number, at]["log_prob"] == pytest.approx(want, abs=1e-5)
+            assert found["choices.jsonl", number, at]["tokens"] == len(targets)
+    want = reference(source, ids("a b c d e"), 4)  # the space at the end of the context is scored
+    assert found["next.jsonl", 0, 0]["log_prob"] == pytest.approx(want, abs=1e-5)
+
+    text = ids("Some text of several windows. " * 9)
+    want, size = 0.0, 64
+    for begin in range(0, len(text), size):
+        end = min(begin + size, len(text))
+        want += reference(source, ([tokenizer.eos_id, *text])[max(0, end - size) : end + 1], end - begin)
+    row = found["text.txt", 0, 0]
+    assert row["tokens"] == len(text) and row["log_prob"] == pytest.approx(want, abs=1e-4)
+    by_task = {result["task"].split("/")[-1]: result["metrics"] for result in json.loads(out)["results"]}
+    assert by_task["text.txt"]["bits_per_byte"]["value"] == pytest.approx(-want / math.log(2) / len(text))
+
+
+def test_a_batch_and_its_padding_change_nothing(evaluate, tasks):
+    told = []
+    for tokens in (1, 30, 4096):
+        code, out, _ = evaluate("--tasks", tasks, "--batch_tokens", tokens, "--json")
+        assert code == 0
+        told.append([figure["value"] for r in json.loads(out)["results"] for figure in r["metrics"].values()])
+    assert told[0] == pytest.approx(told[1], rel=1e-6) and told[0] == pytest.approx(told[2], rel=1e-6)
+
+
+def test_equal_rows_are_read_once(evaluate, tmp_path):
+    rows = [{"context": "Answer:", "choices": ["A", "B", "C", "D"], "gold": 2}]
+    (tmp_path / "one.jsonl").write_text(json.dumps(rows[0]))
+    found = json.loads(evaluate("--tasks", tmp_path / "one.jsonl", "--json")[1])
+    assert (found["requests"], found["tokens"]) == (4, len("Answer: ")), "each choice is a space and a letter"
+
+
+def test_a_record_continues_to_the_same_figures(evaluate, tasks, tmp_path):
+    record = tmp_path / "record.jsonl"
+
+    def run(tasks):
+        return json.loads(evaluate("--tasks", tasks, "--batch_tokens", 40, "--json", "--out", record)[1])
+
+    whole = run(tasks)
+    lines = record.read_bytes().splitlines(keepends=True)
+    record.write_bytes(b"".join(lines[:3]) + lines[3][:20])  # killed while it wrote
+    again = run(tasks)
+    assert again["results"] == whole["results"] and 0 < again["tokens"] < whole["tokens"]
+    assert sorted(record.read_bytes().splitlines(keepends=True)) == sorted(lines)
+    assert run(tasks)["tokens"] == run(tasks.split(",")[0])["tokens"] == 0
+
+
+def test_a_record_of_something_else_is_left_alone(evaluate, tasks, tmp_path):
+    record, mine = tmp_path / "record.jsonl", tmp_path / "mine.txt"
+    evaluate("--tasks", tasks, "--out", record)
+    mine.write_text("my notes\n")
+    before = record.read_bytes()
+    for flags, words in (
+        (["--max_length", 50, "--out", record], "max_length 50, there 2048"),
+        (["--out", mine], "not a record"),
+    ):
+        code, out, err = evaluate("--tasks", tasks, *flags)
+        assert (code, out) == (2, "") and words in err
+    (tmp_path / "choices.jsonl").write_text(json.dumps(CHOICES[0]))
+    code, _, err = evaluate("--tasks", tasks, "--out", record)
+    assert code == 2 and "choices.jsonl" in err
+    assert record.read_bytes() == before and mine.read_text() == "my notes\n"
+
+
+def test_figures_are_as_defined():
+    documents = tuple(Document(i, (Request("q", " abcd"), Request("q", " x")), gold=i % 2) for i in range(4))
+    task = Task("t", "multiple_choice", documents, 4, "")
+    scores = [[Score(-4.0, False, 2), Score(-2.0, True, 1)] for _ in range(4)]
+    found = figures(task, scores)
+    assert found["accuracy"].value == 0.5, "the second choice is the more probable one"
+    assert found["accuracy_norm"].value == 0.5, "per character the first one is"
+    assert found["accuracy"][1:] == pytest.approx((0.1500, 0.8500), abs=1e-4)  # Wilson's interval of 2 in 4
+    bits = (4 + 2 + 4 + 2) / math.log(2) / (5 + 2 + 5 + 2)
+    assert found["bits_per_byte"].value == pytest.approx(bits)
+    assert found["bits_per_byte"].low < bits < found["bits_per_byte"].high
+    one = figures(Task("t", "text", documents[:1], 1, ""), scores[:1])
+    assert one.keys() == {"bits_per_byte"} and len(set(one["bits_per_byte"])) == 1
+    alone = figures(Task("t", "continuation", documents[1:2], 1, ""), [[Score(-1.0, True, 1), Score(-1.0, True, 1)]])
+    assert alone["greedy"].value == 1
+
+
+def test_every_token_is_a_target_once_and_the_last_window_is_full():
+    encoder = Encoder(ByteTokenizer(), 4)
+    ids = list(range(10))
+    rows = list(encoder.windows(ids))
+    assert [row.targets for row in rows] == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9)]
+    assert [row.tokens for row in rows] == [(256, 0, 1, 2), (3, 4, 5, 6), (5, 6, 7, 8)]
+    assert encoder.row([1, 2, 3, 4, 5], [6, 7]).tokens == (3, 4, 5, 6), "the end of a long context"
+
+
+def test_request_files_have_documents_by_their_number(tmp_path):
+    folder = tmp_path / "quiz" / "rc_0shot"
+    folder.mkdir(parents=True)
+    rows = [
+        {"doc_id": doc, "idx": idx, "label": 1, "request": {"context": f"Q{doc}", "continuation": f" {idx}"}}
+        for doc in (7, 1_000_007)
+        for idx in range(2)
+    ]
+    with gzip.open(folder / "requests.jsonl.gz", "wt") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    [task] = read_tasks([str(folder)], 0)
+    assert (task.name, task.kind, task.total) == ("quiz:rc_0shot", "multiple_choice", 1)
+    assert task.documents == (Document(0, (Request("Q7", " 0"), Request("Q7", " 1")), gold=1),)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", "not JSON"),
+        ("[1]", "not a JSON object"),
+        ("{}", "no text to score"),
+        ('{"text": 3}', "no text to score"),
+        ('{"text": ""}', "no text to score"),
+        ('{"context": 1, "continuation": "a"}', "context is not text"),
+        ('{"context": "a", "choices": [], "gold": 0}', "no text to score"),
+        ('{"context": "a", "choices": ["b", "c"], "gold": 2}', "gold 2 is not the number"),
+        ('{"context": "a", "choices": ["b", "c"], "gold": true}', "gold True"),
+        ('{"request": {"context": "a"}, "doc_id": 0}', "not a request"),
+        ('{"request": {"context": "a", "continuation": "b"}}', "not a request"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, line, words):
+    good = '{"request": {"context": "a", "continuation": "b"}, "doc_id": 0}' if "request" in line else '{"text": "a"}'
+    (tmp_path / "t.jsonl").write_text(f"{good}\n{line}\n")
+    with pytest.raises(DataError) as caught:
+        read_tasks([str(tmp_path / "t.jsonl")], 0)
+    assert words in str(caught.value) and f"{tmp_path}/t.jsonl:2" in str(caught.value)
+
+
+def test_files_that_are_no_task_are_refused(tmp_path):
+    (tmp_path / "mixed.jsonl").write_text('{"text": "a"}\n{"context": "a", "continuation": "b"}\n')
+    (tmp_path / "empty.jsonl").write_text("\n")
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}')[:-9])
+    for name, words in (("mixed.jsonl", "continuation and text"), ("empty.jsonl", "empty"), ("cut.jsonl.gz", "ended")):
+        with pytest.raises(DataError, match=words):
+            read_tasks([str(tmp_path / name)], 0)
+    with pytest.raises(ConfigError, match="2 problems"):
+        read_tasks(["gone.jsonl", "a/b"], 0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--limit", -1, "--batch_tokens", -1, "--max_length", -1], "3 problems"),
+        (["--tasks", ","], "no task"),
+        (["--tasks", "gone.jsonl"], "no file gone.jsonl"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused_first(evaluate, tasks, flags, words):
+    code, out, err = evaluate(*([] if "--tasks" in flags else ["--tasks", tasks]), *flags)
+    assert (code, out) == (2, "") and words in err
+
+
+def test_a_continuation_that_is_longer_than_the_context_is_refused(evaluate, tasks, tmp_path):
+    (tmp_path / "long.jsonl").write_text(json.dumps({"context": "a", "continuation": "b" * 99}))
+    code, out, err = evaluate("--tasks", tmp_path / "long.jsonl", "--max_length", 50)
+    assert (code, out) == (1, "") and "100 tokens, the model reads 50" in err and "long.jsonl, document 0" in err

@@ -7,59 +7,24 @@ import sys
 import time
 
 import pytest
-import torch
+from tiny_source import CHATML, save_source
 
 from crius import cli
 from crius.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from crius.errors import ConfigError, DataError, EnvironmentError
 from crius.kernels import choice
-from crius.models import registry
 from crius.tools.generate import chat
 from crius.tools.generate.chat import render_chat
 from crius.tools.generate.settings import Settings, read_prompts
 from crius.tools.generate.stream import TextStream
 
-CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 HELLO = [{"role": "user", "content": "Hi"}]
-
-
-def save_tokenizer(folder):
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in SPECIAL])
-    tokenizer.save(str(folder / "tokenizer.json"))
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """A folder of Hugging Face: a random model of 259 ids in 320 rows, and its tokenizer with a chat template."""
-    from safetensors.torch import save_file
-
     folder = tmp_path_factory.mktemp("source")
-    sizes = {"num_layers": 2, "dim": 32, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 64, "vocab_size": 320}
-    spec = registry.SPECS["llama3"]
-    model = registry.build(spec.describe("debug", **sizes))
-    random = torch.Generator().manual_seed(0)
-    weights = {}
-    for name, weight in model.state_dict().items():
-        number = next((part for part in name.split(".") if part.isdigit()), "")
-        weight.normal_(0.0, 0.3, generator=random).add_(1.0 if weight.dim() == 1 else 0.0)
-        weights[spec.hf.names[name.replace(f".{number}.", ".*.")].replace("*", number)] = weight
-    save_file(weights, folder / "model.safetensors")
-    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 320, "hidden_size": 32}
-    config |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64}
-    config |= {"hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "head_dim": 8}
-    (folder / "config.json").write_text(json.dumps(config))
-    save_tokenizer(folder)
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>", "chat_template": CHATML}))
+    save_source(folder)
     return folder
 
 

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 
-TOOLS = ("plan", "dry_run", "verify", "bench", "faults", "report", "data_audit", "generate")
+TOOLS = ("plan", "dry_run", "verify", "bench", "faults", "report", "data_audit", "generate", "evaluate")
 LAYER = {
     **{"config": 0, "models": 1, "kernels": 1, "__main__": 6, "cli": 5},
     **dict.fromkeys(("host", "plugins", "redact", "run_file", "shards", "signals"), -1),
@@ -31,6 +31,7 @@ ARROWS = [
     ("tools/verify", "tools.faults"),
     ("tools/verify", "tools.data_audit"),
     ("train", "interop"),
+    ("tools/evaluate", "tools.generate"),  # opens the model
     ("tools/verify", "tools.plan.fit"),
 ]
 PRIVATE = ("config.load", "config.rules", "config.toml_file")  # sections, run and resolve are for all
@@ -40,20 +41,23 @@ CLOSED = [
     *[(name, part) for name, level in LAYER.items() if level == 2 for part in PRIVATE],
 ]
 LAZY_ROOMS = (
-    *(f"cli/{name}.py" for name in ("app", "bench", "checkpoint", "exporting", "generate", "importing", "plan")),
+    *(
+        f"cli/{name}.py"
+        for name in ("app", "bench", "checkpoint", "evaluating", "exporting", "generate", "importing", "plan")
+    ),
     *(f"cli/{name}.py" for name in ("settings", "train", "verify")),
     "models/registry.py",
     "__main__.py",
 )
 # pyproject.toml's extras, and what comes with torch but is only for some
-OPTIONAL = {"datasets", "fsspec", "gguf", "huggingface_hub", "jinja2", "matplotlib", "tokenizers"}
+OPTIONAL = {"datasets", "fsspec", "gguf", "huggingface_hub", "jinja2", "lm_eval", "matplotlib", "tokenizers"}
 OPTIONAL |= {"tensorboard", "torchao"}
 OPTIONAL |= {"torch.utils.tensorboard", "torch._inductor.lowering", "torch._inductor.cpp_builder"}
 
 AIM_FILE, STOP_FILE, AIM_FUNCTION, STOP_FUNCTION = 400, 500, 60, 100
 LONGER: dict[str, str] = {}  # "file" or "file:function" to the reason; still below the hard stop
 
-MOST_CODE = {"trainer": 21_200, "tools": 9_350}
+MOST_CODE = {"trainer": 21_250, "tools": 10_050}
 """Lines of code of the two houses: the aim is 15,000 and 8,500, with all models and features 22,000 and 13,000."""
 
 MOST_LOADED = {"crius": 160, "crius.tools.plan": 12}

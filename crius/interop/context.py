@@ -1,0 +1,46 @@
+"""The longest context of a model: nobody's weights depend on it, so that no setting of the model has it. No torch."""
+
+from pathlib import Path
+
+from crius.interop.foreign import read_inside
+from crius.interop.safetensors_file import json_object
+from crius.interop.weights import CONFIG, TOKENIZER_CONFIG, Weights
+
+UNKNOWN = 2048
+"""Tokens, where nobody names a longest context."""
+
+_LARGEST = 1 << 28
+
+
+def longest_context(weights: Weights) -> int:
+    """Tokens of the longest context that is known.
+
+    What the run was trained with or ``config.json`` beside the tokenizer says, whichever is longer, else
+    ``model_max_length`` of the tokenizer, else ``UNKNOWN``. A model with stretched rotary frequencies reads at least as
+    much as they were stretched to.
+
+    Raises:
+        CheckpointError: a file beside the tokenizer is damaged.
+    """
+    trained = weights.saved.manifest.config.get("training.seq_len") if weights.saved else 0
+    known = max(_number(trained), _named(weights, CONFIG, "max_position_embeddings"))
+    known = known or _named(weights, TOKENIZER_CONFIG, "model_max_length") or UNKNOWN
+    scaling = weights.facts.config.rope_scaling
+    if scaling and known <= scaling.original_context:
+        return int(scaling.factor * scaling.original_context)
+    return known
+
+
+def _named(weights: Weights, file: str, key: str) -> int:
+    """A number in a file beside the tokenizer; 0: there is none."""
+    if weights.tokenizer in ("", "byte"):
+        return 0
+    place = Path(weights.tokenizer).expanduser()
+    folder = place if place.is_dir() else place.parent
+    if not (folder / file).exists():
+        return 0
+    return _number(json_object(read_inside(folder, file, _LARGEST), f"{folder}/{file}").get(key))
+
+
+def _number(value: object) -> int:
+    return value if type(value) is int and 0 < value < 1 << 40 else 0

@@ -1,0 +1,103 @@
+"""Texts to rows of tokens, as lm-eval makes them (EleutherAI/lm-evaluation-harness 0.4, ``TemplateLM``). No torch."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from crius.data.tokenizer import Tokenizer
+from crius.errors import DataError
+from crius.tools.evaluate.tasks import Kind, Request
+
+
+class Row(NamedTuple):
+    """What the model reads at once, and what is scored of it.
+
+    Attributes:
+        tokens: the model's input.
+        targets: to predict after the last tokens, as many as there are targets.
+    """
+
+    tokens: tuple[int, ...]
+    targets: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """How texts become rows.
+
+    Attributes:
+        tokenizer: of the model.
+        max_length: tokens of a row, at most.
+    """
+
+    tokenizer: Tokenizer
+    max_length: int
+
+    @property
+    def prefix(self) -> int:
+        """The token before a text without a context: BOS, or EOS where there is none."""
+        return self.tokenizer.eos_id if self.tokenizer.bos_id is None else self.tokenizer.bos_id
+
+    def rows(self, request: Request, kind: Kind, where: str) -> list[Row]:
+        """The rows of a request: one, or the windows of a whole text.
+
+        Args:
+            request: texts.
+            kind: of the task.
+            where: the request comes from, for messages.
+
+        Raises:
+            DataError: nothing of it can be scored.
+        """
+        if kind == "text":
+            rows = list(self.windows(self.encode(request.continuation)))
+        else:
+            context, targets = self.pair(request)
+            rows = [self.row(context, targets)] if targets else []
+        if not rows:
+            raise DataError(f"{request.continuation[:50]!r} has no token to score.", where=where)
+        if len(rows[0].targets) > self.max_length:
+            raise DataError(
+                f"a continuation has {len(rows[0].targets):,} tokens, the model reads {self.max_length:,} at once.",
+                where=where,
+                fix='a larger --max_length, or {"text": ...}, which is scored in windows',
+            )
+        return rows
+
+    def row(self, context: list[int], targets: list[int]) -> Row:
+        """A continuation behind its context, of which the end is read where both are too long."""
+        return Row(tuple((context + targets)[-self.max_length - 1 : -1]), tuple(targets))
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, behind a BOS where the tokenizer puts one. Names of special tokens are plain text."""
+        ids = self._plain(text)
+        return [self.prefix, *ids] if self.tokenizer.adds_bos else ids
+
+    def pair(self, request: Request) -> tuple[list[int], list[int]]:
+        """Ids of context and continuation: of both together, cut where those of the context alone end.
+
+        White space at the end of a context counts to the continuation, since tokens begin with it.
+        """
+        context, continuation = request
+        if not context:
+            targets = self._plain(continuation)
+            if targets[:1] == [self.prefix]:
+                return targets[:1], targets[1:]
+            return [self.prefix], targets
+        kept = context.rstrip()
+        first = self.encode(kept)
+        whole = self.encode(context + continuation)
+        return first or [self.prefix], whole[len(first) :]
+
+    def windows(self, ids: list[int]) -> Iterator[Row]:
+        """Rows in which each of ``ids`` is a target once: full windows, the last one with as much context as fits."""
+        size = self.max_length
+        first = ids[:size]
+        if first:
+            yield Row((self.prefix, *first[:-1]), tuple(first))
+        for begin in range(size, len(ids), size):
+            end = min(begin + size, len(ids))
+            yield Row(tuple(ids[end - size - 1 : end - 1]), tuple(ids[begin:end]))
+
+    def _plain(self, text: str) -> list[int]:
+        return [int(token) for token in self.tokenizer.encode(text)]

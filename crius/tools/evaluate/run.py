@@ -1,0 +1,226 @@
+"""Tasks to figures: a model, its rows, their scores."""
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from crius.interop.context import longest_context
+from crius.table import aligned
+from crius.tools.evaluate.encode import Encoder, Row
+from crius.tools.evaluate.metrics import Figure, Score, as_json, figures
+from crius.tools.evaluate.record import Key, Record
+from crius.tools.evaluate.score import batches, score
+from crius.tools.evaluate.settings import Settings
+from crius.tools.evaluate.tasks import Task
+from crius.tools.generate.settings import Settings as SourceSettings
+from crius.tools.generate.source import Source, read_source
+
+_CPU_TOKENS, _GPU_TOKENS = 2048, 16384
+
+
+@dataclass(frozen=True)
+class Result:
+    """Figures of one task.
+
+    Attributes:
+        task: name of it.
+        documents: that were scored.
+        total: documents of the task.
+        metrics: by name.
+    """
+
+    task: str
+    documents: int
+    total: int
+    metrics: Mapping[str, Figure]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        told = {"task": self.task, "documents": self.documents, "total": self.total}
+        return told | {"metrics": as_json(self.metrics)}
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """All figures of a command.
+
+    Attributes:
+        source: of the model, for people.
+        facts: what was computed how, for JSON.
+        results: of the tasks.
+        requests: texts that were scored, those of earlier commands among them.
+        tokens: that this command read.
+        seconds: that it took to score.
+    """
+
+    source: str
+    facts: Mapping[str, Any]
+    results: Sequence[Result]
+    requests: int
+    tokens: int
+    seconds: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        told = {"source": self.source, **self.facts, "results": [result.as_dict() for result in self.results]}
+        return told | {"requests": self.requests, "tokens": self.tokens, "seconds": self.seconds}
+
+    def lines(self) -> list[str]:
+        """For people."""
+        rows = [("task", "documents", "metric", "value", "95 % interval")]
+        for result in self.results:
+            head = (result.task, f"{result.documents:,} of {result.total:,}")
+            for name, (value, low, high) in result.metrics.items():
+                interval = "" if low == high == value else f"{low:.3f} to {high:.3f}"
+                rows.append((*head, name, f"{value:.4f}", interval))
+                head = ("", "")
+        how = f"{self.facts['dtype']} on {self.facts['device']}, at most {self.facts['max_length']:,} tokens at once"
+        speed = f", {self.tokens / self.seconds:,.0f} tokens/s" if self.tokens and self.seconds else ""
+        done = f"({self.requests:,} texts, {self.tokens:,} tokens read in {self.seconds:.1f} s{speed})"
+        return [f"{self.source}: {how}", *aligned(rows, left=(0, 1, 2, 4)), *([done] if self.requests else [])]
+
+
+def open_model(path: str, settings: Settings) -> tuple[Source, Encoder]:
+    """The model of a run folder, a checkpoint or a folder of Hugging Face, and how texts become its rows.
+
+    Raises:
+        CriusError: see ``read_source``.
+    """
+    source = read_source(path, SourceSettings(device=settings.device, dtype=settings.dtype))
+    return source, Encoder(source.tokenizer, settings.max_length or longest_context(source.weights))
+
+
+Others = Callable[[Source, Encoder, Settings], list[Result]]
+"""Scores tasks in another way."""
+
+
+def evaluate(
+    path: str, tasks: Sequence[Task], settings: Settings, others: Others = lambda source, encoder, settings: []
+) -> Evaluation:
+    """Score ``tasks``, then others.
+
+    Args:
+        path: of a run folder, a checkpoint or a folder of Hugging Face.
+        tasks: that were read.
+        settings: that were checked.
+        others: scores the tasks of another package.
+
+    Raises:
+        CriusError: the model or the record cannot be used, or a text cannot be scored.
+    """
+    source, encoder = open_model(path, settings)
+    weight = source.model.tok_embeddings.weight
+    facts = {
+        "dtype": str(weight.dtype).removeprefix("torch."),
+        "device": weight.device.type,
+        "max_length": encoder.max_length,
+    }
+    rows: dict[Key, list[Row]] = {}
+    for task in tasks:
+        for document in task.documents:
+            for number, request in enumerate(document.requests):
+                where = f"{task.name}, document {document.number}"
+                rows[Key(task.name, document.number, number)] = encoder.rows(request, task.kind, where)
+    header = facts | ({"digest": source.weights.digest} if settings.out else {})
+    with Record(settings.out, header | {task.name: task.digest for task in tasks}) as record:
+        began = time.perf_counter()
+        scores, tokens = _score(source, rows, record, settings.batch_tokens)
+        seconds = time.perf_counter() - began
+    results = [
+        Result(
+            task.name,
+            len(task.documents),
+            task.total,
+            figures(
+                task,
+                [
+                    [scores[Key(task.name, document.number, number)] for number in range(len(document.requests))]
+                    for document in task.documents
+                ],
+            ),
+        )
+        for task in tasks
+    ]
+    results += others(source, encoder, settings)
+    return Evaluation(source.weights.origin, facts, results, len(rows), tokens, seconds)
+
+
+def score_rows(
+    source: Source,
+    rows: Sequence[Row],
+    batch_tokens: int,
+    done: Callable[[Sequence[int], Sequence[Score]], None],
+    is_known: Callable[[int], bool] = lambda number: False,
+) -> int:
+    """Score rows in batches; returns the tokens that were read.
+
+    Args:
+        source: the model.
+        rows: in any order.
+        batch_tokens: of a batch; 0: what the device likes.
+        done: is given, after each batch, numbers of rows and their scores.
+        is_known: of the number of a row. A batch of known rows is left out; the others stay as they would be without
+            it, since the sums of a batch depend on its shape.
+    """
+    on_gpu = source.model.tok_embeddings.weight.is_cuda
+    places: dict[tuple[int, ...], list[int]] = {}
+    for place, row in enumerate(rows):
+        places.setdefault(row.tokens, []).append(place)
+    tokens = 0
+    for batch in batches(rows, batch_tokens or (_GPU_TOKENS if on_gpu else _CPU_TOKENS)):
+        numbers = [place for one in batch for place in places[one]]
+        if all(map(is_known, numbers)):
+            continue
+        done(numbers, score(source.model, [rows[place] for place in numbers]))
+        tokens += sum(map(len, batch))
+    return tokens
+
+
+def _score(
+    source: Source, rows: Mapping[Key, Sequence[Row]], record: Record, batch_tokens: int
+) -> tuple[dict[Key, Score], int]:
+    """Scores of all requests, and the tokens that had to be read for those that were not in the record."""
+    scores = {key: record.scores[key] for key in rows if key in record.scores}
+    flat = [(key, row) for key, parts in rows.items() for row in parts]
+    known = set(scores)
+    parts: dict[Key, list[Score]] = {}
+    progress = _Progress(len(rows), len(scores))
+
+    def done(numbers: Sequence[int], found: Sequence[Score]) -> None:
+        whole = []
+        for number, one in zip(numbers, found, strict=True):
+            key = flat[number][0]
+            mine = parts.setdefault(key, [])
+            mine.append(one)
+            if len(mine) == len(rows[key]) and key not in known:
+                log_prob, is_greedy, tokens = zip(*mine, strict=True)
+                scores[key] = Score(sum(log_prob), all(is_greedy), sum(tokens))
+                whole.append((key, scores[key]))
+        record.add(whole)
+        progress.show(len(scores))
+
+    tokens = score_rows(
+        source, [row for _, row in flat], batch_tokens, done, is_known=lambda number: flat[number][0] in known
+    )
+    progress.end()
+    return scores, tokens
+
+
+class _Progress:
+    """A line on a terminal: how much is done, and how long the rest takes."""
+
+    def __init__(self, total: int, already: int) -> None:
+        self._total, self._already, self._began = total, already, time.monotonic()
+        self._is_shown = sys.stderr.isatty()
+
+    def show(self, done: int) -> None:
+        if self._is_shown and done > self._already:
+            rest = (time.monotonic() - self._began) / (done - self._already) * (self._total - done)
+            sys.stderr.write(f"\r\x1b[K{done:,} of {self._total:,} texts, about {rest:,.0f} s left")
+            sys.stderr.flush()
+
+    def end(self) -> None:
+        if self._is_shown:
+            sys.stderr.write("\r\x1b[K")

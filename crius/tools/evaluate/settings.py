@@ -1,0 +1,49 @@
+"""How a model is evaluated, checked before torch is imported."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from crius.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How tasks are scored."""
+
+    limit: int = 0
+    """Score only so many documents, the first ones of each task. 0: all."""
+
+    max_length: int = 0
+    """Tokens that the model reads at once; of a longer text the end counts. 0: the longest context that the model or
+    its tokenizer names, as crius export writes it to config.json."""
+
+    batch_tokens: int = 0
+    """Tokens of a batch, padding included. 0: 2,048 on a CPU, 16,384 on a GPU."""
+
+    out: str = ""
+    """File that gets a line of JSON for each scored text. The same command continues from it. Empty: none."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute."""
+
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """dtype of weights and computation. auto: bfloat16 on a GPU, else float32."""
+
+    def check(self) -> None:
+        """Compare all settings with their ranges.
+
+        Raises:
+            ConfigError: names all settings that are out of range.
+        """
+        wrong = [
+            ("limit", self.limit, self.limit >= 0, "a number of documents, or 0 for all"),
+            ("max_length", self.max_length, self.max_length >= 0, "a number of tokens, or 0 for the model's own"),
+            ("batch_tokens", self.batch_tokens, self.batch_tokens >= 0, "a number of tokens, or 0 for the default"),
+        ]
+        problems = [
+            ConfigError(f"--{name} {value} is out of range.", where="command line", fix=f"give {right}")
+            for name, value, is_right, right in wrong
+            if not is_right
+        ]
+        if problems:
+            raise ConfigError.together(problems)
