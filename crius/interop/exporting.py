@@ -309,6 +309,8 @@ def _logits(folder: Path, weights: Weights, num_parameters: int) -> str:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         raise _unproven("transformers does not load it", last)
     found = json.loads(done.stdout.splitlines()[-1])
+    if "difference" not in found:
+        return f"not compared: transformers {found['version']} has no such architecture"
     if found["texts"]:
         named = f'tokenizer_config.json beside {weights.tokenizer}: "tokenizer_class": "PreTrainedTokenizerFast"'
         raise _unproven(f"AutoTokenizer makes other ids of {found['texts'][0]!r}", "its class is another one", named)

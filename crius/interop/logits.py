@@ -34,7 +34,12 @@ def compare(folder: Path, model: dict[str, Any], tokenizer: str) -> dict[str, An
         folder: of the export.
         model: settings of ``[model]`` of the source.
         tokenizer: of the source.
+
+    Returns:
+        Facts by name; ``version`` alone where transformers has no such architecture.
     """
+    if json.loads((folder / "config.json").read_bytes())["model_type"] not in transformers.CONFIG_MAPPING:
+        return {"version": transformers.__version__}
     tokens = (torch.arange(NUM_TOKENS) * 7919 % model["vocab_size"])[None]
     with torch.inference_mode():
         ours = _ours(folder, model, tokens)

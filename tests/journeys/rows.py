@@ -6,7 +6,7 @@ J5 experts rehearsed on a laptop, J6 my own model outside the repository, J7 som
 
 from dataclasses import dataclass
 
-BUILT = {"engine", "nothing lost", "one description"}
+BUILT = {"engine", "nothing lost", "one description", "from weights to weights"}
 """What Crius can do so far. A row that needs more is skipped until its part is built, and added here with it."""
 
 
@@ -148,7 +148,7 @@ J4 = [
 # mymodel.py is the one that docs/adding_a_model.md shows
 J6 = [
     Row(
-        f"crius train --import mymodel --model.name mymodel {SHORT} --training.steps 2",
+        f"crius train --import mymodel --model.name mymodel {SHORT} --training.steps 2 --job.run_dir runs/my",
         needs="one description",
         says=("model: mymodel/", "step 2/2"),
     ),
@@ -167,7 +167,16 @@ J6 = [
         needs="one description",
         says=("optimizer",),
     ),
-    Row("crius import hf-folder mine --import mymodel", needs="from weights to weights"),
+    Row(
+        "crius export runs/my hf-folder --import mymodel",
+        needs="from weights to weights",
+        says=(r"mymodel as MyModelForCausalLM", r"(\d+) of \1 tensors equal"),
+    ),
+    Row(
+        "crius import hf-folder mine --import mymodel",
+        needs="from weights to weights",
+        says=(r"mymodel: dim 128", "train on it"),
+    ),
 ]
 
 BEFORE_J7 = (
