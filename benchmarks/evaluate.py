@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from crius.tools.evaluate.encode import Row
-from crius.tools.evaluate.run import open_model, score_rows
+from crius.tools.evaluate.run import open_model, score_groups
 from crius.tools.evaluate.settings import Settings
 from crius.tools.evaluate.tasks import read_tasks
 
@@ -41,11 +41,11 @@ def run_theirs(model: torch.nn.Module, rows: list[Row], batch_tokens: int) -> li
     return found
 
 
-def run_ours(source: object, rows: list[Row], batch_tokens: int) -> list[float]:
-    """The same by Crius."""
-    found: dict[int, float] = {}
-    score_rows(source, rows, batch_tokens, lambda n, s: found.update(zip(n, (one.log_prob for one in s), strict=True)))
-    return [found[number] for number in range(len(rows))]
+def run_ours(source: object, groups: list[list[Row]], batch_tokens: int) -> list[float]:
+    """The same by Crius, for the rows of each document."""
+    found: dict[int, list[float]] = {}
+    score_groups(source, groups, batch_tokens, lambda n, scores: found.update({n: [one.log_prob for one in scores]}))
+    return [log_prob for number in range(len(groups)) for log_prob in found[number]]
 
 
 def main() -> None:
@@ -64,9 +64,13 @@ def main() -> None:
     source, encoder = open_model(args.source, Settings())
     theirs = AutoModelForCausalLM.from_pretrained(args.folder, dtype=torch.float32)
     [task] = read_tasks([args.task], args.documents)
-    rows = [row for doc in task.documents for request in doc.requests for row in encoder.rows(request, task.kind, "")]
+    groups = [
+        [row for request in document.requests for row in encoder.rows(request, task.kind, "")]
+        for document in task.documents
+    ]
+    rows = [row for group in groups for row in group]
     contestants = {
-        "crius": lambda: run_ours(source, rows, args.batch_tokens),
+        "crius": lambda: run_ours(source, groups, args.batch_tokens),
         "one at a time": lambda: run_theirs(theirs, rows, 1),
         "batches": lambda: run_theirs(theirs, rows, args.batch_tokens),
     }

@@ -1,6 +1,7 @@
 """Tasks of lm-eval (github.com/EleutherAI/lm-evaluation-harness), an optional package, scored by the model here."""
 
 import importlib.util
+import itertools
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,7 @@ from crius.errors import ConfigError, DataError, EnvironmentError
 from crius.plugins import REQUIREMENTS, install_line
 from crius.tools.evaluate.encode import Encoder, Row
 from crius.tools.evaluate.metrics import Figure, Score, Z
-from crius.tools.evaluate.run import Others, Result, score_rows
+from crius.tools.evaluate.run import Others, Result, score_groups
 from crius.tools.evaluate.settings import Settings
 from crius.tools.evaluate.tasks import LM_EVAL
 from crius.tools.generate.run import answer
@@ -113,23 +114,24 @@ def _model(source: Source, encoder: Encoder, settings: Settings) -> Any:
             return encoder.encode(string)
 
         def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
-            rows = [encoder.row(context, targets) for _, context, targets in requests]
-            return [(score.log_prob, score.is_greedy) for score in _scores(rows)]
+            groups = [
+                [encoder.row(context, targets) for _, context, targets in group]
+                for _, group in itertools.groupby(requests, key=lambda request: request[0][0])  # choices of a context
+            ]
+            return [(score.log_prob, score.is_greedy) for score in _scores(groups)]
 
         def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
             windows = [list(encoder.windows(encoder.encode(request.args[0]))) for request in requests]
-            scores = iter(_scores([row for rows in windows for row in rows]))
+            scores = iter(_scores([[row] for rows in windows for row in rows]))
             return [math.fsum(next(scores).log_prob for _ in rows) for rows in windows]
 
         def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
             return _answers(source, encoder, [request.args for request in requests])
 
-    def _scores(rows: Sequence[Row]) -> list[Score]:
-        found: dict[int, Score] = {}
-        score_rows(
-            source, rows, settings.batch_tokens, lambda numbers, scores: found.update(zip(numbers, scores, strict=True))
-        )
-        return [found[number] for number in range(len(rows))]
+    def _scores(groups: Sequence[Sequence[Row]]) -> list[Score]:
+        found: dict[int, Sequence[Score]] = {}
+        score_groups(source, groups, settings.batch_tokens, found.__setitem__)
+        return [score for number in range(len(groups)) for score in found[number]]
 
     return Model()
 

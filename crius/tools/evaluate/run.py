@@ -1,8 +1,9 @@
 """Tasks to figures: a model, its rows, their scores."""
 
+import itertools
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from crius.table import aligned
 from crius.tools.evaluate.encode import Encoder, Row
 from crius.tools.evaluate.metrics import Figure, Score, as_json, figures
 from crius.tools.evaluate.record import Key, Record
-from crius.tools.evaluate.score import batches, score
+from crius.tools.evaluate.score import batches, join, score
 from crius.tools.evaluate.settings import Settings
 from crius.tools.evaluate.tasks import Task
 from crius.tools.generate.settings import Settings as SourceSettings
@@ -147,34 +148,31 @@ def evaluate(
     return Evaluation(source.weights.origin, facts, results, len(rows), tokens, seconds)
 
 
-def score_rows(
+def score_groups(
     source: Source,
-    rows: Sequence[Row],
+    groups: Sequence[Sequence[Row]],
     batch_tokens: int,
-    done: Callable[[Sequence[int], Sequence[Score]], None],
+    done: Callable[[int, Sequence[Score]], None],
     is_known: Callable[[int], bool] = lambda number: False,
 ) -> int:
-    """Score rows in batches; returns the tokens that were read.
+    """Score groups of rows in batches; returns the tokens that were read.
 
     Args:
         source: the model.
-        rows: in any order.
+        groups: rows that may begin alike, in any order.
         batch_tokens: of a batch; 0: what the device likes.
-        done: is given, after each batch, numbers of rows and their scores.
-        is_known: of the number of a row. A batch of known rows is left out; the others stay as they would be without
-            it, since the sums of a batch depend on its shape.
+        done: is given the number of a group and the scores of its rows.
+        is_known: of the number of a group. A batch of known groups is left out; the others stay as they would be
+            without it, since the sums of a batch depend on its shape.
     """
     on_gpu = source.model.tok_embeddings.weight.is_cuda
-    places: dict[tuple[int, ...], list[int]] = {}
-    for place, row in enumerate(rows):
-        places.setdefault(row.tokens, []).append(place)
     tokens = 0
-    for batch in batches(rows, batch_tokens or (_GPU_TOKENS if on_gpu else _CPU_TOKENS)):
-        numbers = [place for one in batch for place in places[one]]
+    for numbers in batches(groups, batch_tokens or (_GPU_TOKENS if on_gpu else _CPU_TOKENS)):
         if all(map(is_known, numbers)):
             continue
-        done(numbers, score(source.model, [rows[place] for place in numbers]))
-        tokens += sum(map(len, batch))
+        for number, scores in zip(numbers, score(source.model, [groups[n] for n in numbers]), strict=True):
+            done(number, scores)
+        tokens += sum(len(join(groups[number]).tokens) for number in numbers)
     return tokens
 
 
@@ -183,15 +181,14 @@ def _score(
 ) -> tuple[dict[Key, Score], int]:
     """Scores of all requests, and the tokens that had to be read for those that were not in the record."""
     scores = {key: record.scores[key] for key in rows if key in record.scores}
-    flat = [(key, row) for key, parts in rows.items() for row in parts]
     known = set(scores)
+    groups = list(_grouped(rows))
     parts: dict[Key, list[Score]] = {}
     progress = _Progress(len(rows), len(scores))
 
-    def done(numbers: Sequence[int], found: Sequence[Score]) -> None:
+    def done(number: int, found: Sequence[Score]) -> None:
         whole = []
-        for number, one in zip(numbers, found, strict=True):
-            key = flat[number][0]
+        for (key, _), one in zip(groups[number], found, strict=True):
             mine = parts.setdefault(key, [])
             mine.append(one)
             if len(mine) == len(rows[key]) and key not in known:
@@ -201,11 +198,25 @@ def _score(
         record.add(whole)
         progress.show(len(scores))
 
-    tokens = score_rows(
-        source, [row for _, row in flat], batch_tokens, done, is_known=lambda number: flat[number][0] in known
+    tokens = score_groups(
+        source,
+        [[row for _, row in group] for group in groups],
+        batch_tokens,
+        done,
+        is_known=lambda number: all(key in known for key, _ in groups[number]),
     )
     progress.end()
     return scores, tokens
+
+
+def _grouped(rows: Mapping[Key, Sequence[Row]]) -> Iterator[list[tuple[Key, Row]]]:
+    """The choices of a document together, each window of a text by itself."""
+    for _, keys in itertools.groupby(rows, key=lambda key: (key.task, key.document)):
+        parts = [(key, row) for key in keys for row in rows[key]]
+        if len({key for key, _ in parts}) > 1:
+            yield parts
+        else:
+            yield from ([part] for part in parts)
 
 
 class _Progress:

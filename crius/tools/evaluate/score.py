@@ -1,13 +1,20 @@
-"""Rows of tokens to log-probabilities, in batches of rows of about the same length.
+"""Rows of tokens to log-probabilities. The rows of a document share their beginning, which is read once.
+
+``context choice choice ...`` is one sequence: a choice sees the context and itself, and its positions go on from the
+context's. Sequences of about the same length make a batch.
 
 B batch, T tokens, D model dim, V vocabulary, N targets
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import os
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
+from crius.models.decode import cached
 from crius.models.decoder import Decoder
 from crius.tools.evaluate.encode import Row
 from crius.tools.evaluate.metrics import Score
@@ -16,50 +23,90 @@ _LOGIT_BYTES = 1 << 26
 """Logits of so many bytes, in float32, are made at once."""
 
 
-def batches(rows: Iterable[Row], batch_tokens: int) -> Iterator[list[tuple[int, ...]]]:
-    """Different token rows, the longest first, in batches of at most ``batch_tokens`` with their padding.
+class Joined(NamedTuple):
+    """Rows as one sequence.
+
+    Attributes:
+        tokens: the beginning of all rows, then the rest of each row.
+        positions: of each token in its row.
+        branches: 0 in the beginning, then the number of the row, from 1.
+        places: for each row, where in the sequence its targets are predicted.
+    """
+
+    tokens: list[int]
+    positions: list[int]
+    branches: list[int]
+    places: list[list[int]]
+
+
+def join(rows: Sequence[Row]) -> Joined:
+    """Rows as one sequence."""
+    shared = len(os.path.commonprefix([row.tokens for row in rows]))
+    joined = Joined(list(rows[0].tokens[:shared]), list(range(shared)), [0] * shared, [])
+    for number, row in enumerate(rows, start=1):
+        offset = len(joined.tokens) - shared  # from a place behind the beginning of a row to one in the sequence
+        joined.tokens.extend(row.tokens[shared:])
+        joined.positions.extend(range(shared, len(row.tokens)))
+        joined.branches.extend([number] * (len(row.tokens) - shared))
+        first = len(row.tokens) - len(row.targets)
+        joined.places.append([*range(first, shared), *range(max(first, shared) + offset, len(row.tokens) + offset)])
+    return joined
+
+
+def batches(groups: Sequence[Sequence[Row]], batch_tokens: int) -> Iterator[list[int]]:
+    """Numbers of groups, the longest first, in batches of at most ``batch_tokens`` with their padding.
 
     The longest come first, so that what does not fit into the memory shows at once.
     """
-    batch: list[tuple[int, ...]] = []
-    for tokens in sorted({row.tokens for row in rows}, key=lambda tokens: (-len(tokens), tokens)):
-        if batch and len(batch[0]) * (len(batch) + 1) > batch_tokens:
+    lengths = [len(join(rows).tokens) for rows in groups]
+    batch: list[int] = []
+    for number in sorted(range(len(groups)), key=lambda number: (-lengths[number], number)):
+        if batch and lengths[batch[0]] * (len(batch) + 1) > batch_tokens:
             yield batch
             batch = []
-        batch.append(tokens)
+        batch.append(number)
     if batch:
         yield batch
 
 
 @torch.inference_mode()
-def score(model: Decoder, rows: Sequence[Row]) -> list[Score]:
-    """Scores of ``rows``, one batch. Rows with the same tokens are read once.
-
-    Shorter rows are padded at their end, which no earlier token sees. Logits are computed only where there is a target.
+def score(model: Decoder, groups: Sequence[Sequence[Row]]) -> list[list[Score]]:
+    """Scores of the rows of each group, one batch. Logits are computed only where there is a target.
 
     Args:
         model: the decoder.
-        rows: of about the same length.
+        groups: rows that may begin alike.
     """
     device = model.tok_embeddings.weight.device
-    places = {tokens: place for place, tokens in enumerate(dict.fromkeys(row.tokens for row in rows))}
-    longest = max(map(len, places))
-    tokens_BT = torch.tensor([(*tokens, *[0] * (longest - len(tokens))) for tokens in places])
-    hidden_BTD = model.hidden(tokens_BT.to(device))
-    index = [
-        places[row.tokens] * longest + place
-        for row in rows
-        for place in range(len(row.tokens) - len(row.targets), len(row.tokens))
-    ]
-    targets_N = torch.tensor([target for row in rows for target in row.targets], device=device)
+    joined = [join(rows) for rows in groups]
+    tokens_BT, positions_BT, branches_BT = (
+        pad_sequence([torch.tensor(part) for part in parts], batch_first=True).to(device)
+        for parts in zip(*(one[:3] for one in joined), strict=True)
+    )
+    hidden_BTD = _hidden(model, tokens_BT, positions_BT, branches_BT)
+    longest = tokens_BT.shape[1]
+    index = [number * longest + place for number, one in enumerate(joined) for places in one.places for place in places]
     hidden_ND = hidden_BTD.flatten(0, 1)[torch.tensor(index, device=device)]
+    targets_N = torch.tensor([target for rows in groups for row in rows for target in row.targets], device=device)
     log_probs_N, is_greedy_N = _target_scores(model, hidden_ND, targets_N)
-    scores, begin = [], 0
-    for row in rows:
-        end = begin + len(row.targets)
-        scores.append(Score(float(log_probs_N[begin:end].sum()), bool(is_greedy_N[begin:end].all()), end - begin))
-        begin = end
-    return scores
+    sizes = [len(row.targets) for rows in groups for row in rows]
+    scores = iter(
+        Score(float(log_probs.sum()), bool(is_greedy.all()), len(log_probs))
+        for log_probs, is_greedy in zip(log_probs_N.split(sizes), is_greedy_N.split(sizes), strict=True)
+    )
+    return [[next(scores) for _ in rows] for rows in groups]
+
+
+def _hidden(model: Decoder, tokens_BT: Tensor, positions_BT: Tensor, branches_BT: Tensor) -> Tensor:
+    """What the output layer reads, ``(B, T, D)``. Padding stands at the end, where no token of a row sees it."""
+    if not branches_BT.any():
+        return model.hidden(tokens_BT)
+    count = tokens_BT.shape[1]
+    order = torch.arange(count, device=tokens_BT.device)
+    is_shared = (branches_BT[:, None] == 0) | (branches_BT[:, None] == branches_BT[:, :, None])
+    with cached(model, count) as cache:
+        cache.mask = ((order <= order[:, None]) & is_shared)[:, None]
+        return model.hidden(tokens_BT, positions_BT)
 
 
 def _target_scores(model: Decoder, hidden_ND: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
