@@ -87,6 +87,10 @@ REQUIREMENTS = {
     "gguf": "gguf>=0.17",
     "huggingface_hub": "huggingface_hub>=0.30",
     "transformers": "transformers>=5.0",
+    "sentencepiece": "sentencepiece>=0.2",
+    "protobuf": "protobuf>=5.26",
+    "tiktoken": "tiktoken>=0.9",
+    "mistral-common": "mistral-common>=1.8",
 }
 
 
