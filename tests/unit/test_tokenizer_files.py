@@ -206,7 +206,11 @@ def tekken(**changes):
         {"rank": number, "token_str": name, "is_control": True} for number, name in enumerate(("<unk>", "<s>", "</s>"))
     ]
     config = {
-        **{"pattern": r"[^\s\p{P}]+| ?[^\s]|\s+", "default_vocab_size": 269, "default_num_special_tokens": 10},
+        **{
+            "pattern": r"\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+",
+            "default_vocab_size": 269,
+            "default_num_special_tokens": 10,
+        },
         **{"version": "v3", "num_vocab_tokens": 259},
     }
     whole = {"config": config | changes.pop("config", {}), "vocab": rows, "special_tokens": names, **changes}
@@ -343,6 +347,10 @@ def test_a_tekken_file_has_its_special_tokens_first_and_its_own_ids(tmp_path, he
     assert (ours.bos_id, ours.adds_bos, ours.eos_id, ours.vocab_size) == (1, True, 2, 269)
     assert ours.encode("the").tolist() == [10 + 257]
     assert ours.encode_marked("<s>the").tolist() == [1, 10 + 257]
+    # where the pattern takes the name of a special token whole, a text would become that token
+    (tmp_path / "tekken.json").write_bytes(tekken(config={"pattern": r"\S+|\s+"}))
+    with pytest.raises(DataError, match="'<s>' would become the ids"):
+        built(tmp_path)
 
 
 def test_a_model_comes_in_and_goes_out_with_its_converted_tokenizer(samples, tmp_path, here, caplog):
