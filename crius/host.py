@@ -103,6 +103,12 @@ _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 
 
+def user_cache() -> Path:
+    """Where Crius keeps what it can make again: ``crius`` below ``XDG_CACHE_HOME``, else ~/.cache/crius."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if base else Path("~/.cache").expanduser()) / "crius"
+
+
 def free_host_bytes() -> int:
     """What programs can have without swapping, or a container's limit where that is less."""
     free = _of_host()

@@ -88,6 +88,10 @@ REQUIREMENTS = {
     "huggingface_hub": "huggingface_hub>=0.30",
     "transformers": "transformers>=5.0",
     "lm_eval": "lm-eval>=0.4.9",
+    "sentencepiece": "sentencepiece>=0.2",
+    "protobuf": "protobuf>=5.26",
+    "tiktoken": "tiktoken>=0.9",
+    "mistral-common": "mistral-common>=1.8",
 }
 
 

@@ -70,7 +70,8 @@ class TokenizerConfig:
 
     path: str = "byte"
     """byte: one token a byte and one for the end of a document, 257 in all. Else a Hugging Face tokenizer.json, or a
-    folder that holds one (needs ``pip install crius[huggingface]``)."""
+    folder that holds one (needs ``pip install crius[huggingface]``). A file of sentencepiece, tiktoken or tekken, or a
+    folder that holds one, is converted once, into the cache (needs ``pip install crius[tokenizers]``)."""
 
     eos_token: str = ""
     """Token that ends a document. Empty: the first of the usual names that the tokenizer has."""

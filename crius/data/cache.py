@@ -1,25 +1,25 @@
 """Local corpora are tokenised once a machine: a cache of token folders, keyed by content."""
 
-import fcntl
+import contextlib
 import hashlib
 import json
 import logging
-import os
 import shlex
 import shutil
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from crius.config.data import DataConfig, TokenizerConfig
 from crius.data.checked import SETTLED_NS
 from crius.data.documents import describe, find_files, kind_of, read_pieces, reading
+from crius.data.lock import locked
 from crius.data.prepare import collect, write_folder
 from crius.data.tokenizer import Tokenizer
 from crius.data.tokens import FORMAT_VERSION, TokenFile
 from crius.errors import DataError
+from crius.host import user_cache
 
 _log = logging.getLogger("crius.data")
 
@@ -70,8 +70,7 @@ def cache_folder(data: DataConfig) -> Path:
     """``data.cache_dir``, else crius/ below ``XDG_CACHE_HOME``, else ~/.cache/crius."""
     if data.cache_dir:
         return Path(data.cache_dir).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if base else Path("~/.cache").expanduser()) / "crius"
+    return user_cache()
 
 
 def _open(folder: Path) -> TokenFile | None:
@@ -95,31 +94,20 @@ def _remove(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _locked(root: Path, folder: Path) -> Iterator[None]:
-    """Hold the lock of an entry. The kernel frees it when its holder dies, so that it is never stale."""
-    lock = folder.with_suffix(".lock")
-    try:
-        lock.parent.mkdir(parents=True, exist_ok=True)
-        handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
-        if not os.access(lock.parent, os.W_OK):
-            raise PermissionError(13, "Permission denied", str(lock.parent))
-    except OSError as error:
-        raise DataError(
-            f"cache folder {root} cannot be written: {error.strerror or error}.",
-            where="--data.cache_dir",
-            why="tokenised corpora are kept there",
-            fix="--data.cache_dir DIR, a folder that can be written",
-        ) from error
-    try:
+    """Hold the lock of an entry."""
+    with contextlib.ExitStack() as stack:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            _log.info("cache: waiting for the process that tokenises %s", folder)
-            fcntl.flock(handle, fcntl.LOCK_EX)
+            stack.enter_context(locked(folder, "tokenises"))
+        except OSError as error:
+            raise DataError(
+                f"cache folder {root} cannot be written: {error.strerror or error}.",
+                where="--data.cache_dir",
+                why="tokenised corpora are kept there",
+                fix="--data.cache_dir DIR, a folder that can be written",
+            ) from error
         yield
-    finally:
-        os.close(handle)
 
 
 def _signature(file: Path) -> list[int]:

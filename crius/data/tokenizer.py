@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from crius.config.data import TokenizerConfig
 from crius.data.source import TokenArray
+from crius.data.tokenizer_files import TOKENIZER_CONFIG, tokenizer_file
 from crius.errors import DataError, EnvironmentError
 from crius.plugins import install_line
 
@@ -45,8 +46,6 @@ BOS_NAMES = (
     "[CLS]",  # BERT
 )
 """Tokens that begin a document, where neither the post-processor nor tokenizer_config.json names one."""
-
-_CONFIG = "tokenizer_config.json"
 
 
 class Tokenizer(ABC):
@@ -139,7 +138,8 @@ class HuggingFaceTokenizer(Tokenizer):
                 where="--tokenizer.path",
                 fix=f"{install_line('tokenizers>=0.20')}, or --tokenizer.path byte",
             ) from error
-        content = _read(path)
+        file = tokenizer_file(path)
+        content = _read(file)
         try:
             self._model = tokenizers.Tokenizer.from_str(content.decode())
         except Exception as error:  # the library raises bare Exception
@@ -161,8 +161,9 @@ class HuggingFaceTokenizer(Tokenizer):
                 why="the model has a row for every id up to the largest",
                 fix="number the tokens without gaps",
             )
-        self.eos_id = self._find_eos(eos_token)
-        self.bos_id, self.adds_bos = self._find_bos(_tokenizer_file(path).with_name(_CONFIG))
+        config = _read_config(file.with_name(TOKENIZER_CONFIG))
+        self.eos_id = self._find_eos(eos_token, config)
+        self.bos_id, self.adds_bos = self._find_bos(config)
         self.fingerprint = f"hf-1-{hashlib.sha256(content).hexdigest()}-{self.eos_id}"
 
     def encode(self, text: str) -> TokenArray:
@@ -226,7 +227,7 @@ class HuggingFaceTokenizer(Tokenizer):
                 fix="a tokenizer whose vocabulary has its unk_token, or that needs none",
             ) from error
 
-    def _find_bos(self, config_file: Path) -> tuple[int | None, bool]:
+    def _find_bos(self, config: dict[str, Any]) -> tuple[int | None, bool]:
         """The id of BOS, and whether a text gets it: from the post-processor, or from ``add_bos_token``.
 
         To have a ``bos_token`` is not enough: SmolLM2 has one and does not put it in front of a text.
@@ -238,13 +239,11 @@ class HuggingFaceTokenizer(Tokenizer):
         encoded = self._model.post_process(text, add_special_tokens=True)
         special = itertools.takewhile(bool, encoded.special_tokens_mask)
         in_front = encoded.ids[: sum(special)]
-        config = _read_config(config_file)
         if in_front and in_front[-1] != self.eos_id:
             return in_front[-1], True
-        named = config.get("bos_token")
-        name = named.get("content") if isinstance(named, dict) else named
         # a vocabulary of text may have such a name too, as Qwen's has [CLS]
-        names = (name,) if isinstance(name, str) else (name for name in BOS_NAMES if name in self._special_tokens())
+        usual = [name for name in BOS_NAMES if name in self._special_tokens()]
+        names = [name] if (name := spelled(config.get("bos_token"))) else usual
         for token in names:
             if (token_id := self._model.token_to_id(token)) is not None:
                 return int(token_id), config.get("add_bos_token") is True
@@ -253,8 +252,11 @@ class HuggingFaceTokenizer(Tokenizer):
     def _special_tokens(self) -> list[str]:
         return [added.content for added in self._model.get_added_tokens_decoder().values() if added.special]
 
-    def _find_eos(self, eos_token: str) -> int:
-        for name in (eos_token,) if eos_token else EOS_NAMES:
+    def _find_eos(self, eos_token: str, config: dict[str, Any]) -> int:
+        """The id of EOS: a usual special token, else a usual token, else that of tokenizer_config.json."""
+        # in this order, for a vocabulary of text may have such a name too: Gemma's has HTML
+        usual = [*(name for name in EOS_NAMES if name in self._special_tokens()), *EOS_NAMES]
+        for name in [eos_token] if eos_token else [*usual, spelled(config.get("eos_token"))]:
             if (token_id := self._model.token_to_id(name)) is not None:
                 return int(token_id)
         special = [added.content for added in self._model.get_added_tokens_decoder().values()]
@@ -289,8 +291,13 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     return ByteTokenizer()
 
 
-def _read(path: str) -> bytes:
-    file = _tokenizer_file(path)
+def spelled(token: Any) -> str:
+    """Name of a special token in tokenizer_config.json; empty where it is none."""
+    name = token.get("content") if isinstance(token, dict) else token
+    return name if isinstance(name, str) else ""
+
+
+def _read(file: Path) -> bytes:
     try:
         return file.read_bytes()
     except OSError as error:
@@ -315,23 +322,6 @@ def _read_config(file: Path) -> dict[str, Any]:
             fix="download the file again, or remove it",
         ) from error
     return config if isinstance(config, dict) else {}
-
-
-def _tokenizer_file(path: str) -> Path:
-    file = Path(path).expanduser()
-    if file.is_dir() and (file / "tokenizer.json").is_file():
-        return file / "tokenizer.json"
-    if file.is_file():
-        return file
-    if file.is_dir() and (file / "tokenizer.model").is_file():
-        fix = (
-            "convert tokenizer.model with transformers: "
-            f"AutoTokenizer.from_pretrained({path!r}).save_pretrained({path!r})"
-        )
-    else:
-        fix = "--tokenizer.path byte, or the path of a tokenizer.json (hf download REPO tokenizer.json --local-dir DIR)"
-    kind = "is a folder without a tokenizer.json" if file.is_dir() else "does not exist"
-    raise DataError(f"tokenizer {path} {kind}.", where="--tokenizer.path", fix=fix)
 
 
 def _types(node: Any) -> Iterator[str]:

@@ -5,6 +5,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +18,17 @@ from crius.checkpoint.names import step_name
 from crius.config.data import TokenizerConfig
 from crius.config.operation import CheckpointConfig
 from crius.data.tokenizer import build_tokenizer
+from crius.data.tokenizer_files import ADDED_TOKENS, TOKENIZER, TOKENIZER_CONFIG, original_file, tokenizer_file
 from crius.errors import ConfigError, EnvironmentError
 from crius.interop.convert import write_checkpoint
 from crius.interop.dcp import METADATA
-from crius.interop.foreign import read_inside
+from crius.interop.foreign import open_inside, read_inside
 from crius.interop.gguf_file import SUFFIX, open_gguf
 from crius.interop.new_folder import new_folder
 from crius.interop.weights import (
     CONFIG,
     GENERATION,
     TEMPLATE,
-    TOKENIZER,
-    TOKENIZER_CONFIG,
     TOKENIZER_FOLDER,
     Weights,
     open_weights,
@@ -36,14 +36,14 @@ from crius.interop.weights import (
 from crius.plugins import REQUIREMENTS, install_line
 
 TOKENIZER_FILES = (
-    *(TOKENIZER, TOKENIZER_CONFIG, TEMPLATE, "special_tokens_map.json", "added_tokens.json"),
+    *(TOKENIZER, TOKENIZER_CONFIG, TEMPLATE, "special_tokens_map.json", ADDED_TOKENS),
     *("tokenizer.model", "vocab.json", "merges.txt", CONFIG, GENERATION),
 )
 """What is copied of a tokenizer, and what an export takes over: where to stop, and the longest context."""
 
 _LARGEST_FILE = 1 << 28
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_WANTED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model")
+_WANTED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken")
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,21 @@ def _opened(source: str) -> tuple[Weights, Mapping[str, Callable[[Path], object]
     is_file = weights.tokenizer not in ("", "byte")
     names = [name for name in TOKENIZER_FILES if (folder / name).exists()] if is_file else []
     copies = {name: (lambda to, name=name: copy_file(folder, name, to)) for name in names}
-    return weights, copies, "" if is_file else f"none: {source} has no {TOKENIZER}"
+    if not is_file:
+        return weights, copies, f"none: {source} has no {TOKENIZER}"
+    original = None if TOKENIZER in copies else original_file(folder)
+    return weights, copies | _converted(folder, original), f"converted from {original.name}" if original else ""
+
+
+def _converted(folder: Path, original: Path | None) -> dict[str, Callable[[Path], object]]:
+    """What writes each file of a tokenizer that is converted."""
+    if original is None:
+        return {}
+    for name in (original.name, TOKENIZER_CONFIG, ADDED_TOKENS):  # no links, as what is copied is none
+        if os.path.lexists(folder / name):
+            open_inside(folder, name).close()
+    place = tokenizer_file(str(folder)).parent
+    return {name: partial(copy_file, place, name) for name in (TOKENIZER, TOKENIZER_CONFIG)}
 
 
 def _from_hub(name: str) -> Path:

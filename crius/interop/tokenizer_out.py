@@ -7,11 +7,12 @@ from typing import Any
 
 from crius.config.data import TokenizerConfig
 from crius.data.tokenizer import build_tokenizer
+from crius.data.tokenizer_files import TOKENIZER, TOKENIZER_CONFIG, tokenizer_file
 from crius.errors import ConfigError
 from crius.interop.foreign import read_inside
 from crius.interop.importing import TOKENIZER_FILES, copy_file
 from crius.interop.safetensors_file import json_object
-from crius.interop.weights import CONFIG, GENERATION, TOKENIZER, TOKENIZER_CONFIG, Weights
+from crius.interop.weights import CONFIG, GENERATION, Weights
 
 _END = "<|endoftext|>"
 _LARGEST = 1 << 22
@@ -88,14 +89,16 @@ def _copy(folder: Path, path: str) -> dict[str, dict[str, Any]]:
         _dump(folder / TOKENIZER, byte_tokenizer())
         return {}
     place = Path(path).expanduser()
-    source = place if place.is_dir() else place.parent
+    beside = place if place.is_dir() else place.parent
+    file = tokenizer_file(path)  # elsewhere, if it is a conversion
     anew = {}
     for name in TOKENIZER_FILES:
+        source = file.parent if name == TOKENIZER_CONFIG else beside
         if name in (GENERATION, TOKENIZER_CONFIG) and (source / name).exists():
             anew[name] = json_object(read_inside(source, name, _LARGEST), f"{source}/{name}")
         elif (source / name).exists() and name not in (TOKENIZER, CONFIG):  # the export writes config.json anew
             copy_file(source, name, folder / name)
-    copy_file(source, place.name if place.is_file() else TOKENIZER, folder / TOKENIZER)
+    copy_file(file.parent, file.name, folder / TOKENIZER)
     return anew
 
 

@@ -13,6 +13,7 @@ from crius.checkpoint.names import MANIFEST, step_name
 from crius.checkpoint.pieces import Shape, TensorSource, misfits, stored
 from crius.checkpoint.whereabouts import find_checkpoints
 from crius.config.load import TAKEN
+from crius.data.tokenizer_files import TOKENIZER, TOKENIZER_CONFIG, original_file
 from crius.errors import CheckpointError, ConfigError
 from crius.interop.foreign import Foreign, open_inside, read_inside
 from crius.interop.safetensors_file import SUFFIX, json_object, read_safetensors, safetensors_names
@@ -22,7 +23,6 @@ from crius.models.huggingface import read_model_settings
 from crius.models.registry import SPECS, families, find_spec
 
 CONFIG, GENERATION, TEMPLATE = "config.json", "generation_config.json", "chat_template.jinja"
-TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 TOKENIZER_FOLDER = "tokenizer"
 """Of a run folder that an import wrote."""
 
@@ -174,7 +174,7 @@ def _of_hugging_face(folder: Path, where: str) -> Weights:
     return Weights(
         model=model,
         tensors=hugging_face_tensors(read_safetensors(folder), model, str(folder)),
-        tokenizer=str(folder) if (folder / TOKENIZER).is_file() else "",
+        tokenizer=str(folder) if (folder / TOKENIZER).is_file() or original_file(folder) else "",
         chat_template=read_chat_template(folder),
         kind="Hugging Face",
         origin=f"Hugging Face folder {folder}",

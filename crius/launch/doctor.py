@@ -29,6 +29,10 @@ PACKAGES = (
     ("tomli_w", True, "run.toml", "tomli-w"),
     ("datasets", False, "--data.source huggingface", REQUIREMENTS["datasets"]),
     ("tokenizers", False, "--tokenizer.path tokenizer.json", REQUIREMENTS["tokenizers"]),
+    *(
+        (name, False, f"--tokenizer.path of a file of {files}", REQUIREMENTS[name])
+        for name, files in (("sentencepiece", "sentencepiece"), ("tiktoken", "tiktoken or tekken"))
+    ),
     ("gguf", False, "crius import of a GGUF file", REQUIREMENTS["gguf"]),
     ("tensorboard", False, "--metrics.enable_tensorboard", REQUIREMENTS["tensorboard"]),
     ("torchao", False, "float8, MXFP8, 8-bit optimizer states", REQUIREMENTS["torchao"]),

@@ -24,7 +24,7 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from crius.config.training import CompileConfig
 from crius.errors import EnvironmentError
-from crius.host import COMPILE_SWITCHES
+from crius.host import COMPILE_SWITCHES, user_cache
 from crius.models.plan import ShardingPlan, match
 
 log = logging.getLogger("crius.parallel")
@@ -270,10 +270,7 @@ def _cache_folder(config: CompileConfig, cache_root: Path | None) -> tuple[Path,
     from_user = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     if from_user and from_user != default_cache_dir():  # which inductor writes there when it is imported
         return Path(from_user).absolute(), False
-    if cache_root is None:
-        base = os.environ.get("XDG_CACHE_HOME", "")
-        cache_root = (Path(base) if base else Path("~/.cache").expanduser()) / "crius"
-    return (cache_root / "compile" / f"torch-{torch.__version__}").absolute(), True
+    return ((cache_root or user_cache()) / "compile" / f"torch-{torch.__version__}").absolute(), True
 
 
 def _keep_private(folder: Path) -> None:

@@ -51,13 +51,13 @@ LAZY_ROOMS = (
 )
 # pyproject.toml's extras, and what comes with torch but is only for some
 OPTIONAL = {"datasets", "fsspec", "gguf", "huggingface_hub", "jinja2", "lm_eval", "matplotlib", "tokenizers"}
-OPTIONAL |= {"tensorboard", "torchao"}
+OPTIONAL |= {"mistral_common", "sentencepiece", "tensorboard", "tiktoken", "torchao", "transformers"}
 OPTIONAL |= {"torch.utils.tensorboard", "torch._inductor.lowering", "torch._inductor.cpp_builder"}
 
 AIM_FILE, STOP_FILE, AIM_FUNCTION, STOP_FUNCTION = 400, 500, 60, 100
 LONGER: dict[str, str] = {}  # "file" or "file:function" to the reason; still below the hard stop
 
-MOST_CODE = {"trainer": 21_250, "tools": 10_050}
+MOST_CODE = {"trainer": 21_900, "tools": 10_100}
 """Lines of code of the two houses: the aim is 15,000 and 8,500, with all models and features 22,000 and 13,000."""
 
 MOST_LOADED = {"crius": 160, "crius.tools.plan": 12}

@@ -7,6 +7,9 @@ from crius.data.tokenizer import Tokenizer
 _CONTEXT = 5
 """Ids before the newest one by which it is read: some tokenizers write a space by what stands before it."""
 
+_LONGEST = 4
+"""Bytes of a character in UTF-8, each of which may be an id."""
+
 
 class TextStream:
     """The text that continues a prompt.
@@ -23,7 +26,7 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str] = ()) -> None:
         self._tokenizer, self._stops = tokenizer, stops
-        self._ids = list(prompt[-_CONTEXT:])
+        self._ids = self._end_of(prompt[-_CONTEXT - _LONGEST :])
         self._told = len(self._ids)
         self._held = ""
         self.text, self.is_stopped = "", False
@@ -34,7 +37,8 @@ class TextStream:
         new = self._new()
         if new.endswith("\ufffd"):  # may be the beginning of a character
             return ""
-        self._ids, self._told = self._ids[-_CONTEXT:], min(len(self._ids), _CONTEXT)
+        self._ids = self._end_of(self._ids)
+        self._told = len(self._ids)
         return self._give(new)
 
     def finish(self) -> str:
@@ -43,6 +47,13 @@ class TextStream:
         rest, self._held = ("" if self.is_stopped else self._held), ""
         self.text += rest
         return given + rest
+
+    def _end_of(self, ids: Sequence[int]) -> list[int]:
+        """The last ids, from the beginning of a character on: decoders take a run of bytes as a whole."""
+        longest = max(0, len(ids) - _CONTEXT)
+        starts = range(longest, max(-1, longest - _LONGEST), -1)
+        whole = (start for start in starts if not self._tokenizer.decode(ids[start:]).startswith("\ufffd"))
+        return list(ids[next(whole, longest) :])
 
     def _new(self) -> str:
         before = self._tokenizer.decode(self._ids[: self._told])

@@ -5,7 +5,6 @@ calibrated.
 """
 
 import math
-import os
 import tomllib
 from dataclasses import MISSING, Field, asdict, dataclass, fields, replace
 from pathlib import Path
@@ -15,6 +14,7 @@ import tomli_w
 
 from crius.config.load import did_you_mean
 from crius.errors import ConfigError, CriusError, EnvironmentError
+from crius.host import user_cache
 from crius.metrics.gpus import ALIASES, GPUS, find_gpu
 from crius.run_file import write_whole
 
@@ -199,8 +199,7 @@ def _problem(field: Field[Any], value: object) -> str:
 
 def user_file() -> Path:
     """Where ``crius plan --calibrate`` writes: ``crius/hardware.toml`` below ``XDG_CACHE_HOME``, else ~/.cache."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if base else Path("~/.cache").expanduser()) / "crius" / "hardware.toml"
+    return user_cache() / "hardware.toml"
 
 
 def of_machine(device: str) -> Hardware | None:
