@@ -26,7 +26,8 @@ from crius.data.loader import BatchLoader
 from crius.data.tokenizer import build_tokenizer
 from crius.data.tokens import DOCUMENTS, FORMAT_VERSION, META, TOKEN_BYTES, TOKENS, TokenMeta
 from crius.models import registry
-from crius.parallel.init import allocate, init_parameters, init_rules
+from crius.parallel.allocate import allocate
+from crius.parallel.init import init_parameters, init_rules
 from crius.table import aligned
 from crius.tools.bench.machine import Machine
 from crius.tools.bench.result import receipt, write_result

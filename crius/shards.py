@@ -18,22 +18,10 @@ from torch.distributed.tensor._utils import (
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
-
-def is_persistent(module: nn.Module, name: str) -> bool:
-    """Whether the buffer ``name`` of ``module`` is state."""
-    owner, _, attribute = name.rpartition(".")
-    return attribute not in module.get_submodule(owner)._non_persistent_buffers_set
-
-
-def named_buffers(parts: Sequence[nn.Module], *, persistent: bool) -> list[tuple[str, Tensor]]:
-    """The buffers of the stages that this rank holds, by their names in the whole model: the state, or the counters."""
-    buffers = ((part, name, buffer) for part in parts for name, buffer in part.named_buffers())
-    return [(name, buffer) for part, name, buffer in buffers if is_persistent(part, name) == persistent]
-
-
-def named_state(parts: Sequence[nn.Module]) -> list[tuple[str, Tensor]]:
-    """The parameters of the stages that this rank holds, then their buffers that are state, by name."""
-    return [*named_parameters(parts), *named_buffers(parts, persistent=True)]
+from crius.named import is_persistent as is_persistent
+from crius.named import named_buffers as named_buffers
+from crius.named import named_parameters as named_parameters
+from crius.named import named_state as named_state
 
 
 def counters(parts: Sequence[nn.Module]) -> list[Tensor]:
@@ -91,18 +79,6 @@ def num_shards(tensor: Tensor, axis: str | None = None) -> int:
     # not is_shard(): FSDP's strided shards under tensor parallelism say no to that
     split = [i for i, place in enumerate(tensor.placements) if not place.is_replicate()]
     return math.prod(mesh.size(i) for i in split if axis is None or names[i] == axis)
-
-
-def named_parameters(parts: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter]]:
-    """The parameters of the stages that this rank holds, by their names in the whole model.
-
-    A stage that has the copy of a tied weight has it under the weight's one name; a rank with both has that name twice.
-    """
-    return [
-        (getattr(part, "ties", {}).get(name, name), parameter)
-        for part in parts
-        for name, parameter in part.named_parameters()
-    ]
 
 
 def local_shard(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:

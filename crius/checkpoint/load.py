@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, Metadata
@@ -22,8 +21,9 @@ from crius.checkpoint.folder import CheckpointFolder, damages, extra_files, read
 from crius.checkpoint.manifest import Manifest
 from crius.checkpoint.names import step_name
 from crius.checkpoint.pieces import TensorSource, misfits, shortened, stored
+from crius.checkpoint.plain import DTYPES, as_tensor
 from crius.checkpoint.state import read_state
-from crius.checkpoint.tensors import DTYPES, Gather
+from crius.checkpoint.tensors import Gather
 from crius.errors import CheckpointError
 
 log = logging.getLogger("crius.checkpoint")
@@ -195,13 +195,13 @@ def load_tensors(sources: Mapping[str, TensorSource], tensors: dict[str, Tensor]
     for index in sorted(needed, key=lambda index: pieces[index].place):
         piece, dtype = pieces[index], DTYPES[sources[index.fqn].dtype]
         if piece.read_rows is None:
-            part = _as_tensor(piece.read(), dtype, piece.shape)
+            part = as_tensor(piece.read(), dtype, piece.shape)
         for item in needed[index]:
             if piece.read_rows is None:
                 _fill(part, item, item.storage_offsets, planner)
                 continue
             (first, *starts), count = item.storage_offsets, item.lengths[0]
-            rows = _as_tensor(piece.read_rows(first, first + count), dtype, (count, *piece.shape[1:]))
+            rows = as_tensor(piece.read_rows(first, first + count), dtype, (count, *piece.shape[1:]))
             _fill(rows, item, [0, *starts], planner)
 
 
@@ -217,10 +217,6 @@ def _metadata(sources: Mapping[str, TensorSource]) -> Metadata:
             for name, source in sources.items()
         }
     )
-
-
-def _as_tensor(data: memoryview, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-    return torch.from_numpy(np.frombuffer(data, dtype=np.uint8)).view(dtype).reshape(shape)
 
 
 def _fill(part: Tensor, item: ReadItem, starts: Sequence[int], planner: DefaultLoadPlanner) -> None:

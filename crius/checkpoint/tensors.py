@@ -18,11 +18,8 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from crius.checkpoint.disk import Disk
 from crius.checkpoint.files import Part, check_written, write_shard
-from crius.checkpoint.manifest import TORCH_NAMES, Chunk, FileEntry, TensorEntry
-
-NAMES: dict[torch.dtype, str] = {getattr(torch, name): code for name, code in TORCH_NAMES.items()}
-"""Names in safetensors files of torch's dtypes."""
-DTYPES = {code: dtype for dtype, code in NAMES.items()}
+from crius.checkpoint.manifest import Chunk, FileEntry, TensorEntry
+from crius.checkpoint.plain import DTYPES, NAMES
 
 
 def host_bytes(tensor: Tensor) -> memoryview:

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from crius.checkpoint.files import Part
 from crius.checkpoint.manifest import ALGORITHM
 from crius.checkpoint.pieces import as_array
-from crius.checkpoint.tensors import DTYPES
+from crius.checkpoint.plain import DTYPES
 from crius.interop.convert import in_pairs
 from crius.interop.dcp import read_dcp
 from crius.interop.exporting import Export, Source, parts_of, written

@@ -161,7 +161,7 @@ def described(model: Mapping[str, Any]) -> ModelDescription:
 
 
 def _of_hugging_face(folder: Path, where: str) -> Weights:
-    model = settled(read_model_settings(str(folder), families(), where)[1])
+    model = settled(read_model_settings(str(folder), families(), where, with_weights=True)[1])
     names = safetensors_names(folder)
     if not names:
         pickles = sorted(file.name for file in folder.iterdir() if file.suffix in (".bin", ".pt", ".pth"))

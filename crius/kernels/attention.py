@@ -4,7 +4,6 @@ B batch, T tokens, N query heads, K key/value heads, H head dim
 """
 
 import functools
-import inspect
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
@@ -14,7 +13,6 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
-from torch.nn.attention.varlen import varlen_attn
 
 from crius.kernels import choice
 from crius.kernels.cpu import blocked_attention
@@ -77,14 +75,13 @@ def masked_attention(q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, mask: Mask)
         return F.scaled_dot_product_attention(q_BNTH, k_BKTH, v_BKTH, attn_mask=mask, enable_gqa=True)
 
 
-_SHARES_HEADS: dict[str, Any] = (
-    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-)
-"""From torch 2.12 on."""
+_SHARES_HEADS: dict[str, Any] = {"enable_gqa": True} if torch.__version__ >= "2.12" else {}
 
 
 def _attention_by_document(q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, ends: Tensor) -> Tensor:
     """Each document is a sequence of its own, of at most T tokens: which is the longest the host does not know."""
+    from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415  for GPUs; it imports torch's compiler
+
     if not _SHARES_HEADS:
         k_BKTH, v_BKTH = _repeated(q_BNTH, k_BKTH, v_BKTH)
     batch, _, tokens, _ = q_BNTH.shape

@@ -21,12 +21,15 @@ from crius.kernels.cpu.linear import linear
 IGNORE_INDEX = -100
 """Label of a position that is not scored; PyTorch's default ``ignore_index``."""
 
+_SHORT = 4096
+"""Columns whose softmax torch computes to the precision of float32 on a CPU."""
+
 PRODUCT_PARTS = 8  # of a product or copy in another precision than its result, so that it is never there as a whole
 
 Score = Callable[..., tuple[Tensor, Tensor | None]]
 """See ``score_block``."""
 Gather = Callable[[Tensor], Tensor]
-"""Numbers ``(2, C)`` of each rank that has a part of the vocabulary: ``(ranks, 2, C)``."""
+"""Numbers ``(3, C)`` of each rank that has a part of the vocabulary: ``(ranks, 3, C)``."""
 
 
 def token_losses(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
@@ -64,17 +67,22 @@ def score_block(
     peak_C = _largest(logits_CV, -torch.inf).to(wide)
     target_C = logits_CV.gather(1, place_C1).squeeze(1).to(wide) if logits_CV.shape[1] else torch.zeros_like(peak_C)
     p_CV = torch.softmax(logits_CV, -1, dtype=wide, out=logits_CV if logits_CV.dtype == wide else None)
+    if p_CV.device.type == "cpu" and logits_CV.shape[1] > _SHORT:
+        # torch adds up a long row in too few sums there: those of 49,152 columns are 1 + 8e-6, in every row
+        p_CV /= p_CV.sum(-1, keepdim=True)
     log_p_C = _largest(p_CV, 1.0).log_()  # of a probability that is never 0
     if gather is None:
         # the logarithm of the sum of exponentials without a logarithm of each: logits that are large and alike lose no
         # digits
         losses_C = (peak_C - target_C) - log_p_C
     else:
-        total_C = peak_C - log_p_C
-        by_rank = gather(torch.stack((total_C, torch.where(is_here_C, target_C, 0.0))))
-        whole_C = by_rank[:, 0].logsumexp(0)
-        losses_C = whole_C - by_rank[:, 1].sum(0)
-        p_CV *= (total_C - whole_C).exp_()[:, None]
+        target_C = torch.where(is_here_C, target_C, 0.0)
+        peaks, log_ps, targets = gather(torch.stack((peak_C, log_p_C, target_C))).unbind(1)
+        highest_C = peaks.amax(0)
+        shares = (peaks - highest_C - log_ps).exp_()  # of each rank, where the largest exponential of all is 1
+        sum_C = shares.sum(0)
+        losses_C = (highest_C - targets.sum(0)) + sum_C.log()
+        p_CV *= ((peak_C - highest_C - log_p_C).exp_() / sum_C)[:, None]
     if not with_gradient:
         return losses_C, None
     if torch.compiler.is_compiling():  # a scatter would end the one kernel that writes no float32

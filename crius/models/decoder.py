@@ -49,7 +49,7 @@ from crius.models.layers import (
     rotary_frequencies,
     stretched_frequencies,
 )
-from crius.shards import is_persistent
+from crius.named import is_persistent
 
 
 class Block(nn.Module):

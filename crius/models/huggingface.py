@@ -69,7 +69,7 @@ class HuggingFace:
 
 
 def read_model_settings(
-    path: str, families: Mapping[str, HuggingFace], where: str = "--model.from_hf"
+    path: str, families: Mapping[str, HuggingFace], where: str = "--model.from_hf", *, with_weights: bool = False
 ) -> tuple[str, dict[str, Any]]:
     """Fields of ``[model]`` that a config.json stands for, all sizes among them.
 
@@ -77,6 +77,7 @@ def read_model_settings(
         path: of the file, or of its folder.
         families: what Hugging Face calls the models that it may be of, by our name.
         where: the path comes from.
+        with_weights: the weights beside it are taken too, and so must not be quantised.
 
     Returns:
         The file, and values by the name of the field.
@@ -95,6 +96,9 @@ def read_model_settings(
         )
     settings: dict[str, Any] = {"name": name, "flavor": "custom"}
     wrong = [*_differences(content, families[name]), *_take(content, families[name], settings)]
+    if with_weights and (quantised := content.get("quantization_config")) is not None:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+        wrong.append(f"quantization_config: weights quantised by {_shown(method)} are not read, only whole ones are")
     if wrong:
         fix = f"give the config.json of another {families[name].model_type}"
         errors = (ConfigError(f"{file}: {what}.", where=where, fix=fix) for what in wrong)

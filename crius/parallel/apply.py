@@ -10,10 +10,11 @@ from crius.config.run import RunConfig
 from crius.models.description import ModelDescription
 from crius.models.plan import ShardingPlan
 from crius.parallel.activation_checkpoint import CheckpointedBlocks, apply_activation_checkpoint
+from crius.parallel.allocate import allocate
 from crius.parallel.compile import compile_blocks
 from crius.parallel.context import apply_context_parallel
 from crius.parallel.fsdp import describe_units, needs_fsdp, plan_units, shard
-from crius.parallel.init import Init, allocate, init_parameters
+from crius.parallel.init import Init, init_parameters
 from crius.parallel.mesh import Mesh
 from crius.parallel.runtime import World
 from crius.parallel.tensor import apply_tensor_parallel

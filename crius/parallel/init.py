@@ -8,9 +8,7 @@ only the blocks that its shard touches. Any layout then starts from the same bit
 import hashlib
 import itertools
 import math
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -161,34 +159,3 @@ def draw_rows(
 def _generator(key: str) -> torch.Generator:
     digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-
-
-@contextmanager
-def keeping_ties(model: nn.Module) -> Iterator[None]:
-    """Parameters of ``model`` that are one tensor before are one tensor, the first of them, after.
-
-    torch's functions over a model's parameters replace them one by one.
-    """
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    yield
-    for first, *others in names.values():
-        for name in others:
-            owner, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(owner), attribute, model.get_parameter(first))
-
-
-def allocate(model: nn.Module, device: torch.device | str, *, buffers: torch.device | str | None = None) -> None:
-    """Memory for the parameters and buffers of a meta-device model, in place, whatever is in it.
-
-    Args:
-        model: has its shapes.
-        device: of the parameters.
-        buffers: device of the buffers, where that is another.
-    """
-    with keeping_ties(model):
-        model.to_empty(device=device)
-    for name, buffer in list(model.named_buffers()):
-        owner, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(owner), attribute, buffer.to(buffers or device))

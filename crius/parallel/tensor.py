@@ -30,7 +30,7 @@ from crius.errors import PlanError
 from crius.kernels.cpu.pointwise import rms_norm, rms_norm_reference
 from crius.models.layers import Linear, Loss, Output, RMSNorm
 from crius.models.plan import ShardingPlan
-from crius.parallel.init import keeping_ties
+from crius.parallel.allocate import keeping_ties
 from crius.parallel.runtime import all_gather, reduce_scatter
 
 _FUSED = re.compile(r"torch\.ops\.symm_mem\.fused_\w+\.default\(")

@@ -19,8 +19,8 @@ from crius.checkpoint.folder import CheckpointFolder, read_manifest
 from crius.checkpoint.load import Found, check_tensors, dtype_of, find, load_tensors
 from crius.checkpoint.manifest import Manifest
 from crius.checkpoint.names import step_name
+from crius.checkpoint.plain import NAMES
 from crius.checkpoint.save import Place, Saver
-from crius.checkpoint.tensors import NAMES
 from crius.config.changes import changes, check_changes
 from crius.config.toml_file import shown
 from crius.data.loader import BatchLoader

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from crius.checkpoint.load import load_tensors
 from crius.checkpoint.manifest import MAX_TEXT
-from crius.checkpoint.tensors import NAMES
+from crius.checkpoint.plain import NAMES
 from crius.config.run import RunConfig
 from crius.interop.weights import Weights
 from crius.optim import state as optimizer_state

@@ -24,7 +24,7 @@ from crius.config.run import RunConfig
 from crius.host import Machine
 from crius.kernels import choice
 from crius.metrics.ledger import TimeLedger
-from crius.parallel.init import allocate
+from crius.parallel.allocate import allocate
 from crius.parallel.mesh import build_mesh
 from crius.parallel.runtime import World, fake_world
 from crius.quantize.convert import usable_torchao

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from crius import cli
-from crius.checkpoint.tensors import DTYPES
+from crius.checkpoint.plain import DTYPES
 from crius.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from crius.errors import CheckpointError, ConfigError
 from crius.interop import exporting

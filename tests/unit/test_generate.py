@@ -2,11 +2,15 @@
 
 import io
 import json
+import os
 import shutil
+import subprocess
 import sys
 import time
 
 import pytest
+import torch
+from harness import ROOT
 from tiny_source import CHATML, save_source
 
 from crius import cli
@@ -59,6 +63,21 @@ def test_json_has_a_line_for_each_prompt(rows):
         assert len(row["tokens"]) == len(row["log_probs"]) <= 8 and max(row["log_probs"]) <= 0
         assert max(row["tokens"]) < 259, "rows of the model without a text"
         assert row["finish_reason"] in ("length", "eos") and row["tokens_per_second"] > 0
+
+
+def test_the_first_token_waits_for_no_import_of_what_shards_or_compiles(source):
+    """They take more time than all the rest of the start; only a fresh interpreter shows them."""
+    code = (
+        "import sys\n"
+        "from crius.cli import main\n"
+        "assert main(['generate', sys.argv[1], '--prompt', 'a', '--max_new_tokens', '1']) == 0\n"
+        "slow = {'sympy', 'torch._dynamo', 'torch.distributed.tensor', 'torch.distributed.checkpoint'}\n"
+        "assert not slow & sys.modules.keys(), slow & sys.modules.keys()\n"
+    )
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code, str(source)]
+    done = subprocess.run(command, text=True, capture_output=True, timeout=120, env=environ, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_batch_answers_as_each_prompt_alone(rows):

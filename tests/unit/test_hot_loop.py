@@ -21,8 +21,8 @@ from crius.launch.local import run_workers
 from crius.launch.status import status
 from crius.models import registry
 from crius.parallel import apply
+from crius.parallel.allocate import allocate
 from crius.parallel.gradients import Gradients
-from crius.parallel.init import allocate
 from crius.shards import local_tensor, named_parameters
 from crius.train import job, loop, reports
 from crius.train.checkpoints import Checkpoints

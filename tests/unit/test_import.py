@@ -17,6 +17,7 @@ from crius.cli.app import SOURCES
 from crius.errors import ConfigError, CriusError
 from crius.interop import importing
 from crius.interop.weights import open_weights
+from crius.kernels import choice
 from crius.train.inputs import describe_model, open_initial
 
 pytest.importorskip("transformers")
@@ -135,16 +136,127 @@ def many_ids(folder):
     rewrite(folder / "tokenizer.json", add)
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_folder_is_one_error_and_leaves_nothing(name, folder, tmp_path, capsys):
+VERBS = {
+    "import": ["import", "SOURCE", "TARGET"],
+    "export": ["export", "SOURCE", "TARGET"],
+    "generate": ["generate", "SOURCE", "--prompt", "a", "--max_new_tokens", "1"],
+    "train": ["train", "--checkpoint.init_from", "SOURCE", "--training.steps", "1", "--job.run_dir", "TARGET"],
+}
+
+
+# a run takes any tokenizer, whose rows may be more: it draws them
+CASES = [(name, verb) for name in HOSTILE for verb in VERBS if verb != "train" or not name.startswith("tokenizer")]
+
+
+@pytest.mark.parametrize(("name", "verb"), CASES)
+def test_a_hostile_folder_is_one_error_and_leaves_nothing(name, verb, folder, tmp_path, capsys):
     change, code, said = HOSTILE[name]
     change(folder)
     before = sorted(tmp_path.iterdir())
-    assert main(["import", str(folder), str(tmp_path / "run")]) == code
+    places = {"SOURCE": str(folder), "TARGET": str(tmp_path / "run")}
+    with choice.applied(choice.current()):
+        found = main([places.get(word, word) for word in VERBS[verb]])
+    assert found == (2 if verb == "train" else code)  # there it is a setting that cannot be used
     error = capsys.readouterr().err
     assert said in error and "Traceback" not in error
     assert error.count("Error: ") == 1
     assert sorted(tmp_path.iterdir()) == before
+
+
+OTHERS = {
+    "mistral": ("Mistral", {"sliding_window": 64}),
+    "mistral without a window": ("Mistral", {"sliding_window": None}),
+    "gemma": ("Gemma", {"head_dim": 16}),
+    "gpt2": ("GPT2", {"n_embd": 64, "n_layer": 2, "n_head": 4}),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_transformers_saves_of_another_architecture_is_refused_by_name(name, tmp_path, capsys):
+    import transformers
+
+    family, changes = OTHERS[name]
+    sizes = {} if family == "GPT2" else {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4} if sizes else {}
+    made = getattr(transformers, f"{family}Config")(vocab_size=384, **sizes, **changes)
+    transformers.AutoModelForCausalLM.from_config(made).save_pretrained(tmp_path / "model")
+    capsys.readouterr()
+    assert main(["import", str(tmp_path / "model"), str(tmp_path / "run")]) == 2
+    error = capsys.readouterr().err
+    assert f'of model_type "{family.lower()}"' in error and "fix    use a config.json of llama or qwen3" in error
+    assert error.count("Error: ") == 1 and not (tmp_path / "run").exists()
+
+
+ROPE = {"rope_theta": 10_000.0, "factor": 4.0}
+SETTINGS = {
+    "linear": ({"rope_parameters": ROPE | {"rope_type": "linear"}}, 'rope_type "linear" is not built, only llama3'),
+    "dynamic": ({"rope_parameters": ROPE | {"rope_type": "dynamic"}}, 'rope_type "dynamic" is not built'),
+    "yarn": ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, 'rope_type "yarn" is not built'),
+    "partial": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not built, only 1 is"),
+    "biases": ({"attention_bias": True, "mlp_bias": True}, "mlp_bias true is not built, only false is"),
+    "gelu": ({"hidden_act": "gelu"}, 'hidden_act "gelu" is not built, only "silu" is'),
+    "gptq": ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, 'quantised by "gptq" are not read'),
+    "awq": ({"quantization_config": {"quant_method": "awq"}}, 'quantised by "awq" are not read'),
+    "bitsandbytes": ({"quantization_config": {"quant_method": "bitsandbytes"}}, 'by "bitsandbytes" are not'),
+    "headless": ({"architectures": ["LlamaModel"]}, 'what is built is ["LlamaForCausalLM"]'),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_setting_that_changes_the_computation_is_refused_by_name(name, folder, tmp_path, capsys):
+    changes, said = SETTINGS[name]
+    config(folder, **changes)
+    assert main(["import", str(folder), str(tmp_path / "run")]) == 2
+    error = capsys.readouterr().err
+    assert said in error and not (tmp_path / "run").exists()
+
+
+def test_a_folder_without_config_json_is_refused_by_name(folder, tmp_path, capsys):
+    (folder / "config.json").unlink()
+    assert main(["import", str(folder), str(tmp_path / "run")]) == 2
+    assert "config.json" in capsys.readouterr().err
+
+
+def test_what_a_config_json_leaves_out_is_what_transformers_takes_for_it(folder, tmp_path):
+    """Heads are as wide as ``dim / num_heads`` there, so the folder's own are not left out."""
+
+    def drop(content):
+        for key in ("architectures", "rms_norm_eps", "rope_parameters", "attention_bias", "hidden_act", "dtype"):
+            content.pop(key)
+
+    rewrite(folder / "config.json", drop)
+    importing.import_model(str(folder), str(tmp_path / "run"))
+    found = open_weights(str(tmp_path / "run")).model
+    assert (found["norm_eps"], found["rope_theta"], found["rope_scaling"]) == (1e-6, 10_000.0, "none")
+
+
+def test_the_template_of_a_stranger_runs_nothing(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    evil = "{{ cycler.__init__.__globals__.os.system('touch executed') }}"
+    (folder / "chat_template.jinja").write_text(evil)
+    assert main(["import", str(folder), "run"]) == 0
+    assert (tmp_path / "run/tokenizer/chat_template.jinja").read_text() == evil
+    for source in (str(folder), "run"):
+        capsys.readouterr()
+        with choice.applied(choice.current()):
+            assert main(["generate", source, "--chat", "--prompt", "a", "--max_new_tokens", "1"]) == 1
+        error = capsys.readouterr().err
+        assert error.count("DataError: the chat template cannot be rendered") == 1
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["model", "run"]
+
+
+def test_tensors_of_several_dtypes_keep_them(folder, tmp_path):
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).bfloat16()
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data = parameter.data.float()
+    model.save_pretrained(tmp_path / "mixed")
+    importing.import_model(str(tmp_path / "mixed"), str(tmp_path / "run"))
+    found = open_weights(str(tmp_path / "run")).tensors
+    assert (found["norm.weight"].dtype, found["output.weight"].dtype) == ("F32", "BF16")
+    assert bytes(found["norm.weight"].read()) == model.model.norm.weight.detach().numpy().tobytes()
 
 
 def test_what_fails_on_the_way_leaves_nothing(folder, tmp_path, monkeypatch, capsys):

@@ -17,6 +17,7 @@ TOOLS = ("plan", "dry_run", "verify", "bench", "faults", "report", "data_audit",
 LAYER = {
     **{"config": 0, "models": 1, "kernels": 1, "__main__": 6, "cli": 5},
     **dict.fromkeys(("host", "plugins", "redact", "run_file", "shards", "signals"), -1),
+    "named": -2,  # shards has what it says of parts too
     **dict.fromkeys(("units", "silence", "strict_json", "table"), -1),
     **dict.fromkeys(("parallel", "quantize", "data", "optim", "checkpoint", "metrics"), 2),
     "interop": 3,
@@ -52,7 +53,12 @@ LAZY_ROOMS = (
 # pyproject.toml's extras, and what comes with torch but is only for some
 OPTIONAL = {"datasets", "fsspec", "gguf", "huggingface_hub", "jinja2", "lm_eval", "matplotlib", "tokenizers"}
 OPTIONAL |= {"mistral_common", "sentencepiece", "tensorboard", "tiktoken", "torchao", "transformers"}
-OPTIONAL |= {"torch.utils.tensorboard", "torch._inductor.lowering", "torch._inductor.cpp_builder"}
+OPTIONAL |= {
+    "torch.nn.attention.varlen",
+    "torch.utils.tensorboard",
+    "torch._inductor.lowering",
+    "torch._inductor.cpp_builder",
+}
 
 AIM_FILE, STOP_FILE, AIM_FUNCTION, STOP_FUNCTION = 400, 500, 60, 100
 LONGER: dict[str, str] = {}  # "file" or "file:function" to the reason; still below the hard stop

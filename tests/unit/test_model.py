@@ -17,8 +17,9 @@ from crius.models.decoder import Block, check_decoder
 from crius.models.description import Buffer
 from crius.models.layers import DocumentMask, Linear
 from crius.models.plan import match
+from crius.parallel.allocate import allocate
 from crius.parallel.fsdp import plan_units
-from crius.parallel.init import allocate, init_parameters, init_rules
+from crius.parallel.init import init_parameters, init_rules
 from crius.tools.plan.shapes import NOT_TRAINABLE_YET
 
 SPEC = registry.SPECS["llama3"]

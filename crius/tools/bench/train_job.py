@@ -25,8 +25,9 @@ from crius.metrics.device import peak_tflops
 from crius.metrics.record import Record, StepMetrics
 from crius.models import registry
 from crius.optim.build import WarmupStableDecay, build_optimizer
+from crius.parallel.allocate import allocate
 from crius.parallel.compile import compile_blocks
-from crius.parallel.init import allocate, init_parameters, init_rules
+from crius.parallel.init import init_parameters, init_rules
 from crius.tools.bench.contestant import Channel, Turns
 from crius.tools.bench.machine import Machine, wait_for
 from crius.tools.plan.fit import fit

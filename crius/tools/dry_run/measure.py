@@ -15,9 +15,9 @@ from torch.distributed.tensor.parallel import loss_parallel
 from crius.data.loader import Batch
 from crius.models.plan import match
 from crius.optim.build import build_optimizer
+from crius.parallel.allocate import allocate
 from crius.parallel.fsdp import GradientSync
 from crius.parallel.gradients import Gradients
-from crius.parallel.init import allocate
 from crius.shards import local_tensor, named_parameters
 from crius.tools.dry_run.memory import Values
 from crius.tools.dry_run.recorder import Recorder

@@ -1,15 +1,17 @@
 """What answers: a model with its weights on this process's device, its tokenizer, and what ends an answer."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from crius.checkpoint.load import load_tensors
+from crius.checkpoint.pieces import TensorSource
+from crius.checkpoint.plain import load_whole
 from crius.config.data import TokenizerConfig
 from crius.data.tokenizer import Tokenizer, build_tokenizer
 from crius.errors import ConfigError, EnvironmentError
@@ -21,9 +23,9 @@ from crius.models import registry
 from crius.models.decoder import Decoder
 from crius.models.description import ModelDescription
 from crius.models.layers import Linear
-from crius.parallel.init import allocate
+from crius.named import named_state
+from crius.parallel.allocate import allocate
 from crius.parallel.runtime import pick_device
-from crius.shards import named_state
 from crius.tools.generate.chat import render_chat
 from crius.tools.generate.settings import Prompt, Settings
 from crius.units import GIB
@@ -34,6 +36,7 @@ END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end
 _TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 Split = Callable[[Decoder, ModelDescription], None]
+Load = Callable[[Mapping[str, TensorSource], dict[str, Tensor]], None]
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,14 @@ class Source:
             )
 
 
-def read_source(path: str, settings: Settings, local_rank: int = 0, split: Split = lambda model, facts: None) -> Source:
+def read_source(
+    path: str,
+    settings: Settings,
+    local_rank: int = 0,
+    split: Split = lambda model, facts: None,
+    load: Load = load_whole,
+    linear: Literal["auto", "torch"] = "auto",
+) -> Source:
     """The model of a run folder, a checkpoint or a folder of Hugging Face.
 
     Args:
@@ -101,6 +111,8 @@ def read_source(path: str, settings: Settings, local_rank: int = 0, split: Split
         settings: that were checked.
         local_rank: of this process.
         split: leaves this rank its part of the model, before it takes memory.
+        load: fills what it left.
+        linear: kernel of linear layers, as in ``[kernels]``.
 
     Raises:
         CriusError: it cannot be read, or does not answer with these settings.
@@ -110,11 +122,11 @@ def read_source(path: str, settings: Settings, local_rank: int = 0, split: Split
     tokenizer = build_tokenizer(TokenizerConfig(path=weights.tokenizer or "byte"))
     _check(path, weights, facts, tokenizer, settings)
     device = pick_device(settings.device, local_rank)
-    _choose_kernels(device)
+    _choose_kernels(device, linear)
     model = _build(facts, settings, device)
     split(model, facts)
     allocate(model, device)
-    load_tensors(weights.tensors, dict(named_state([model])))
+    load(weights.tensors, dict(named_state([model])))
     if settings.ranks == 1:
         store_by_columns(module.weight for module in model.modules() if isinstance(module, Linear))
     special, ends = _words(weights.tokenizer, tokenizer)
@@ -150,9 +162,15 @@ def _words(place: str, tokenizer: Tokenizer) -> tuple[dict[str, str], frozenset[
 
 def _check(path: str, weights: Weights, facts: ModelDescription, tokenizer: Tokenizer, settings: Settings) -> None:
     problems = []
-    if not weights.tokenizer and facts.vocab_size < tokenizer.vocab_size:
+    if facts.vocab_size < tokenizer.vocab_size:
         problems.append(
-            ConfigError(f"{path} has no tokenizer.", where="SRC", fix="put its tokenizer.json into the folder")
+            ConfigError(
+                f"the tokenizer of {path} has {tokenizer.vocab_size:,} ids, and the model {facts.vocab_size:,} rows."
+                if weights.tokenizer
+                else f"{path} has no tokenizer.",
+                where="SRC",
+                fix="put the tokenizer.json of this model into the folder",
+            )
         )
     if settings.chat and not weights.chat_template:
         problems.append(
@@ -181,12 +199,12 @@ def _indivisible(what: str, ranks: int) -> ConfigError:
     )
 
 
-def _choose_kernels(device: torch.device) -> None:
+def _choose_kernels(device: torch.device, linear: Literal["auto", "torch"]) -> None:
     """Pointwise kernels are torch's own: the others save memory for a backward, which nobody calls here."""
     on_gpu = device.type == "cuda"
     choice.apply(
         choice.resolve(
-            "auto",
+            linear,
             "torch",
             "auto",
             device_type=device.type,

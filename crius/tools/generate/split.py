@@ -8,6 +8,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
+from crius.checkpoint.load import load_tensors
 from crius.config.layout import Layout
 from crius.launch.environment import Placement
 from crius.launch.local import run_workers
@@ -49,7 +50,7 @@ def _rank(
         def split(model: Decoder, facts: ModelDescription) -> None:
             apply_tensor_parallel(model, facts.plan, facts.num_kv_heads, mesh)  # type: ignore[arg-type]  # ranks > 1
 
-        source = read_source(path, settings, placement.local_rank, split)
+        source = read_source(path, settings, placement.local_rank, split, load_tensors)
         if placement.rank == 0:
             answer_all(source, prompts, settings, started, as_json=as_json)
             return
