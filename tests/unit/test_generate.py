@@ -9,7 +9,6 @@ import sys
 import time
 
 import pytest
-import torch
 from harness import ROOT
 from tiny_source import CHATML, save_source
 

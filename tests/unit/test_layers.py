@@ -66,7 +66,7 @@ LONGER: dict[str, str] = {}  # "file" or "file:function" to the reason; still be
 MOST_CODE = {"trainer": 21_900, "tools": 10_100}
 """Lines of code of the two houses: the aim is 15,000 and 8,500, with all models and features 22,000 and 13,000."""
 
-MOST_LOADED = {"crius": 160, "crius.tools.plan": 12}
+MOST_LOADED = {"crius": 170, "crius.tools.plan": 12}
 """Files that a run of one process loads."""
 
 NO_CODE = {getattr(tokenize, name) for name in ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER")}
