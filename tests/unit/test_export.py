@@ -135,7 +135,7 @@ def test_other_logits_are_refused_and_nothing_stays(run_dir, tmp_path, monkeypat
     monkeypatch.setattr(exporting, "config_of", lambda *of: {**right(*of), "rope_theta": 4e5})
     assert cli.main(["export", str(run_dir), str(tmp_path / "hf")]) == 1
     said = capsys.readouterr().err
-    assert "not the model: max difference" in said and "more than 1e-05" in said
+    assert "not the model: max difference" in said and "more than 1.0e-05" in said
     assert list(tmp_path.iterdir()) == []
 
 
