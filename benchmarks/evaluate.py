@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("folder", help="of transformers, with the same weights")
     parser.add_argument("--task", default="piqa")
     parser.add_argument("--documents", type=int, default=40)
-    parser.add_argument("--batch_tokens", type=int, default=2048)
+    parser.add_argument("--batch_tokens", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path)

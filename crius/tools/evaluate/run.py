@@ -18,7 +18,7 @@ from crius.tools.evaluate.tasks import Task
 from crius.tools.generate.settings import Settings as SourceSettings
 from crius.tools.generate.source import Source, read_source
 
-_CPU_TOKENS, _GPU_TOKENS = 2048, 16384
+_CPU_TOKENS, _GPU_TOKENS = 256, 16384
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ class Settings:
     its tokenizer names, as crius export writes it to config.json."""
 
     batch_tokens: int = 0
-    """Tokens of a batch, padding included. 0: 2,048 on a CPU, 16,384 on a GPU."""
+    """Tokens of a batch, padding included. 0: 256 on a CPU, 16,384 on a GPU."""
 
     out: str = ""
     """File that gets a line of JSON for each scored text. The same command continues from it. Empty: none."""
