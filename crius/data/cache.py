@@ -16,9 +16,10 @@ from pathlib import Path
 from crius.config.data import DataConfig, TokenizerConfig
 from crius.data.checked import SETTLED_NS
 from crius.data.documents import describe, find_files, kind_of, read_pieces, reading
+from crius.data.meta import FORMAT_VERSION
 from crius.data.prepare import collect, write_folder
 from crius.data.tokenizer import Tokenizer
-from crius.data.tokens import FORMAT_VERSION, TokenFile
+from crius.data.tokens import TokenFile
 from crius.errors import DataError
 
 _log = logging.getLogger("crius.data")

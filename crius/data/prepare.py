@@ -13,12 +13,13 @@ import signal
 import time
 import uuid
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
-from typing import IO, Any, NamedTuple, TypeAlias
+from typing import IO, Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -27,13 +28,15 @@ import xxhash
 from crius.config.data import DataConfig, TokenizerConfig
 from crius.data.checked import BLOCK_BYTES, BlockHasher
 from crius.data.documents import Piece, describe, find_files, read_pieces
+from crius.data.meta import CHAT_VERSION, DTYPES, FORMAT_VERSION, META, TokenMeta
 from crius.data.source import TokenArray
 from crius.data.tokenizer import Tokenizer, build_tokenizer
-from crius.data.tokens import DOCUMENTS, DTYPES, FORMAT_VERSION, HASHES, META, TOKEN_BYTES, TOKENS, TokenMeta
+from crius.data.tokens import DOCUMENTS, HASHES, TARGETS, TOKEN_BYTES, TOKENS
 from crius.errors import DataError
 
 CHUNK_CHARACTERS = 4 << 20
 CHUNK_PIECES = 4096
+CHUNK_CONVERSATIONS = 256
 
 Worker: TypeAlias = "Connection[Any, Any]"
 """This side of the pipe to a worker, or a worker's to its parent: chunks go down, ``Encoded`` or an error come up."""
@@ -42,11 +45,48 @@ _log = logging.getLogger("crius.data")
 
 
 class Encoded(NamedTuple):
-    """Tokens of some pieces, end-of-document ids included, and how many each piece has and whether it ends one."""
+    """Tokens of some pieces, end-of-document ids included, and how many each piece has and whether it ends one.
+
+    Of samples of conversations ``targets`` says which tokens are to be predicted.
+    """
 
     tokens: TokenArray
     lengths: npt.NDArray[np.int64]
     ends: npt.NDArray[np.bool_]
+    targets: npt.NDArray[np.bool_] | None = None
+
+
+class SampleEncoder(Protocol):
+    """Makes samples of conversations.
+
+    Attributes:
+        fingerprint: changes when the same conversation gives another sample.
+    """
+
+    fingerprint: str
+
+    def encode(self, conversations: Iterable[Any]) -> Iterable[tuple[TokenArray, npt.NDArray[np.bool_]]]:
+        """Ids ``(n,)`` of each conversation, and which of them are to be predicted, bool ``(n,)``."""
+
+
+Encode: TypeAlias = Callable[[list[Any]], Encoded]
+"""Of a chunk: pieces of documents, or conversations."""
+
+
+class Work(NamedTuple):
+    """What is tokenised, and how.
+
+    Attributes:
+        chunks: of pieces or conversations, in order.
+        encode: of this process.
+        make: makes it in another process, and can be sent there.
+        fingerprint: of the ``SampleEncoder``; empty for documents.
+    """
+
+    chunks: Iterable[list[Any]]
+    encode: Encode
+    make: Callable[[], Encode]
+    fingerprint: str = ""
 
 
 def prepare(data: DataConfig, tokenizer: TokenizerConfig, out: Path, num_workers: int = 1) -> TokenMeta:
@@ -98,12 +138,22 @@ def write_folder(
     Raises:
         DataError: there is no document, or the folder cannot be written. Nothing is left behind.
     """
+    work = Work(_chunks(pieces), partial(encode_chunk, tokenizer), partial(_document_encoder, tokenizer_config))
+    return write(out, work, tokenizer, source=source, num_workers=num_workers)
+
+
+def write(out: Path, work: Work, tokenizer: Tokenizer, *, source: str, num_workers: int = 1) -> TokenMeta:
+    """Do ``work`` into ``<out>.tmp-<uuid>`` and rename that to ``out``, which is absent or empty.
+
+    Raises:
+        DataError: there is nothing to write, or the folder cannot be written. Nothing is left behind.
+    """
     start = time.monotonic()
     try:
         with _temporary_folder(out) as temporary:
-            chunks = _encode_all(_chunks(pieces), tokenizer, tokenizer_config, temporary, num_workers)
+            chunks = _encode_all(work, temporary, num_workers)
             with contextlib.closing(chunks) as encoded:
-                meta = _write(temporary, encoded, tokenizer, source)
+                meta = _write(temporary, encoded, tokenizer, source, work.fingerprint)
             _sync(temporary)
             temporary.rename(out)
             _sync(out.parent)
@@ -153,9 +203,10 @@ def _locked(folder: Path, flag: int = 0) -> Iterator[None]:
         os.close(handle)
 
 
-def _write(folder: Path, encoded: Iterable[Encoded], tokenizer: Tokenizer, source: str) -> TokenMeta:
+def _write(folder: Path, encoded: Iterable[Encoded], tokenizer: Tokenizer, source: str, fingerprint: str) -> TokenMeta:
     dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
-    hashes = {name: hashlib.sha256() for name in (TOKENS, DOCUMENTS, TOKEN_BYTES)}
+    names = (TOKENS, DOCUMENTS, TOKEN_BYTES, *([TARGETS] if fingerprint else []))
+    hashes = {name: hashlib.sha256() for name in names}
     blocks = {name: BlockHasher(BLOCK_BYTES) for name in hashes}
     num_tokens, num_documents, largest, at_start = 0, 0, 0, True
 
@@ -165,9 +216,13 @@ def _write(folder: Path, encoded: Iterable[Encoded], tokenizer: Tokenizer, sourc
         blocks[name].update(content)
         file.write(content)
 
-    with (folder / TOKENS).open("wb") as tokens, (folder / DOCUMENTS).open("wb") as documents:
+    with contextlib.ExitStack() as stack:
+        tokens, documents = (stack.enter_context((folder / name).open("wb")) for name in (TOKENS, DOCUMENTS))
+        targets = stack.enter_context((folder / TARGETS).open("wb")) if fingerprint else None
         for chunk in encoded:
             put(tokens, TOKENS, chunk.tokens.astype(DTYPES[dtype]))
+            if targets and chunk.targets is not None:
+                put(targets, TARGETS, chunk.targets.astype(np.uint8))
             begins = np.concatenate(([at_start], chunk.ends[:-1]))
             starts = (num_tokens + np.cumsum(chunk.lengths) - chunk.lengths)[begins]
             put(documents, DOCUMENTS, starts.astype("<i8"))
@@ -175,13 +230,14 @@ def _write(folder: Path, encoded: Iterable[Encoded], tokenizer: Tokenizer, sourc
             largest = max(largest, int(chunk.tokens.max(initial=0)))
             num_tokens, num_documents = num_tokens + len(chunk.tokens), num_documents + len(starts)
     if not num_documents:
-        raise DataError(f"the corpus is empty: no document with text in {source}.", where="--data.path")
+        what = "conversation" if fingerprint else "document with text"
+        raise DataError(f"the corpus is empty: no {what} in {source}.", where="--data.path")
     with (folder / TOKEN_BYTES).open("wb") as token_bytes:
         put(token_bytes, TOKEN_BYTES, tokenizer.token_bytes().astype("<i4"))
     table = np.concatenate([block.hashes() for block in blocks.values()]).tobytes()
     (folder / HASHES).write_bytes(table)
     meta = TokenMeta(
-        version=FORMAT_VERSION,
+        version=CHAT_VERSION if fingerprint else FORMAT_VERSION,
         dtype=dtype,
         num_tokens=num_tokens,
         num_documents=num_documents,
@@ -194,6 +250,7 @@ def _write(folder: Path, encoded: Iterable[Encoded], tokenizer: Tokenizer, sourc
         sha256={name: value.hexdigest() for name, value in hashes.items()},
         block_bytes=BLOCK_BYTES,
         hashes_xxh3=xxhash.xxh3_128_hexdigest(table),
+        encoder=fingerprint,
     )
     (folder / META).write_text(meta.to_json())
     for name in (*hashes, HASHES, META):
@@ -234,16 +291,27 @@ def encode_chunk(tokenizer: Tokenizer, chunk: list[Piece]) -> Encoded:
     return Encoded(np.concatenate(parts, dtype=dtype, casting="unsafe"), lengths, ends)
 
 
-def _encode_all(
-    chunks: Iterable[list[Piece]], tokenizer: Tokenizer, config: TokenizerConfig, temporary: Path, num_workers: int
-) -> Generator[Encoded, None, None]:
+def encode_samples(encoder: SampleEncoder, chunk: list[Any]) -> Encoded:
+    """The samples of conversations one after the other."""
+    samples = [(np.asarray(ids), np.asarray(is_target, dtype=np.bool_)) for ids, is_target in encoder.encode(chunk)]
+    lengths = np.array([len(ids) for ids, _ in samples], dtype=np.int64)
+    assert lengths.all() and all(len(ids) == len(is_target) for ids, is_target in samples), "a sample has tokens"
+    tokens, targets = (np.concatenate(parts) for parts in zip(*samples, strict=True))
+    return Encoded(tokens, lengths, np.ones(len(samples), dtype=np.bool_), targets)
+
+
+def _document_encoder(config: TokenizerConfig) -> Encode:
+    return partial(encode_chunk, build_tokenizer(config))
+
+
+def _encode_all(work: Work, temporary: Path, num_workers: int) -> Generator[Encoded, None, None]:
     """Each chunk encoded, in order; at most two chunks a worker are in memory."""
     if num_workers <= 1:
-        yield from (encode_chunk(tokenizer, chunk) for chunk in chunks)
+        yield from map(work.encode, work.chunks)
         return
     waiting: deque[Worker] = deque()
-    with _workers(config, temporary, num_workers) as workers:
-        for chunk, worker in zip(chunks, itertools.cycle(workers), strict=False):
+    with _workers(work.make, temporary, num_workers) as workers:
+        for chunk, worker in zip(work.chunks, itertools.cycle(workers), strict=False):
             with _alive(num_workers):
                 worker.send(chunk)
             waiting.append(worker)
@@ -254,7 +322,7 @@ def _encode_all(
 
 
 @contextlib.contextmanager
-def _workers(config: TokenizerConfig, temporary: Path, number: int) -> Iterator[list[Worker]]:
+def _workers(make: Callable[[], Encode], temporary: Path, number: int) -> Iterator[list[Worker]]:
     """Processes that encode chunks, each with a pipe of its own: it can be killed at any time and nobody waits for it.
 
     A queue that is shared would be left locked, or with half a result in it.
@@ -266,7 +334,7 @@ def _workers(config: TokenizerConfig, temporary: Path, number: int) -> Iterator[
         for _ in range(number):
             here, there = context.Pipe()
             ends.append(stack.enter_context(here))
-            process = context.Process(target=_work, args=(there, config, temporary), daemon=True)
+            process = context.Process(target=_work, args=(there, make, temporary), daemon=True)
             process.start()
             stack.callback(process.join)
             stack.callback(process.kill)
@@ -296,21 +364,21 @@ def _alive(num_workers: int) -> Iterator[None]:
         ) from error
 
 
-def _work(parent: Worker, config: TokenizerConfig, temporary: Path) -> None:
+def _work(parent: Worker, make: Callable[[], Encode], temporary: Path) -> None:
     """Encode what comes until the parent kills this process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent ends its workers
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process a core is enough threads
-    chunks: SimpleQueue[list[Piece]] = SimpleQueue()
+    chunks: SimpleQueue[list[Any]] = SimpleQueue()
     Thread(target=_take, args=(parent, chunks, temporary), daemon=True).start()
     try:
-        tokenizer = build_tokenizer(config)
+        encode = make()
         while True:
-            parent.send(encode_chunk(tokenizer, chunks.get()))
+            parent.send(encode(chunks.get()))
     except Exception as error:
         parent.send(error)
 
 
-def _take(parent: Worker, chunks: "SimpleQueue[list[Piece]]", temporary: Path) -> None:
+def _take(parent: Worker, chunks: "SimpleQueue[list[Any]]", temporary: Path) -> None:
     """Take chunks until the parent is gone. A killed one can neither end its workers nor remove what it wrote."""
     with contextlib.suppress(EOFError, OSError):
         while True:

@@ -17,8 +17,8 @@ from crius.config.resolve import ITEMSIZE, BatchSizes, Resolved, auto_dtype, bat
 from crius.config.run import RunConfig, replace_fields
 from crius.config.toml_file import shown
 from crius.data.corpus import Corpus, open_corpus
+from crius.data.meta import META, TokenMeta
 from crius.data.tokenizer import build_tokenizer
-from crius.data.tokens import META, TokenMeta
 from crius.errors import CheckpointError, ConfigError, CriusError, EnvironmentError, LayoutError
 from crius.host import Machine
 from crius.interop.weights import Weights, open_weights, settled

@@ -154,7 +154,7 @@ def audit(run_dir: Path) -> Audit:
         )
     counted = [one for one, result in zip(attempts, audited, strict=True) if result.last > result.after]
     first = counted[0].sample if counted else 0
-    expected = sum(start.batch * (one.last - one.after) for start, one in zip(attempts, audited, strict=True))
+    expected = sum(_expected(start, one) for start, one in zip(attempts, audited, strict=True))
     end, repeated, skipped = _coverage(kept, first, first + expected)
     problems += _named(repeated, "repeated", kept) + _named(skipped, "skipped", kept)
     notes = [line for rank in sorted(logs) for line in logs[rank].torn]
@@ -175,6 +175,12 @@ def audit(run_dir: Path) -> Audit:
         problems=tuple(problems),
         notes=tuple(notes),
     )
+
+
+def _expected(start: Attempt, found: AuditedAttempt) -> int:
+    """Samples that the steps of an attempt that count should have had."""
+    number = start.batch * (found.last - found.after)
+    return min(number, max(0, start.end - start.sample)) if start.end else number
 
 
 def _read_all(run_dir: Path) -> dict[int, _RankLog]:
@@ -219,6 +225,8 @@ def _take(log: _RankLog, line: bytes) -> bool:
             if not (0 <= first < end < 1 << 62 and 0 < stride and (end - first) // stride <= _MOST_SAMPLES):
                 return False
             flat.extend((record["step"], first, end, stride))
+        if not record["ids"]:  # padding alone: the rank was there
+            flat.extend((record["step"], 0, 0, 1))
         log.ranges.setdefault(record["attempt"], array("q")).extend(flat)
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return False

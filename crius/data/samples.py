@@ -1,0 +1,231 @@
+"""Samples of conversations as sequences: whole samples packed first-fit, or each one padded. No torch."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from crius.data.meta import PREPARE
+from crius.data.source import (
+    NO_LABEL,
+    Cursor,
+    Int64Array,
+    Order,
+    Rows,
+    mix,
+    padding_rows,
+    permute,
+    storable_identity,
+)
+from crius.data.tokens import DOCUMENTS, TARGETS, TOKENS, TokenFile
+from crius.errors import DataError
+
+PACKING_VERSION = 1
+"""Of the rule by which samples become sequences; part of the identity of the data."""
+
+
+class Bins(NamedTuple):
+    """Which samples each sequence holds: sequence b has ``samples[firsts[b] : firsts[b + 1]]``, in this order.
+
+    Attributes:
+        samples: ``(samples,)``, each one once.
+        firsts: ``(sequences + 1,)``.
+    """
+
+    samples: Int64Array
+    firsts: Int64Array
+
+
+def pack(lengths: Int64Array, capacity: int, seed: int) -> Bins:
+    """First-fit decreasing: the longest samples first, each into the first sequence that has room for it.
+
+    It takes at most 11/9 of the fewest sequences possible, plus 1 (Johnson 1973; Dosa 2007 has the constant), and
+    depends on the lengths and the seed alone. Samples of one length come in an order that ``seed`` draws. They are
+    placed together, so that n samples cost a sort and ``capacity`` steps of NumPy.
+
+    Args:
+        lengths: tokens of each sample, ``(samples,)``, from 1 to ``capacity``.
+        capacity: tokens of a sequence.
+        seed: chooses among samples of one length.
+    """
+    drawn = permute(np.arange(len(lengths), dtype=np.uint64), max(1, len(lengths)), mix(seed))
+    order = np.lexsort((drawn, -lengths))
+    values, counts = np.unique(lengths, return_counts=True)
+    placed: list[Int64Array] = []
+    rooms: list[list[Int64Array]] = [[] for _ in range(capacity)]  # sequences by the room that they have left
+    fitting = left = np.empty(0, dtype=np.int64)  # sequences with room for the length in hand, and that room
+    number, longest = 0, capacity
+    for length, count in zip(values[::-1].tolist(), counts[::-1].tolist(), strict=True):
+        newly = [(bins, room) for room in range(length, longest) for bins in rooms[room]]
+        if newly:
+            fitting = np.concatenate([fitting, *(bins for bins, _ in newly)])
+            left = np.concatenate([left, *(np.full(len(bins), room) for bins, room in newly)])
+            by_number = np.argsort(fitting, kind="stable")
+            fitting, left = fitting[by_number], left[by_number]
+        used, fitting = fitting[:count], fitting[count:]  # each of them takes one sample at least
+        room, left = left[:count], left[count:]
+        if (missing := count - int((room // length).sum())) > 0:
+            new = -(-missing // (capacity // length))
+            used = np.concatenate((used, np.arange(number, number + new)))
+            room = np.concatenate((room, np.full(new, capacity)))
+            number += new
+        fits = room // length
+        takes = np.minimum(fits, np.maximum(0, count - (np.cumsum(fits) - fits)))
+        placed.append(np.repeat(used, takes))
+        room = room - takes * length
+        stays = room >= length
+        fitting, left = np.concatenate((used[stays], fitting)), np.concatenate((room[stays], left))
+        _put(rooms, used[~stays], room[~stays])
+        longest = length
+    bins = np.concatenate(placed) if placed else np.empty(0, dtype=np.int64)
+    return Bins(order[np.argsort(bins, kind="stable")], np.searchsorted(np.sort(bins), np.arange(number + 1)))
+
+
+def _put(rooms: list[list[Int64Array]], bins: Int64Array, left: Int64Array) -> None:
+    order = np.argsort(left, kind="stable")
+    values, firsts = np.unique(left[order], return_index=True)
+    for value, part in zip(values.tolist(), np.split(bins[order], firsts[1:]), strict=False):
+        rooms[value].append(part)
+
+
+class SampleSource:
+    """Samples ``[first, last)`` of a folder as sequences, in any order.
+
+    A sample is the inputs ``t0 .. tn`` from the start of its place; the label of each is the next one where that is to
+    be predicted, else ``NO_LABEL``. Positions restart at each sample, and once at the padding behind the last one, so
+    that attention takes all of it for one document. Samples without a label, such as those that were cut before their
+    first answer, are left out.
+
+    Args:
+        file: the folder.
+        first, last: the samples to use.
+        seq_len: tokens in a sequence.
+        vocab_size: rows of the model's embedding; each id that is read is checked against it.
+        packing: fill sequences with whole samples; else each sample has one to itself.
+        too_long: cut samples of more than ``seq_len`` tokens, or leave them out.
+        seed: chooses the orders.
+        shuffle: False reads the sequences in order in every epoch.
+
+    Attributes:
+        num_samples: sequences in an epoch.
+        num_long: samples that were too long.
+        num_empty: samples that are left out because no token of them is to be predicted.
+        num_used: samples that are read.
+        num_tokens: tokens of those, without padding.
+        num_targets: tokens of those that are predicted.
+    """
+
+    num_shards = 0
+
+    def __init__(
+        self,
+        file: TokenFile,
+        first: int,
+        last: int,
+        *,
+        seq_len: int,
+        vocab_size: int,
+        packing: bool,
+        too_long: Literal["truncate", "drop"],
+        seed: int,
+        shuffle: bool,
+    ) -> None:
+        assert 0 <= first <= last <= len(file.documents) and seq_len > 0
+        self.file, self.first, self.last = file, first, last
+        self.seq_len, self.vocab_size, self.packing, self.too_long = seq_len, vocab_size, packing, too_long
+        file.check(DOCUMENTS, np.array([0]), np.array([len(file.documents)]))
+        ends = np.append(file.documents[1:], file.meta.num_tokens)
+        self._starts, lengths = file.documents[first:last], (ends - file.documents)[first:last]
+        is_long = lengths > seq_len
+        self._lengths = np.minimum(lengths, seq_len)
+        labels = self._count_labels(lengths)
+        is_used = (labels > 0) & ~(is_long if too_long == "drop" else np.zeros_like(is_long))
+        used = np.flatnonzero(is_used)
+        self.num_long, self.num_used = int(is_long.sum()), len(used)
+        self.num_empty = int((~is_used & ~(is_long & (too_long == "drop"))).sum())
+        self.num_tokens, self.num_targets = int(self._lengths[used].sum()), int(labels[used].sum())
+        if packing:
+            bins = pack(self._lengths[used], seq_len, seed)
+            self._bins = Bins(used[bins.samples], bins.firsts)
+        else:
+            self._bins = Bins(used, np.arange(len(used) + 1))
+        self.num_samples = len(self._bins.firsts) - 1
+        self._order = Order(self.num_samples, seed, shuffle=shuffle)
+
+    def _count_labels(self, lengths: Int64Array) -> Int64Array:
+        """Labels of each sample as far as it is read, ``(samples,)``: nothing predicts the first token."""
+        if not len(lengths):
+            return np.empty(0, dtype=np.int64)
+        begin, end = int(self._starts[0]), int(self._starts[-1] + lengths[-1])
+        self.file.check(TARGETS, np.array([begin]), np.array([end]))
+        targets, starts = self.file.targets, self._starts
+        # uint32: summing into int64 is 40 times slower
+        counts = np.add.reduceat(targets[begin:end], starts - begin, dtype=np.uint32).astype(np.int64)
+        counts -= targets[starts]
+        for sample in np.flatnonzero(lengths > self.seq_len):
+            cut = starts[sample] + self.seq_len
+            counts[sample] -= np.count_nonzero(targets[cut : starts[sample] + lengths[sample]])
+        return counts
+
+    @property
+    def padding(self) -> float:
+        """Share of the places that no sample fills, in [0, 1)."""
+        return 1 - self.num_tokens / (self.num_samples * self.seq_len) if self.num_samples else 0.0
+
+    @property
+    def identity(self) -> str:
+        """The samples and all that decides which of them a sequence holds."""
+        rule = f"{'packed' if self.packing else 'padded'} {PACKING_VERSION}, too long: {self.too_long}"
+        part = f"{self.file.identity} samples [{self.first}, {self.last}) {rule}"
+        return storable_identity(f"{part} by {self.seq_len} {self._order}")
+
+    def conversations(self, sample_id: int) -> list[int]:
+        """Numbers in the folder, from 0, of the samples that a sequence holds, in its order."""
+        place = int(self._order.places([sample_id])[0])
+        return (self.first + self._of(place)).tolist()
+
+    def _of(self, place: int) -> Int64Array:
+        return self._bins.samples[self._bins.firsts[place] : self._bins.firsts[place + 1]]
+
+    def read(self, sample_ids: Sequence[int]) -> Rows:
+        """These sequences, in any order.
+
+        Raises:
+            DataError: a token id is ``vocab_size`` or more, or what is read is damaged.
+        """
+        held = [self._of(place) for place in self._order.places(sample_ids).tolist()]
+        every = np.concatenate([*held, np.empty(0, dtype=np.int64)])
+        for name in (TOKENS, TARGETS):
+            self.file.check(name, self._starts[every], self._starts[every] + self._lengths[every])
+        rows = padding_rows(len(held), self.seq_len)
+        columns = np.arange(self.seq_len, dtype=np.int64)
+        for row, samples in enumerate(held):
+            at = 0
+            for sample in samples.tolist():
+                start, length = int(self._starts[sample]), int(self._lengths[sample])
+                ids, end = self.file.tokens[start : start + length], at + length
+                rows.tokens[row, at:end] = ids
+                is_target = self.file.targets[start + 1 : start + length] != 0
+                rows.labels[row, at : end - 1] = np.where(is_target, ids[1:].astype(np.int64), NO_LABEL)
+                rows.positions[row, at:end] = columns[:length]
+                at = end
+            rows.positions[row, at:] = columns[: self.seq_len - at]
+        if rows.tokens.size and rows.tokens.max() >= self.vocab_size:
+            self._refuse(rows, sample_ids)
+        return rows
+
+    def cursors(self, shards: Iterable[int]) -> dict[int, list[int]]:
+        """Empty: a sample id says where it is."""
+        return {}
+
+    def restore(self, cursors: Mapping[int, Cursor]) -> None:
+        """Nothing to do: a sample id says where it is."""
+
+    def _refuse(self, rows: Rows, sample_ids: Sequence[int]) -> None:
+        row, position = np.argwhere(rows.tokens >= self.vocab_size)[0].tolist()
+        raise DataError(
+            f"{self.file.folder / TOKENS} has id {rows.tokens[row, position]}, the model has {self.vocab_size} ids.",
+            where=f"sample {sample_ids[row]}, position {position}",
+            why=f"meta.json says that the largest id is {self.file.meta.max_token_id}",
+            fix=PREPARE,
+        )
