@@ -32,6 +32,7 @@ from crius.cli.app import (
     fitted,
     imports,
     place_of,
+    refuse_given,
 )
 from crius.config import rules
 from crius.config.argv import normalized_argv
@@ -196,6 +197,47 @@ def audit(run_dir: Path, *, as_json: Json = False) -> int:
     report = audit(run_dir)
     emit(json.dumps(report.as_dict(), indent=2) if as_json else "\n".join(report.lines()))
     return 1 if report.problems else 0
+
+
+@data_app.command(name="show")
+def show_data(
+    place: str = "",
+    run: Run = RunConfig(),  # noqa: B008
+    *,
+    recipe: Recipe = "",
+    config: ConfigFiles = (),
+    layout: Layout = "",
+    nproc: NumProcesses = 0,
+    sample: Annotated[tuple[int, ...], Parameter(help="Number of a sequence; repeat it for more.")] = (),
+    step: Annotated[int, Parameter(help="Show what this step trains on, or trained on; steps count from 1.")] = 0,
+    as_json: Json = False,
+) -> int:
+    """Print sequences as text in which one sees what is trained on: coloured on a terminal, else in brackets.
+
+    PLACE is the folder of a run, a TOML file or a recipe. Without one the flags of train say which run is meant. A run
+    that logged its samples shows what a step was trained on; else it is what the step will be trained on. Without
+    --sample and --step: the first two.
+    """
+    run_dir = Path(place) if place and Path(place).is_dir() else None
+    if place:
+        given = [name for name, origin in SOURCES.origins.items() if origin == "command line"]
+        refuse_given([*given], f"{place} has all settings", "" if run_dir else f"--config {place} in place of {place}")
+        run = config_of(place)
+    facts = facts_of(run, nproc, None, is_dry=True)
+    if run_dir is None:
+        rules.check(facts)
+    from crius.data.show import lines_of, takes_colour
+    from crius.tools.data_audit.show import show as samples_shown
+
+    wanted = sample or (() if step else (0, 1))
+    shown = samples_shown(facts.config, facts.data_parallel_ranks, run_dir, wanted, step)
+    if as_json:
+        found = [{"sample": number, "documents": [one.as_dict() for one in shown[number]]} for number in shown]
+        emit(json.dumps({"step": step or None, "samples": found}, indent=2))
+        return 0
+    for line in lines_of(shown, in_colour=takes_colour(sys.stdout)):
+        sys.stdout.write(line + "\n")  # printable already, but for the colours
+    return 0
 
 
 @app.command

@@ -1,6 +1,7 @@
 """What is trained and validated on: sections of ``RunConfig``."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from crius import plugins
 from crius.config.names import did_you_mean
@@ -53,6 +54,15 @@ class DataConfig:
 
     add_eos: bool = True
     """Predict the end-of-document token after the last token of each document. no_add_eos predicts nothing there."""
+
+    packing: bool = True
+    """chat: fill each sequence with whole conversations, first-fit, none of which sees another; that takes
+    model.attention_mask document. no_packing gives each conversation a sequence of its own, padded to
+    training.seq_len: mostly padding where conversations are short."""
+
+    too_long: Literal["truncate", "drop"] = "truncate"
+    """chat: what becomes of a conversation with more than training.seq_len tokens. truncate keeps its first ones and
+    trains on what is to be predicted among them; drop leaves it out. The log has the number."""
 
     shuffle: bool = True
     """Visit the sequences of an indexed corpus in a random order, a new one each epoch. Streams are not shuffled."""

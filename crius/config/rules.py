@@ -17,6 +17,7 @@ from crius.config.rules_debugging import DEBUGGING_RULES
 from crius.config.rules_layout import LAYOUT_RULES, divisors
 from crius.config.rules_pipeline import PIPELINE_RULES
 from crius.config.rules_quantize import QUANTIZE_RULES
+from crius.config.rules_samples import SAMPLE_RULES
 from crius.config.rules_training import (
     CHECKPOINT_RULES,
     KERNEL_RULES,
@@ -125,6 +126,7 @@ _RANGES: list[tuple[str, Callable[[Any], bool], str, str]] = [
         for name in (
             "training.local_batch_size",
             "training.global_batch_size",
+            "training.epochs",
             "kernels.loss_chunk_tokens",
             "parallelism.data_parallel_shard_degree",
         )
@@ -188,7 +190,7 @@ def ranges(facts: Facts) -> Violations:
 _LARGEST, _LARGEST_STEP, _LARGEST_VOCABULARY = 2**31 - 1, 2**36, 2**24
 """Of a whole number, of the tokens of a step, of the rows of an embedding: what tensors with 64-bit sizes can hold."""
 _MOST_LAYERS, _WIDEST = 100_000, 2**20
-_COUNTS = ("training.steps", "debug.seed")
+_COUNTS = ("training.steps", "training.epochs", "debug.seed")
 """Whole numbers that are no size of a tensor."""
 
 
@@ -355,6 +357,7 @@ RULES: tuple[Rule, ...] = (
     *STABILITY_RULES,
     *CHECKPOINT_RULES,
     *REPRODUCIBLE_RULES,
+    *SAMPLE_RULES,
     data_path_given,
     sinks_installed,
     data_flags_have_effect,

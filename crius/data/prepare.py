@@ -14,12 +14,11 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
-from typing import IO, Any, NamedTuple, Protocol, TypeAlias
+from typing import IO, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -27,66 +26,17 @@ import xxhash
 
 from crius.config.data import DataConfig, TokenizerConfig
 from crius.data.checked import BLOCK_BYTES, BlockHasher
-from crius.data.documents import Piece, describe, find_files, read_pieces
+from crius.data.documents import Piece, describe, find_files
 from crius.data.meta import CHAT_VERSION, DTYPES, FORMAT_VERSION, META, TokenMeta
-from crius.data.source import TokenArray
 from crius.data.tokenizer import Tokenizer, build_tokenizer
 from crius.data.tokens import DOCUMENTS, HASHES, TARGETS, TOKEN_BYTES, TOKENS
+from crius.data.work import Encode, Encoded, Work, document_work, work_on
 from crius.errors import DataError
-
-CHUNK_CHARACTERS = 4 << 20
-CHUNK_PIECES = 4096
-CHUNK_CONVERSATIONS = 256
 
 Worker: TypeAlias = "Connection[Any, Any]"
 """This side of the pipe to a worker, or a worker's to its parent: chunks go down, ``Encoded`` or an error come up."""
 
 _log = logging.getLogger("crius.data")
-
-
-class Encoded(NamedTuple):
-    """Tokens of some pieces, end-of-document ids included, and how many each piece has and whether it ends one.
-
-    Of samples of conversations ``targets`` says which tokens are to be predicted.
-    """
-
-    tokens: TokenArray
-    lengths: npt.NDArray[np.int64]
-    ends: npt.NDArray[np.bool_]
-    targets: npt.NDArray[np.bool_] | None = None
-
-
-class SampleEncoder(Protocol):
-    """Makes samples of conversations.
-
-    Attributes:
-        fingerprint: changes when the same conversation gives another sample.
-    """
-
-    fingerprint: str
-
-    def encode(self, conversations: Iterable[Any]) -> Iterable[tuple[TokenArray, npt.NDArray[np.bool_]]]:
-        """Ids ``(n,)`` of each conversation, and which of them are to be predicted, bool ``(n,)``."""
-
-
-Encode: TypeAlias = Callable[[list[Any]], Encoded]
-"""Of a chunk: pieces of documents, or conversations."""
-
-
-class Work(NamedTuple):
-    """What is tokenised, and how.
-
-    Attributes:
-        chunks: of pieces or conversations, in order.
-        encode: of this process.
-        make: makes it in another process, and can be sent there.
-        fingerprint: of the ``SampleEncoder``; empty for documents.
-    """
-
-    chunks: Iterable[list[Any]]
-    encode: Encode
-    make: Callable[[], Encode]
-    fingerprint: str = ""
 
 
 def prepare(data: DataConfig, tokenizer: TokenizerConfig, out: Path, num_workers: int = 1) -> TokenMeta:
@@ -112,14 +62,9 @@ def prepare(data: DataConfig, tokenizer: TokenizerConfig, out: Path, num_workers
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise DataError(f"{out} exists and is not an empty folder.", where=str(out), fix="choose another, or remove it")
     files = find_files(data)
-    return write_folder(
-        out,
-        read_pieces(data, files),
-        build_tokenizer(tokenizer),
-        tokenizer_config=tokenizer,
-        source=describe(data, files),
-        num_workers=num_workers,
-    )
+    built = build_tokenizer(tokenizer)
+    work = work_on(data, files, built, tokenizer)
+    return write(out, work, built, source=describe(data, files), num_workers=num_workers)
 
 
 def write_folder(
@@ -138,7 +83,7 @@ def write_folder(
     Raises:
         DataError: there is no document, or the folder cannot be written. Nothing is left behind.
     """
-    work = Work(_chunks(pieces), partial(encode_chunk, tokenizer), partial(_document_encoder, tokenizer_config))
+    work = document_work(pieces, tokenizer, tokenizer_config)
     return write(out, work, tokenizer, source=source, num_workers=num_workers)
 
 
@@ -264,44 +209,6 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _chunks(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    chunk: list[Piece] = []
-    characters = 0
-    for piece in pieces:
-        chunk.append(piece)
-        characters += len(piece.text)
-        if characters >= CHUNK_CHARACTERS or len(chunk) >= CHUNK_PIECES:
-            yield chunk
-            chunk, characters = [], 0
-    if chunk:
-        yield chunk
-
-
-def encode_chunk(tokenizer: Tokenizer, chunk: list[Piece]) -> Encoded:
-    """Tokens of the pieces one after the other, with the end-of-document id after each that ends a document."""
-    ends = np.array([piece.ends_document for piece in chunk])
-    eos = np.array([tokenizer.eos_id])
-    parts: list[TokenArray] = []
-    for ids, end in zip(tokenizer.encode_batch([piece.text for piece in chunk]), ends, strict=True):
-        parts += (ids, eos) if end else (ids, eos[:0])
-    lengths = np.array([len(part) for part in parts]).reshape(-1, 2).sum(axis=1)
-    dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
-    return Encoded(np.concatenate(parts, dtype=dtype, casting="unsafe"), lengths, ends)
-
-
-def encode_samples(encoder: SampleEncoder, chunk: list[Any]) -> Encoded:
-    """The samples of conversations one after the other."""
-    samples = [(np.asarray(ids), np.asarray(is_target, dtype=np.bool_)) for ids, is_target in encoder.encode(chunk)]
-    lengths = np.array([len(ids) for ids, _ in samples], dtype=np.int64)
-    assert lengths.all() and all(len(ids) == len(is_target) for ids, is_target in samples), "a sample has tokens"
-    tokens, targets = (np.concatenate(parts) for parts in zip(*samples, strict=True))
-    return Encoded(tokens, lengths, np.ones(len(samples), dtype=np.bool_), targets)
-
-
-def _document_encoder(config: TokenizerConfig) -> Encode:
-    return partial(encode_chunk, build_tokenizer(config))
 
 
 def _encode_all(work: Work, temporary: Path, num_workers: int) -> Generator[Encoded, None, None]:

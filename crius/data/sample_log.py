@@ -5,6 +5,7 @@ who goes on with the run. It begins with a line of its own, then has a line for 
 """
 
 import contextlib
+import hashlib
 import json
 import logging
 import os
@@ -42,6 +43,11 @@ class Attempt:
     epoch_samples: int
     source: str
     end: int = 0
+
+
+def source_digest(identity: str) -> str:
+    """What ``Attempt.source`` says of data of this identity."""
+    return hashlib.sha256(identity.encode()).hexdigest()[:16]
 
 
 def samples_path(run_dir: Path, rank: int) -> Path:

@@ -108,6 +108,7 @@ class SampleSource:
 
     Attributes:
         num_samples: sequences in an epoch.
+        longest: tokens of the longest sample.
         num_long: samples that were too long.
         num_empty: samples that are left out because no token of them is to be predicted.
         num_used: samples that are read.
@@ -141,6 +142,7 @@ class SampleSource:
         labels = self._count_labels(lengths)
         is_used = (labels > 0) & ~(is_long if too_long == "drop" else np.zeros_like(is_long))
         used = np.flatnonzero(is_used)
+        self.longest = int(lengths.max(initial=0))
         self.num_long, self.num_used = int(is_long.sum()), len(used)
         self.num_empty = int((~is_used & ~(is_long & (too_long == "drop"))).sum())
         self.num_tokens, self.num_targets = int(self._lengths[used].sum()), int(labels[used].sum())

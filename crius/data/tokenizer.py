@@ -88,6 +88,10 @@ class Tokenizer(ABC):
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ``ids`` without special tokens; bytes that are not UTF-8 become U+FFFD."""
 
+    def decode_marked(self, ids: Sequence[int]) -> str:
+        """Text of ``ids`` with the names of special tokens, for people to read."""
+        return self.decode(ids)
+
     @abstractmethod
     def token_bytes(self) -> npt.NDArray[np.int32]:
         """UTF-8 bytes of source text that each id stands for, ``(vocab_size,)``; 0 for special tokens.
@@ -110,6 +114,12 @@ class ByteTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ``ids`` up to 255."""
         return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+    def decode_marked(self, ids: Sequence[int]) -> str:
+        """Text of ``ids``, and ``<eos>`` for the end of a document."""
+        ends = [place for place, token in enumerate(ids) if token == self.eos_id]
+        begins = [0, *(end + 1 for end in ends)]
+        return "<eos>".join(self.decode(ids[begin:end]) for begin, end in zip(begins, [*ends, len(ids)], strict=True))
 
     def token_bytes(self) -> npt.NDArray[np.int32]:
         """1 for each byte, 0 for the end of a document, ``(257,)``."""
@@ -201,6 +211,10 @@ class HuggingFaceTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ``ids`` without special tokens."""
         return str(self._model.decode(list(ids), skip_special_tokens=True))
+
+    def decode_marked(self, ids: Sequence[int]) -> str:
+        """Text of ``ids`` with the names of special tokens."""
+        return str(self._model.decode(list(ids), skip_special_tokens=False))
 
     def token_bytes(self) -> npt.NDArray[np.int32]:
         """Bytes by the kind of the tokenizer: byte-level, sentencepiece-style or plain text, ``(vocab_size,)``."""

@@ -210,6 +210,19 @@ def run_modules(config: RunConfig, facts: ModelDescription) -> list[ModuleFacts]
     return facts.modules((config.training.seq_len + 1) / 2, is_cut=is_cut)
 
 
+def with_epochs(config: RunConfig, corpus: Corpus, data_parallel_ranks: int) -> RunConfig:
+    """``config`` with the steps that ``training.epochs`` come to, the last of which may be partly padding."""
+    if config.training.epochs < 1:
+        return config
+    size = run_batch_sizes(config, data_parallel_ranks).total
+    return replace_fields(config, {"training.steps": -(-end_sample(config, corpus) // size)})
+
+
+def end_sample(config: RunConfig, corpus: Corpus) -> int:
+    """The sample before which the run ends; 0 where it ends by its steps alone."""
+    return max(0, config.training.epochs) * corpus.train.num_samples
+
+
 def open_run_corpus(config: RunConfig, data_parallel_ranks: int) -> Corpus:
     """The corpus of ``config``; tokenised the first time, at hand in milliseconds later.
 

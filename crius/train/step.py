@@ -145,6 +145,7 @@ def train_step(
     tensor-parallel group and of one pipeline have the same tokens, which count once.
     """
     valid_tokens = world.sum(count_valid(batch.labels_BT)) / (layout.tp * layout.pp)
+    valid_tokens = valid_tokens.clamp(min=1)  # a batch without any label has loss and gradient 0
     with anomaly_named(step):
         losses = runner.forward_backward(batch, valid_tokens)
     squared_norms = gradients.squared_norms()
