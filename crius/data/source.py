@@ -15,6 +15,20 @@ ROUNDS = 8  # 3 make a pseudo-random permutation with ideal rounds (Luby and Rac
 _MASK64 = (1 << 64) - 1
 
 
+class MarkedText(NamedTuple):
+    """A text as tokens, and where in it each lies.
+
+    Attributes:
+        ids: ``(tokens,)``, those of ``Tokenizer.encode_marked``.
+        starts: ``(tokens,)``, character of the text at which each begins.
+        ends: ``(tokens,)``, character after it; a character of several tokens is in each of them.
+    """
+
+    ids: npt.NDArray[np.int64]
+    starts: npt.NDArray[np.int64]
+    ends: npt.NDArray[np.int64]
+
+
 def mix(value: int) -> int:
     """The finaliser of SplitMix64 (Steele, Lea and Flood 2014): 64 bits in, 64 well-mixed bits out."""
     return int(_mix_array(np.array([(value + 0x9E3779B97F4A7C15) & _MASK64], dtype=np.uint64))[0])

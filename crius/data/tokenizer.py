@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from crius.config.data import TokenizerConfig
-from crius.data.source import TokenArray
+from crius.data.source import MarkedText, TokenArray
 from crius.errors import DataError, EnvironmentError
 from crius.plugins import install_line
 
@@ -80,9 +80,26 @@ class Tokenizer(ABC):
         """Ids of a text in which names of special tokens are these tokens, as a chat template writes them."""
         return self.encode(text)
 
+    def encode_marked_texts(self, texts: Sequence[str]) -> list[MarkedText]:
+        """``encode_marked`` of each text, and where its tokens lie.
+
+        Raises:
+            DataError: the tokenizer cannot tell where.
+        """
+        raise DataError(
+            f"tokenizer {self.name} does not tell where in a text its tokens lie.",
+            where="--tokenizer.path",
+            why="the mask of a conversation needs it",
+            fix="a tokenizer.json",
+        )
+
     def special_ids(self, names: Iterable[str]) -> set[int]:
         """Ids of the special tokens among ``names``."""
         return set()
+
+    def special_names(self) -> list[str]:
+        """Texts of all special tokens."""
+        return []
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
@@ -110,6 +127,14 @@ class ByteTokenizer(Tokenizer):
     def encode(self, text: str) -> TokenArray:
         """Bytes of ``text``, a read-only uint8 array."""
         return np.frombuffer(text.encode(), dtype=np.uint8)
+
+    def encode_marked_texts(self, texts: Sequence[str]) -> list[MarkedText]:
+        """Bytes of each text, and the character that each belongs to."""
+        found = []
+        for text in texts:
+            starts = np.repeat(np.arange(len(text)), [len(char.encode()) for char in text])
+            found.append(MarkedText(self.encode(text).astype(np.int64), starts, starts + 1))
+        return found
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ``ids`` up to 255."""
@@ -196,11 +221,29 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def encode_marked(self, text: str) -> TokenArray:
         """Ids of a text in which names of special tokens are these tokens, int64."""
+        return self.encode_marked_texts([text])[0].ids
+
+    def encode_marked_texts(self, texts: Sequence[str]) -> list[MarkedText]:
+        """``encode_marked`` of each text, and where its tokens lie, in characters.
+
+        Raises:
+            DataError: the tokenizer has no tokens for one of them.
+        """
         self._model.encode_special_tokens = False
         try:
-            return self.encode(text)
+            with self._encoding():
+                encoded = self._model.encode_batch(list(texts), add_special_tokens=False)
         finally:
             self._model.encode_special_tokens = True
+        found = []
+        for one in encoded:
+            offsets = np.asarray(one.offsets, dtype=np.int64).reshape(-1, 2)
+            found.append(MarkedText(np.asarray(one.ids, dtype=np.int64), offsets[:, 0], offsets[:, 1]))
+        return found
+
+    def special_names(self) -> list[str]:
+        """Texts of all special tokens."""
+        return [added.content for added in self._model.get_added_tokens_decoder().values() if added.special]
 
     def special_ids(self, names: Iterable[str]) -> set[int]:
         """Ids of the special tokens among ``names``."""
@@ -258,14 +301,11 @@ class HuggingFaceTokenizer(Tokenizer):
         named = config.get("bos_token")
         name = named.get("content") if isinstance(named, dict) else named
         # a vocabulary of text may have such a name too, as Qwen's has [CLS]
-        names = (name,) if isinstance(name, str) else (name for name in BOS_NAMES if name in self._special_tokens())
+        names = (name,) if isinstance(name, str) else (name for name in BOS_NAMES if name in self.special_names())
         for token in names:
             if (token_id := self._model.token_to_id(token)) is not None:
                 return int(token_id), config.get("add_bos_token") is True
         return None, False
-
-    def _special_tokens(self) -> list[str]:
-        return [added.content for added in self._model.get_added_tokens_decoder().values() if added.special]
 
     def _find_eos(self, eos_token: str) -> int:
         for name in (eos_token,) if eos_token else EOS_NAMES:

@@ -16,6 +16,7 @@ from crius.checkpoint.manifest import ALGORITHM
 from crius.checkpoint.names import step_name
 from crius.config.data import TokenizerConfig
 from crius.config.operation import CheckpointConfig
+from crius.data.chat.template import TEMPLATE, TOKENIZER_CONFIG
 from crius.data.tokenizer import build_tokenizer
 from crius.errors import ConfigError, EnvironmentError
 from crius.interop.convert import write_checkpoint
@@ -26,9 +27,7 @@ from crius.interop.new_folder import new_folder
 from crius.interop.weights import (
     CONFIG,
     GENERATION,
-    TEMPLATE,
     TOKENIZER,
-    TOKENIZER_CONFIG,
     TOKENIZER_FOLDER,
     Weights,
     open_weights,

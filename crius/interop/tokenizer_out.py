@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from crius.config.data import TokenizerConfig
+from crius.data.chat.template import TOKENIZER_CONFIG
 from crius.data.tokenizer import build_tokenizer
 from crius.errors import ConfigError
 from crius.interop.foreign import read_inside
 from crius.interop.importing import TOKENIZER_FILES, copy_file
 from crius.interop.safetensors_file import json_object
-from crius.interop.weights import CONFIG, GENERATION, TOKENIZER, TOKENIZER_CONFIG, Weights
+from crius.interop.weights import CONFIG, GENERATION, TOKENIZER, Weights
 
 _END = "<|endoftext|>"
 _LARGEST = 1 << 22

@@ -47,13 +47,13 @@ LAZY_ROOMS = (
 )
 # pyproject.toml's extras, and what comes with torch but is only for some
 OPTIONAL = {"datasets", "fsspec", "gguf", "huggingface_hub", "jinja2", "matplotlib", "tokenizers"}
-OPTIONAL |= {"tensorboard", "torchao"}
+OPTIONAL |= {"pyarrow", "tensorboard", "torchao", "zstandard"}
 OPTIONAL |= {"torch.utils.tensorboard", "torch._inductor.lowering", "torch._inductor.cpp_builder"}
 
 AIM_FILE, STOP_FILE, AIM_FUNCTION, STOP_FUNCTION = 400, 500, 60, 100
 LONGER: dict[str, str] = {}  # "file" or "file:function" to the reason; still below the hard stop
 
-MOST_CODE = {"trainer": 21_200, "tools": 9_350}
+MOST_CODE = {"trainer": 22_090, "tools": 9_350}
 """Lines of code of the two houses: the aim is 15,000 and 8,500, with all models and features 22,000 and 13,000."""
 
 MOST_LOADED = {"crius": 160, "crius.tools.plan": 12}
@@ -88,7 +88,15 @@ TORCH_FREE = (
     "table.py",
     "metrics/gpus.py",
     "units.py",
-    *("models/registry.py", "models/spec.py", "models/*/__init__.py", "launch/*.py", "data/*.py", "train/inputs.py"),
+    *(
+        "models/registry.py",
+        "models/spec.py",
+        "models/*/__init__.py",
+        "launch/*.py",
+        "data/*.py",
+        "data/chat/*.py",
+        "train/inputs.py",
+    ),
     "train/saving.py",
     "tools/plan/*.py",
 )
