@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import io
 import json
 import os
 import shlex
@@ -40,6 +41,7 @@ from crius.config.changes import flag
 from crius.config.data import DataConfig, TokenizerConfig
 from crius.config.facts import Facts
 from crius.config.load import OF_MODEL, recipe_names
+from crius.config.rules_data import DATA_RULES
 from crius.config.run import RunConfig, replace_fields
 from crius.config.toml_file import differences, flatten
 from crius.errors import ConfigError, CriusError
@@ -151,7 +153,8 @@ def prepare(
             signal.signal(number, _leave)
     started = time.monotonic()
     meta = preparation.prepare(data, tokenizer, out, num_workers or os.cpu_count() or 1)
-    emit(f"{out}: {meta.num_tokens:,} tokens of {meta.num_documents:,} documents in {time.monotonic() - started:.1f} s")
+    what = "conversations" if meta.is_chat else "documents"
+    emit(f"{out}: {meta.num_tokens:,} tokens of {meta.num_documents:,} {what} in {time.monotonic() - started:.1f} s")
     crius = "crius" if shutil.which("crius") else f"{sys.executable} -m crius"
     emit(f"train on it: {crius} train {shlex.join(_train_flags(out, data, tokenizer))}")
     return 0
@@ -169,12 +172,14 @@ def _train_flags(out: Path, data: DataConfig, tokenizer: TokenizerConfig) -> lis
 
     flags = ["--data.source", "tokens", "--data.path", str(out)]
     for section, config, names in (
-        ("data", data, ("add_bos", "add_eos")),
+        ("data", data, ("format", "packing", "too_long", "add_bos", "add_eos")),
         ("tokenizer", tokenizer, ("path", "eos_token")),
     ):
         for name in names:
             value, default = (getattr(settings, name) for settings in (config, type(config)()))
             flags += flag(f"{section}.{name}", value) if value != default else []
+    if data.format == "chat" and data.packing:
+        flags += flag("model.attention_mask", "document")
     run = run_of(*flags)
     lengths = [run.training.seq_len >> shift for shift in range(run.training.seq_len.bit_length())]
     without_validation = [*flag("validation.interval", 0), *flag("validation.fraction", 0)]
@@ -220,12 +225,13 @@ def show_data(
     """
     run_dir = Path(place) if place and Path(place).is_dir() else None
     if place:
-        given = [name for name, origin in SOURCES.origins.items() if origin == "command line"]
+        given = [name for name, origin in SOURCES.origins.items() if origin == "command line" and "." in name]
         refuse_given([*given], f"{place} has all settings", "" if run_dir else f"--config {place} in place of {place}")
         run = config_of(place)
-    facts = facts_of(run, nproc, None, is_dry=True)
-    if run_dir is None:
-        rules.check(facts)
+    with contextlib.redirect_stderr(io.StringIO()):  # it tells what only training asks for
+        facts = facts_of(run, nproc, None, is_dry=True)
+    if problems := [problem for rule in (rules.ranges, *DATA_RULES) for problem in rule(facts)]:
+        raise ConfigError.together(problems)
     from crius.data.show import lines_of, takes_colour
     from crius.tools.data_audit.show import show as samples_shown
 
@@ -233,7 +239,7 @@ def show_data(
     shown = samples_shown(facts.config, facts.data_parallel_ranks, run_dir, wanted, step)
     if as_json:
         found = [{"sample": number, "documents": [one.as_dict() for one in shown[number]]} for number in shown]
-        emit(json.dumps({"step": step or None, "samples": found}, indent=2))
+        emit(json.dumps({"step": step or None, "samples": found}))
         return 0
     for line in lines_of(shown, in_colour=takes_colour(sys.stdout)):
         sys.stdout.write(line + "\n")  # printable already, but for the colours

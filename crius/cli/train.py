@@ -105,10 +105,9 @@ def _with_epochs(facts: Facts) -> Facts:
     """``facts`` with the steps of the run; under ``training.epochs`` the corpus has to be opened for them."""
     if facts.config.training.epochs < 1:
         return facts
-    from crius.train.inputs import open_run_corpus, with_epochs
+    from crius.train.inputs import open_run_data
 
-    ranks = facts.data_parallel_ranks
-    return dataclasses.replace(facts, config=with_epochs(facts.config, open_run_corpus(facts.config, ranks), ranks))
+    return dataclasses.replace(facts, config=open_run_data(facts.config, facts.data_parallel_ranks)[0])
 
 
 def run_tools() -> "Tools":

@@ -17,7 +17,6 @@ from crius.config.rules_debugging import DEBUGGING_RULES
 from crius.config.rules_layout import LAYOUT_RULES, divisors
 from crius.config.rules_pipeline import PIPELINE_RULES
 from crius.config.rules_quantize import QUANTIZE_RULES
-from crius.config.rules_samples import SAMPLE_RULES
 from crius.config.rules_training import (
     CHECKPOINT_RULES,
     KERNEL_RULES,
@@ -308,7 +307,6 @@ RULES: tuple[Rule, ...] = (
     *CHECKPOINT_RULES,
     *REPRODUCIBLE_RULES,
     *DATA_RULES,
-    *SAMPLE_RULES,
     sinks_installed,
     *DEBUGGING_RULES,
     extras_installed,

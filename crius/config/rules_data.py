@@ -1,4 +1,4 @@
-"""Rules about the corpus: what belongs to which source and to which format."""
+"""Rules about the corpus: what belongs to which source and to which format, and how often it is read."""
 
 import shlex
 
@@ -6,8 +6,8 @@ from crius.config.data import SOURCES
 from crius.config.facts import Facts, Rule, Violations, without_effect
 from crius.errors import ConfigError
 
-CHAT_SOURCES = ("jsonl", "parquet")
-"""Sources whose rows can be conversations."""
+CHAT_SOURCES = ("jsonl", "parquet", "tokens")
+"""Sources whose rows can be conversations; a folder of tokens was written from such files."""
 
 _OF_CHAT = ("columns", "train_on", "train_on_end_of_turn")
 
@@ -101,10 +101,59 @@ def chat_flags_have_effect(facts: Facts) -> Violations:
     return without_effect(facts, rows, why)
 
 
+def length_is_said_once(facts: Facts) -> Violations:
+    """A run ends after its steps or after whole epochs."""
+    epochs, steps = facts.config.training.epochs, facts.config.training.steps
+    if epochs != -1 and epochs < 1:
+        return  # out of its range
+    if epochs > 0 and facts.origin("training.steps") != "default":
+        yield ConfigError(
+            f"training.epochs {epochs} and training.steps {steps} both say how long the run is.",
+            where=f"{facts.flag('training.epochs')}, {facts.flag('training.steps')}",
+            fix="leave out one of them",
+        )
+    if epochs > 0 and facts.config.data.source == "huggingface":
+        yield ConfigError(
+            f"training.epochs {epochs} does not go with a stream.",
+            where=facts.flag("training.epochs"),
+            why="nobody knows how many sequences a stream has before it was read",
+            fix="--training.epochs -1 and a number of steps, or a local copy of the data",
+        )
+
+
+def packed_samples_keep_apart(facts: Facts) -> Violations:
+    """Conversations in one sequence do not see each other."""
+    data, mask = facts.config.data, facts.config.model.attention_mask
+    if data.format == "chat" and data.packing and mask != "document":
+        yield ConfigError(
+            f"conversations are packed into sequences, and model.attention_mask {mask} lets each see those before it.",
+            where=f"{facts.flag('data.packing')}, {facts.flag('model.attention_mask')}",
+            why="the mask belongs to the model, so the data does not change it by itself",
+            fix="--model.attention_mask document, or --data.no_packing",
+        )
+
+
+def sample_flags_have_effect(facts: Facts) -> Violations:
+    """Packing and the fate of what is too long are for conversations; a folder of tokens has its masks already."""
+    data = facts.config.data
+    names, fix = ("packing", "too_long"), "leave it out, or --data.format chat"
+    reason = f" with data.format {data.format}"
+    why = "documents follow one another without padding, and a long one goes on in the next sequence"
+    if data.format == "chat" and data.source != "tokens":
+        return
+    if data.format == "chat":
+        names, reason, fix = ("columns", "train_on", "train_on_end_of_turn"), " with data.source tokens", "leave it out"
+        why = "crius data prepare has taken them into the folder"
+    yield from without_effect(facts, [(f"data.{name}", reason, fix) for name in names], why)
+
+
 DATA_RULES: tuple[Rule, ...] = (
     data_path_given,
     data_flags_have_effect,
     virtual_shards_split,
     chat_reads_conversations,
     chat_flags_have_effect,
+    length_is_said_once,
+    packed_samples_keep_apart,
+    sample_flags_have_effect,
 )

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from crius.config.data import DataConfig, TokenizerConfig, ValidationConfig
 from crius.data.cache import open_cached
-from crius.data.chat_corpus import open_samples
+from crius.data.samples import open_samples
 from crius.data.source import NO_LABEL, Boundary, HeldOut, TokenSource
 from crius.data.tokenizer import Tokenizer, build_tokenizer
 from crius.data.tokens import IndexedSource, TokenFile
@@ -66,14 +66,7 @@ def open_corpus(
         EnvironmentError: a package is missing.
     """
     tok = build_tokenizer(tokenizer)
-    if tok.vocab_size > vocab_size:
-        raise DataError(
-            f"tokenizer {tok.name} has {tok.vocab_size:,} ids, the model has rows for {vocab_size:,}.",
-            where="--tokenizer.path",
-            fix=f"--model.vocab_size {tok.vocab_size}",
-        )
-    token_bytes = np.zeros(vocab_size, dtype=np.int32)
-    token_bytes[: tok.vocab_size] = tok.token_bytes()
+    token_bytes = _token_bytes(tok, vocab_size)
     boundary = boundary_of(data, tok)
     _check_fraction(validation)
     if data.source == "huggingface":
@@ -101,6 +94,18 @@ def open_corpus(
         _check_held_out(train, held, validation, global_batch_size)
     lines = _describe(train, held, tok, global_batch_size)
     return Corpus(train, held, tok, token_bytes, (f"{lines[0]}; {boundary.describe()}", *lines[1:]))
+
+
+def _token_bytes(tok: Tokenizer, vocab_size: int) -> npt.NDArray[np.int32]:
+    if tok.vocab_size > vocab_size:
+        raise DataError(
+            f"tokenizer {tok.name} has {tok.vocab_size:,} ids, the model has rows for {vocab_size:,}.",
+            where="--tokenizer.path",
+            fix=f"--model.vocab_size {tok.vocab_size}",
+        )
+    token_bytes = np.zeros(vocab_size, dtype=np.int32)
+    token_bytes[: tok.vocab_size] = tok.token_bytes()
+    return token_bytes
 
 
 def boundary_of(data: DataConfig, tokenizer: Tokenizer) -> Boundary:

@@ -59,6 +59,12 @@ def prepare(data: DataConfig, tokenizer: TokenizerConfig, out: Path, num_workers
             why=why,
             fix="--data.source stdlib, text or jsonl",
         )
+    if data.format == "chat" and data.source not in ("jsonl", "parquet"):
+        raise DataError(
+            f"source {data.source} has no conversations.",
+            where="--data.source",
+            fix="--data.source jsonl or parquet, or --data.format documents",
+        )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise DataError(f"{out} exists and is not an empty folder.", where=str(out), fix="choose another, or remove it")
     files = find_files(data)

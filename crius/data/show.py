@@ -98,9 +98,11 @@ def _parts(inputs: list[int], labels: list[int], tokenizer: Tokenizer) -> list[t
     for is_trained, run in groupby(shown, key=lambda one: one[1]):
         own = [token for token, _ in run]
         ids += own
-        whole = tokenizer.decode_marked(ids)
+        whole = tokenizer.decode(ids, with_special=True)
         # a token's text may depend on what is before it, such as the space in front of a word
-        parts.append((whole[len(before) :] if whole.startswith(before) else tokenizer.decode_marked(own), is_trained))
+        is_continued = whole.startswith(before)
+        text = whole[len(before) :] if is_continued else tokenizer.decode(own, with_special=True)
+        parts.append((text, is_trained))
         before = whole
     return parts
 

@@ -102,12 +102,8 @@ class Tokenizer(ABC):
         return []
 
     @abstractmethod
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of ``ids`` without special tokens; bytes that are not UTF-8 become U+FFFD."""
-
-    def decode_marked(self, ids: Sequence[int]) -> str:
-        """Text of ``ids`` with the names of special tokens, for people to read."""
-        return self.decode(ids)
+    def decode(self, ids: Sequence[int], *, with_special: bool = False) -> str:
+        """Text of ``ids``, and the names of special tokens if asked for; bytes that are not UTF-8 become U+FFFD."""
 
     @abstractmethod
     def token_bytes(self) -> npt.NDArray[np.int32]:
@@ -136,15 +132,10 @@ class ByteTokenizer(Tokenizer):
             found.append(MarkedText(self.encode(text).astype(np.int64), starts, starts + 1))
         return found
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of ``ids`` up to 255."""
-        return bytes(i for i in ids if i < 256).decode(errors="replace")
-
-    def decode_marked(self, ids: Sequence[int]) -> str:
-        """Text of ``ids``, and ``<eos>`` for the end of a document."""
-        ends = [place for place, token in enumerate(ids) if token == self.eos_id]
-        begins = [0, *(end + 1 for end in ends)]
-        return "<eos>".join(self.decode(ids[begin:end]) for begin, end in zip(begins, [*ends, len(ids)], strict=True))
+    def decode(self, ids: Sequence[int], *, with_special: bool = False) -> str:
+        """Text of ``ids`` up to 255, and ``<eos>`` for the end of a document if asked for."""
+        eos = b"<eos>" if with_special else b""
+        return b"".join(bytes([i]) if i < 256 else eos for i in ids).decode(errors="replace")
 
     def token_bytes(self) -> npt.NDArray[np.int32]:
         """1 for each byte, 0 for the end of a document, ``(257,)``."""
@@ -251,13 +242,9 @@ class HuggingFaceTokenizer(Tokenizer):
         added: dict[int, Any] = self._model.get_added_tokens_decoder()
         return {token_id for token_id, token in added.items() if token.special and token.content in wanted}
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of ``ids`` without special tokens."""
-        return str(self._model.decode(list(ids), skip_special_tokens=True))
-
-    def decode_marked(self, ids: Sequence[int]) -> str:
-        """Text of ``ids`` with the names of special tokens."""
-        return str(self._model.decode(list(ids), skip_special_tokens=False))
+    def decode(self, ids: Sequence[int], *, with_special: bool = False) -> str:
+        """Text of ``ids``, and the names of special tokens if asked for."""
+        return str(self._model.decode(list(ids), skip_special_tokens=not with_special))
 
     def token_bytes(self) -> npt.NDArray[np.int32]:
         """Bytes by the kind of the tokenizer: byte-level, sentencepiece-style or plain text, ``(vocab_size,)``."""

@@ -117,7 +117,9 @@ def chat_encoder(data: DataConfig, config: TokenizerConfig, tokenizer: Tokenizer
     Raises:
         DataError: there is no template.
     """
-    return ChatEncoder(tokenizer, read_template(config.path), special_tokens(config.path), data)
+    is_folder = config.path != "byte"
+    template = read_template(config.path) if is_folder else ""
+    return ChatEncoder(tokenizer, template, special_tokens(config.path) if is_folder else {}, data)
 
 
 def _document_encoder(config: TokenizerConfig) -> Encode:

@@ -210,12 +210,17 @@ def run_modules(config: RunConfig, facts: ModelDescription) -> list[ModuleFacts]
     return facts.modules((config.training.seq_len + 1) / 2, is_cut=is_cut)
 
 
-def with_epochs(config: RunConfig, corpus: Corpus, data_parallel_ranks: int) -> RunConfig:
-    """``config`` with the steps that ``training.epochs`` come to, the last of which may be partly padding."""
+def open_run_data(config: RunConfig, data_parallel_ranks: int) -> tuple[RunConfig, Corpus]:
+    """The corpus of ``config``, and ``config`` with the steps that ``training.epochs`` come to.
+
+    Raises:
+        DataError: it cannot be used.
+    """
+    corpus = open_run_corpus(config, data_parallel_ranks)
     if config.training.epochs < 1:
-        return config
-    size = run_batch_sizes(config, data_parallel_ranks).total
-    return replace_fields(config, {"training.steps": -(-end_sample(config, corpus) // size)})
+        return config, corpus
+    steps = -(-end_sample(config, corpus) // run_batch_sizes(config, data_parallel_ranks).total)
+    return replace_fields(config, {"training.steps": steps}), corpus
 
 
 def end_sample(config: RunConfig, corpus: Corpus) -> int:

@@ -42,7 +42,7 @@ from crius.train.build import Built, Job, build_gradients, build_model, build_ru
 from crius.train.checkpoints import Checkpoints, Parts
 from crius.train.effects import EffectWatch
 from crius.train.guard import UpdateGuard
-from crius.train.inputs import describe_model, describe_rows, end_sample, open_run_corpus, with_epochs
+from crius.train.inputs import describe_model, describe_rows, end_sample, open_run_data
 from crius.train.loop import Loop, Preempted, Validation
 from crius.train.pretrained import load_initial
 from crius.train.reports import Meter, Recovery, StepReports, is_complete, write_summary
@@ -98,8 +98,7 @@ def run(
             layout, facts = Layout.of(config.parallelism, placement.world_size), describe_model(config)
             machine = machine_of(device, placement.world_size, placement.local_world_size)
             story.begin(device, machine, config, facts)
-            corpus = open_run_corpus(config, layout.batch)  # before the ranks meet, so that none waits in a collective
-            config = with_epochs(config, corpus, layout.batch)
+            config, corpus = open_run_data(config, layout.batch)  # before the ranks meet: none waits in a collective
             ranks = stack.enter_context(_meet(config, placement, device))
             mesh = build_mesh(one_layout(layout, ranks), device.type)
             _log_run(Job(config, facts, mesh, ranks), run_dir, corpus)

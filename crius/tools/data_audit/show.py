@@ -11,7 +11,7 @@ from crius.data.sample_log import Attempt, samples_path, source_digest
 from crius.data.show import ShownDocument, read_shown
 from crius.errors import ConfigError, DataError
 from crius.tools.data_audit.audit import read_logs, samples_of
-from crius.train.inputs import end_sample, open_run_corpus, run_batch_sizes, with_epochs
+from crius.train.inputs import end_sample, open_run_data, run_batch_sizes
 
 
 def show(
@@ -30,8 +30,7 @@ def show(
         ConfigError: there is no such step or sample.
         DataError: the data is not that of the run any more, or cannot be read.
     """
-    corpus = open_run_corpus(config, data_parallel_ranks)
-    config = with_epochs(config, corpus, data_parallel_ranks)
+    config, corpus = open_run_data(config, data_parallel_ranks)
     end = end_sample(config, corpus)
     attempt = None
     if step:
