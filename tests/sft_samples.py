@@ -1,7 +1,13 @@
 """A tokenizer folder with a chat template, and conversations, for tests of fine-tuning."""
 
 import json
+from functools import partial
 from pathlib import Path
+
+from crius.data.prepare import write
+from crius.data.tokenizer import ByteTokenizer
+from crius.data.tokens import TokenFile
+from crius.data.work import Work, encode_samples
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -41,3 +47,19 @@ def conversations(number: int) -> list[dict]:
 def write_conversations(file: Path, number: int) -> Path:
     file.write_text("".join(json.dumps(one) + "\n" for one in conversations(number)))
     return file
+
+
+class _Given:
+    """Stands for an encoder: the samples are there already."""
+
+    fingerprint = "given"
+
+    def encode(self, samples):
+        return samples
+
+
+def samples_folder(out: Path, samples: list) -> TokenFile:
+    """A folder of samples, each the ids and which of them are to be predicted."""
+    work = Work([samples], partial(encode_samples, _Given()), lambda: None, _Given.fingerprint)
+    write(out, work, ByteTokenizer(), source="test")
+    return TokenFile(out)

@@ -136,7 +136,8 @@ def packed_samples_keep_apart(facts: Facts) -> Violations:
 def sample_flags_have_effect(facts: Facts) -> Violations:
     """Packing and the fate of what is too long are for conversations; a folder of tokens has its masks already."""
     data = facts.config.data
-    names, fix = ("packing", "too_long"), "leave it out, or --data.format chat"
+    names: tuple[str, ...] = ("packing", "too_long")
+    fix = "leave it out, or --data.format chat"
     reason = f" with data.format {data.format}"
     why = "documents follow one another without padding, and a long one goes on in the next sequence"
     if data.format == "chat" and data.source != "tokens":

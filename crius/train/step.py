@@ -294,7 +294,7 @@ def evaluate(
     same_rows = layout.num_ranks // layout.batch
     sums = world.sum(torch.cat((nats[None] / layout.tp, counts.to(world.device) / same_rows)))
     total, tokens, num_bytes, rows = sums.tolist()
-    loss = total / tokens
+    loss = total / max(tokens, 1.0)
     return ValidationMetrics(
         step=step,
         val_loss=loss,
