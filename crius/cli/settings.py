@@ -229,7 +229,7 @@ def show_data(
         refuse_given([*given], f"{place} has all settings", "" if run_dir else f"--config {place} in place of {place}")
         run = config_of(place)
     with contextlib.redirect_stderr(io.StringIO()):  # it tells what only training asks for
-        facts = facts_of(run, nproc, None, is_dry=True)
+        facts = dataclasses.replace(facts_of(run, nproc, None, is_dry=True), is_dry=False)
     if problems := [problem for rule in (rules.ranges, *DATA_RULES) for problem in rule(facts)]:
         raise ConfigError.together(problems)
     from crius.data.show import lines_of, takes_colour

@@ -4,6 +4,7 @@ import shlex
 
 from crius.config.data import SOURCES
 from crius.config.facts import Facts, Rule, Violations, without_effect
+from crius.config.training import TrainingConfig
 from crius.errors import ConfigError
 
 CHAT_SOURCES = ("jsonl", "parquet", "tokens")
@@ -15,6 +16,8 @@ _OF_CHAT = ("columns", "train_on", "train_on_end_of_turn")
 def data_path_given(facts: Facts) -> Violations:
     """Sources that read files say which; the standard library needs none."""
     data = facts.config.data
+    if facts.is_dry:
+        return  # nothing is read
     if data.source == "stdlib" and data.path:
         yield ConfigError(
             f"data.path {', '.join(data.path)} has no effect with data.source stdlib.",
@@ -67,7 +70,7 @@ def virtual_shards_split(facts: Facts) -> Violations:
 def chat_reads_conversations(facts: Facts) -> Violations:
     """Conversations come from files with rows, in one or two columns of them, by a tokenizer that has a template."""
     config, data = facts.config, facts.config.data
-    if data.format != "chat":
+    if data.format != "chat" or facts.is_dry:
         return
     if data.source not in CHAT_SOURCES:
         yield ConfigError(
@@ -106,7 +109,8 @@ def length_is_said_once(facts: Facts) -> Violations:
     epochs, steps = facts.config.training.epochs, facts.config.training.steps
     if epochs != -1 and epochs < 1:
         return  # out of its range
-    if epochs > 0 and facts.origin("training.steps") != "default":
+    is_given = facts.origin("training.steps") != "default" and steps != TrainingConfig().steps
+    if epochs > 0 and is_given:
         yield ConfigError(
             f"training.epochs {epochs} and training.steps {steps} both say how long the run is.",
             where=f"{facts.flag('training.epochs')}, {facts.flag('training.steps')}",
