@@ -78,18 +78,23 @@ class Template:
     ) -> str:
         """The text of ``messages``; with ``prompt`` and what begins an answer, with ``separator`` with marks.
 
-        A content of null is left out, as transformers does; a template that fails on that gets the null.
+        A content of null is left out, as transformers does. A template that fails on that gets the null, or else an
+        empty text.
         """
-        plain = [message for message in messages]
-        for place, message in enumerate(messages):
-            if message.get("content", "") is None:
-                plain[place] = {key: value for key, value in message.items() if key != "content"}
-        try:
-            return self._render(plain, tools, prompt, separator)
-        except Exception:
-            if plain == list(messages):
-                raise
-            return self._render(messages, tools, prompt, separator)
+        nulls = [place for place, message in enumerate(messages) if message.get("content", "") is None]
+
+        def changed(content: Mapping[str, str]) -> list[Message]:
+            given = list(messages)
+            for place in nulls:
+                given[place] = {key: value for key, value in messages[place].items() if key != "content"} | content
+            return given
+
+        for given in (changed({}), messages, changed({"content": ""})) if nulls else (messages,):
+            try:
+                return self._render(given, tools, prompt, separator)
+            except Exception as error:
+                failure = error
+        raise failure
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Any] | None, prompt: bool, separator: str) -> str:
         parts, length = [], 0
