@@ -35,6 +35,8 @@ TEMPLATES = {
     # the prompt begins to think, and answers are without, as DeepSeek R1's
     "thinks": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}",
+    "thinks_on_a_new_line": "{% for m in messages %}{{ '\n<|im_start|>' + m.role + '\n' + m.content }}<|im_end|>"
+    "{% endfor %}{% if add_generation_prompt %}{{ '\n<|im_start|>assistant\n<think>\n' }}{% endif %}",
     "by_index": "{% for i in range(messages | length) %}<|im_start|>{{ messages[i].role }}\n{{ messages[i].content }}"
     "<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
     # text that is changed after it was made: marks would not survive
@@ -56,6 +58,7 @@ TARGETS = {
     "marked_without_end": ["Ho<|im_end|>"],
     "no_header": [" Ho<|im_end|>", " <|im_end|>"],
     "thinks": ["Ho<|im_end|>", "<|im_end|>"],
+    "thinks_on_a_new_line": ["Ho<|im_end|>", "<|im_end|>"],
     "by_index": ["Ho<|im_end|>", "<|im_end|>"],
     "captured": ["Ho<|im_end|>", "<|im_end|>"],
     "nested": ["Ho<|im_end|>\n", "<|im_end|>\n"],
