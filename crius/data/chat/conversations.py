@@ -162,7 +162,7 @@ def _pair(row: Mapping[str, Any], columns: Sequence[str], where: str) -> list[di
         if isinstance(value, list):
             messages = _messages(value, name, where)
             if role == "user":
-                messages = [message | ({"weight": 0} * (message["role"] == "assistant")) for message in messages]
+                messages = [one | {"weight": 0} if one["role"] == "assistant" else one for one in messages]
             found += messages
         else:
             found.append({"role": role, "content": checked_text(value, f"the value of {name!r}", where)})

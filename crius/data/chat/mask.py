@@ -79,6 +79,7 @@ class ChatEncoder:
         content = [_VERSION, tokenizer.fingerprint, template, sorted(self._special.items()), settings]
         self.fingerprint = hashlib.sha256(json.dumps(content).encode()).hexdigest()
         self.num_with_special = 0
+        self._warned: set[str] = set()
 
     def encode(self, conversations: Iterable[Conversation]) -> Iterator[ChatSample]:
         """The tokens of each conversation, in order. A sample may be without a target.
@@ -122,14 +123,26 @@ class ChatEncoder:
                 why="it has {% generation %} blocks, and none of them was rendered",
                 fix=_MARK_IT,
             )
+        self._count(chat)
+
+    def _count(self, chat: Conversation) -> None:
+        """Count what spells special tokens; warn once of that, and once of what the template leaves out."""
         if self._names and any(self._spells.search(text) for message in chat.messages for text in _texts(message)):
-            if not self.num_with_special:
-                _log.warning(
-                    "%s: a message spells a special token, which becomes that token, as at inference. It is trained on "
-                    "only where the assistant says it. More of them are counted, not shown.",
-                    chat.where,
-                )
             self.num_with_special += 1
+            self._warn(
+                chat,
+                "a message spells a special token, which becomes that token, as at inference. It is trained on only "
+                "where the assistant says it",
+            )
+        if "tool_calls" not in self._template and any(message.get("tool_calls") for message in chat.messages):
+            self._warn(chat, "the chat template leaves out tool_calls: the assistant seems to say nothing there")
+        if chat.tools and "tools" not in self._template:
+            self._warn(chat, "the chat template leaves out tools")
+
+    def _warn(self, chat: Conversation, what: str) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
+            _log.warning("%s: %s. Later conversations of this kind are not shown.", chat.where, what)
 
     def _mask(self, chat: Conversation, answer: Rendered, text: MarkedText) -> npt.NDArray[np.bool_]:
         trained = {

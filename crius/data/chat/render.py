@@ -11,6 +11,8 @@ where it cannot be told.
 import datetime
 import functools
 import json
+import math
+import os
 import re
 import resource
 import sys
@@ -78,18 +80,23 @@ class Template:
     ) -> str:
         """The text of ``messages``; with ``prompt`` and what begins an answer, with ``separator`` with marks.
 
-        A content of null is left out, as transformers does; a template that fails on that gets the null.
+        A content of null is left out, as transformers does. A template that fails on that gets the null, or else an
+        empty text.
         """
-        plain = [message for message in messages]
-        for place, message in enumerate(messages):
-            if message.get("content", "") is None:
-                plain[place] = {key: value for key, value in message.items() if key != "content"}
-        try:
-            return self._render(plain, tools, prompt, separator)
-        except Exception:
-            if plain == list(messages):
-                raise
-            return self._render(messages, tools, prompt, separator)
+        nulls = [place for place, message in enumerate(messages) if message.get("content", "") is None]
+
+        def changed(content: Mapping[str, str]) -> list[Message]:
+            given = list(messages)
+            for place in nulls:
+                given[place] = {key: value for key, value in messages[place].items() if key != "content"} | content
+            return given
+
+        for given in (changed({}), messages, changed({"content": ""})) if nulls else (messages,):
+            try:
+                return self._render(given, tools, prompt, separator)
+            except Exception as error:
+                failure = error
+        raise failure
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Any] | None, prompt: bool, separator: str) -> str:
         parts, length = [], 0
@@ -157,8 +164,8 @@ class Template:
         if extent is None:
             return self._by_prefixes(text, messages, tools, turn)
         start, end = extent
-        if self.opening and text.startswith(self.opening, start):
-            return turn, min(start + len(self.opening), end), end
+        if self.opening and text.startswith(self.opening, start, end):
+            return turn, start + len(self.opening), end
         try:
             before = self.text(messages[:turn], tools, prompt=True) if turn else ""
         except Exception:  # it wants another conversation
@@ -169,16 +176,13 @@ class Template:
             return turn, len(before), end
         if self.opening and text.count(self.opening, start, end) == 1:
             return turn, text.index(self.opening, start) + len(self.opening), end
-        # what came before differs from what it is in the whole: the header is what both have in common
-        for size in range(min(len(before), end - start, _HEADER), 0, -1):
-            if before.endswith(text[start : start + size]) and self._is_boundary(text, start + size):
-                return turn, start + size, end
-        shared = next(
-            (place for place, char in enumerate(self.opening) if text[start + place : start + place + 1] != char), 0
-        )
-        for size in range(min(shared, end - start), 0, -1):
-            if self._is_boundary(text, start + size):
-                return turn, start + size, end
+        # what came before is another text than in the whole: the header is what a prompt and this turn have in common
+        turn_text = text[start:end]
+        shared = os.path.commonprefix([self.opening, turn_text])
+        ends = (turn_text[:size] for size in range(min(len(before), len(turn_text), _HEADER), 0, -1))
+        for header in (*(shared[:size] for size in range(len(shared), 0, -1)), *filter(before.endswith, ends)):
+            if re.search(r"\w", header) and header.endswith(("\n", *self.special)):
+                return turn, start + len(header), end
         raise Refused("where the answer begins cannot be told: its header is not that of a generation prompt", turn)
 
     def _has_header(self, text: str, message: Message) -> bool:
@@ -189,10 +193,6 @@ class Template:
         for name in self.special:
             text = text.replace(name, "")
         return re.search(r"\w", text) is not None
-
-    def _is_boundary(self, text: str, place: int) -> bool:
-        """Whether a header may end here: after a newline or a special token."""
-        return text[place - 1] == "\n" or any(text.endswith(name, 0, place) for name in self.special)
 
     def _by_prefixes(self, text: str, messages: Sequence[Message], tools: Sequence[Any] | None, turn: int) -> Span:
         """A turn that no loop renders: the conversation up to it and with it are both beginnings of the whole."""
@@ -300,7 +300,7 @@ def _environment(today: datetime.datetime | None) -> tuple[Environment, Any]:
 def _limit(seconds: int) -> None:
     """Let the next task take so much CPU time; the kernel ends the process that takes more."""
     _, most = resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + seconds, most))
+    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time()) + seconds, most))
 
 
 def _answer(template: Template, task: Mapping[str, Any]) -> dict[str, Any]:
