@@ -284,7 +284,6 @@ def not_built(config: RunConfig) -> Violations:
     p = config.parallelism
     refused = [
         (p.expert_parallel_degree > 1, "parallelism.expert_parallel_degree", "expert parallelism"),
-        (config.data.format == "chat", "data.format", "training on conversations"),
     ]
     values = flatten(config)
     found = [(name, feature) for asked, name, feature in refused if asked]
