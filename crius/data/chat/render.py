@@ -11,7 +11,6 @@ where it cannot be told.
 import datetime
 import functools
 import json
-import math
 import os
 import re
 import resource
@@ -85,7 +84,7 @@ class Template:
         """
         nulls = [place for place, message in enumerate(messages) if message.get("content", "") is None]
 
-        def changed(content: Mapping[str, str]) -> list[Message]:
+        def changed(content: dict[str, Any]) -> list[Message]:
             given = list(messages)
             for place in nulls:
                 given[place] = {key: value for key, value in messages[place].items() if key != "content"} | content
@@ -300,7 +299,7 @@ def _environment(today: datetime.datetime | None) -> tuple[Environment, Any]:
 def _limit(seconds: int) -> None:
     """Let the next task take so much CPU time; the kernel ends the process that takes more."""
     _, most = resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time()) + seconds, most))
+    resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + seconds, most))
 
 
 def _answer(template: Template, task: Mapping[str, Any]) -> dict[str, Any]:
