@@ -181,6 +181,16 @@ def test_a_template_that_leaves_out_tool_calls_is_named_once(encode, caplog):
     assert len(caplog.records) == 1
 
 
+def test_turns_without_an_end_are_named_once(encode, caplog):
+    endless = CHATML.replace("<|im_end|>", "")
+    encode(endless, CHAT, CHAT)
+    assert ["does not learn to stop" in record.getMessage() for record in caplog.records] == [True]
+    caplog.clear()
+    encode(endless, CHAT, train_on_end_of_turn=False)
+    encode("chatml", CHAT)
+    assert not caplog.records
+
+
 def test_a_content_of_null_is_left_out_or_null_or_empty_as_the_template_takes_it(targets):
     chat = [dict(role="user", content="a"), dict(role="assistant", content=None, tool_calls=[1])]
     wants_null = CHATML.replace(
