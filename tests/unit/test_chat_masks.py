@@ -229,6 +229,14 @@ def test_a_template_that_cannot_be_masked_is_refused_with_the_turn(what, encode)
     assert caught.value.where == "row 1" and caught.value.why and "generation" in caught.value.fix
 
 
+@pytest.mark.parametrize("content", ["a", "assistant", "", " \n"])
+def test_a_header_is_not_taken_for_what_is_said_in_it(content, encode, targets):
+    chat = [("user", "Hi"), ("assistant", content)]
+    with pytest.raises(DataError, match="message 2"):
+        encode("{% for m in messages %}{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}", chat)
+    assert targets("no_header", chat) == [f" {content}<|im_end|>"]
+
+
 def test_blocks_without_turns_cannot_be_told_apart(encode):
     template = "{% generation %}{{ messages[1].content }}{% endgeneration %}"
     assert encode(template, CHAT)[0].is_target.all()

@@ -53,7 +53,7 @@ OPTIONAL |= {"torch.utils.tensorboard", "torch._inductor.lowering", "torch._indu
 AIM_FILE, STOP_FILE, AIM_FUNCTION, STOP_FUNCTION = 400, 500, 60, 100
 LONGER: dict[str, str] = {}  # "file" or "file:function" to the reason; still below the hard stop
 
-MOST_CODE = {"trainer": 22_090, "tools": 9_350}
+MOST_CODE = {"trainer": 22_130, "tools": 9_350}
 """Lines of code of the two houses: the aim is 15,000 and 8,500, with all models and features 22,000 and 13,000."""
 
 MOST_LOADED = {"crius": 160, "crius.tools.plan": 12}
