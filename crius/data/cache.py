@@ -36,7 +36,7 @@ def open_cached(
     them tries and fails with the same error.
 
     Args:
-        data: ``source`` is stdlib, text or jsonl.
+        data: ``source`` is stdlib, text, jsonl or parquet.
         config: what ``tokenizer`` was built from.
         tokenizer: the tokenizer.
         flag: where ``data.path`` came from, for messages.

@@ -43,7 +43,7 @@ def prepare(data: DataConfig, tokenizer: TokenizerConfig, out: Path, num_workers
     """Tokenise ``data`` into the new folder ``out``.
 
     Args:
-        data: ``source`` is stdlib, text or jsonl.
+        data: ``source`` is stdlib, text, jsonl or parquet.
         tokenizer: the tokenizer.
         out: a folder that does not exist or is empty.
         num_workers: processes; the bytes that are written do not depend on it.
@@ -57,7 +57,14 @@ def prepare(data: DataConfig, tokenizer: TokenizerConfig, out: Path, num_workers
             f"source {data.source} cannot be prepared.",
             where="--data.source",
             why=why,
-            fix="--data.source stdlib, text or jsonl",
+            fix="--data.source stdlib, text, jsonl or parquet",
+        )
+    if data.format == "chat":
+        raise DataError(
+            "conversations cannot be prepared.",
+            where="--data.format",
+            why="a folder of tokens does not say which of them are trained on",
+            fix="leave out --data.format chat",
         )
     if data.format == "chat" and data.source not in ("jsonl", "parquet"):
         raise DataError(

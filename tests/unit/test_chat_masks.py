@@ -181,6 +181,16 @@ def test_a_template_that_leaves_out_tool_calls_is_named_once(encode, caplog):
     assert len(caplog.records) == 1
 
 
+def test_turns_without_an_end_are_named_once(encode, caplog):
+    endless = CHATML.replace("<|im_end|>", "")
+    encode(endless, CHAT, CHAT)
+    assert ["does not learn to stop" in record.getMessage() for record in caplog.records] == [True]
+    caplog.clear()
+    encode(endless, CHAT, train_on_end_of_turn=False)
+    encode("chatml", CHAT)
+    assert not caplog.records
+
+
 def test_a_content_of_null_is_left_out_or_null_or_empty_as_the_template_takes_it(targets):
     chat = [dict(role="user", content="a"), dict(role="assistant", content=None, tool_calls=[1])]
     wants_null = CHATML.replace(
@@ -219,6 +229,14 @@ def test_a_template_that_cannot_be_masked_is_refused_with_the_turn(what, encode)
     assert caught.value.where == "row 1" and caught.value.why and "generation" in caught.value.fix
 
 
+@pytest.mark.parametrize("content", ["a", "assistant", "", " \n"])
+def test_a_header_is_not_taken_for_what_is_said_in_it(content, encode, targets):
+    chat = [("user", "Hi"), ("assistant", content)]
+    with pytest.raises(DataError, match="message 2"):
+        encode("{% for m in messages %}{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}", chat)
+    assert targets("no_header", chat) == [f" {content}<|im_end|>"]
+
+
 def test_blocks_without_turns_cannot_be_told_apart(encode):
     template = "{% generation %}{{ messages[1].content }}{% endgeneration %}"
     assert encode(template, CHAT)[0].is_target.all()
@@ -243,8 +261,8 @@ ALTERNATE = (
 )
 FAILS = {
     "an error": (before_turns(ALTERNATE), "roles must alternate"),
-    "time": (before_turns(IF_SLOW + LOOPS + "{% endif %}"), "takes more than 1 s"),
-    "a long sum": (before_turns(IF_SLOW + "{{ (9 * loop.index) ** 99999999 }}{% endif %}"), "takes more than 1 s"),
+    "time": (before_turns(IF_SLOW + LOOPS + "{% endif %}"), "takes more than 2 s"),
+    "a long sum": (before_turns(IF_SLOW + "{{ (9 * loop.index) ** 99999999 }}{% endif %}"), "takes more than 2 s"),
     "memory": (before_turns(IF_SLOW + "{{ 'x' * (loop.index * 99999999999) }}{% endif %}"), "too much memory"),
     "text": (before_turns(IF_SLOW + "{% for i in range(9999) %}{{ 'x' * 9999 }}{% endfor %}{% endif %}"), "characters"),
 }
@@ -252,7 +270,7 @@ FAILS = {
 
 @pytest.mark.parametrize("what", FAILS)
 def test_a_template_that_fails_names_the_row_and_what_it_said(what, encode, monkeypatch):
-    monkeypatch.setitem(renderer._LIMITS, "cpu_seconds", 1)
+    monkeypatch.setitem(renderer._LIMITS, "cpu_seconds", 2)
     template, words = FAILS[what]
     began = time.monotonic()
     with pytest.raises(DataError, match="cannot render the conversation") as caught:

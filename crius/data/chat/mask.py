@@ -163,11 +163,16 @@ class ChatEncoder:
                     fix="--data.train_on all, without weights of messages",
                 )
             if turn < 0 or turn in trained:
-                self._mark(mask, answer.text, text, start, end)
+                if not self._mark(mask, answer.text, text, start, end) and self._data.train_on_end_of_turn:
+                    self._warn(
+                        chat,
+                        "no token that is known to end a turn follows a turn of the assistant: the model "
+                        "does not learn to stop there",
+                    )
         return mask
 
-    def _mark(self, mask: npt.NDArray[np.bool_], whole: str, text: MarkedText, start: int, end: int) -> None:
-        """Mark the tokens of a turn: what overlaps characters ``start`` to ``end``, and the end of the turn."""
+    def _mark(self, mask: npt.NDArray[np.bool_], whole: str, text: MarkedText, start: int, end: int) -> bool:
+        """Mark the tokens of a turn: what overlaps characters ``start`` to ``end``; give whether an end was found."""
         first, after = int(np.searchsorted(text.ends, start, "right")), int(np.searchsorted(text.starts, end))
         mask[first:after] = True
         last = after - 1  # of what is not white space: the newline after the end of a turn is part of that
@@ -175,8 +180,11 @@ class ChatEncoder:
             last -= 1
         if last >= first and text.ids[last] in self._ends:
             mask[last:after] = self._data.train_on_end_of_turn
-        elif self._data.train_on_end_of_turn and after < len(text.ids) and text.ids[after] in self._ends:
-            mask[after] = True
+            return True
+        if after < len(text.ids) and text.ids[after] in self._ends:
+            mask[after] = self._data.train_on_end_of_turn
+            return True
+        return False
 
 
 def _batches(conversations: Iterable[Conversation]) -> Iterator[list[Conversation]]:

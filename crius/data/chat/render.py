@@ -11,7 +11,6 @@ where it cannot be told.
 import datetime
 import functools
 import json
-import math
 import os
 import re
 import resource
@@ -85,7 +84,7 @@ class Template:
         """
         nulls = [place for place, message in enumerate(messages) if message.get("content", "") is None]
 
-        def changed(content: Mapping[str, str]) -> list[Message]:
+        def changed(content: dict[str, Any]) -> list[Message]:
             given = list(messages)
             for place in nulls:
                 given[place] = {key: value for key, value in messages[place].items() if key != "content"} | content
@@ -146,9 +145,7 @@ class Template:
     ) -> list[Span]:
         spans = []
         for place, (start, end) in enumerate(blocks):
-            inside = [
-                turn for turn in turns if turn in extents and extents[turn][0] <= start <= end <= extents[turn][1]
-            ]
+            inside = [turn for turn in turns if _is_inside(start, end, extents.get(turn))]
             by_order = turns[place] if len(blocks) == len(turns) else -1
             spans.append((inside[0] if inside else by_order, start, end))
         return spans
@@ -187,11 +184,13 @@ class Template:
 
     def _has_header(self, text: str, message: Message) -> bool:
         """Whether the text of a turn says more than what the assistant says, before that."""
-        content = message.get("content")
-        if isinstance(content, str) and content.strip() and content.strip() in text:
-            text = text[: text.index(content.strip())]
         for name in self.special:
             text = text.replace(name, "")
+        content = message.get("content")
+        if (
+            isinstance(content, str) and content.strip() in text
+        ):  # the last place: a header may have a short content too
+            text = text[: text.rindex(content.strip())]
         return re.search(r"\w", text) is not None
 
     def _by_prefixes(self, text: str, messages: Sequence[Message], tools: Sequence[Any] | None, turn: int) -> Span:
@@ -199,7 +198,7 @@ class Template:
         if not self.opening:
             raise Refused("it renders nothing for the message, or ignores add_generation_prompt", turn)
         before = self.text(messages[:turn], tools, prompt=True) if turn else self.opening
-        after = self.text(messages[: turn + 1], tools)
+        after = self.text(messages[: turn + 1], tools).removesuffix(self.opening)  # some always ask for an answer
         if text.startswith(before) and text.startswith(after) and len(before) < len(after):
             return turn, len(before), len(after)
         raise Refused(
@@ -300,7 +299,7 @@ def _environment(today: datetime.datetime | None) -> tuple[Environment, Any]:
 def _limit(seconds: int) -> None:
     """Let the next task take so much CPU time; the kernel ends the process that takes more."""
     _, most = resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time()) + seconds, most))
+    resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + seconds, most))
 
 
 def _answer(template: Template, task: Mapping[str, Any]) -> dict[str, Any]:

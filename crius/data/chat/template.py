@@ -10,7 +10,10 @@ from crius.errors import DataError
 TEMPLATE, TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
 LARGEST_TEXT = 1 << 20
 
-END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|return|>")
+END_OF_TURN = (
+    *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<end_of_turn>", "<turn|>", "<|end|>", "<|return|>"),
+    *("<|END_OF_TURN_TOKEN|>", "<end_of_utterance>"),
+)
 """Special tokens that end what an assistant says, in addition to the tokenizer's end of a document."""
 
 _TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
