@@ -57,12 +57,12 @@ def test_a_step_of_a_run_to_come_is_its_samples_in_the_order_of_the_run(text, sh
 
 def test_a_file_of_settings_says_the_run_and_nothing_else_does(text, show, tmp_path):
     lines = ["[data]", 'source = "jsonl"', 'path = ["a.jsonl"]', 'cache_dir = "cache"', "[training]", "seq_len = 32"]
-    (tmp_path / "run.toml").write_text("\n".join([*lines, "epochs = 1"]))
+    (tmp_path / "run.toml").write_text("\n".join([*lines, "epochs = 1", "[validation]", "interval = 0"]))
     code, found, _ = show("run.toml", "--sample", "1", "--json")
     assert code == 0 and [one["sample"] for one in found] == [1]
     number = open_run_corpus(run_of("--config", "run.toml"), 1).train.num_samples
     code, _, err = show("run.toml", "--sample", number)
-    assert code == 2 and f"there is no sample {number}" in err and f"1 epochs are samples 0 to {number - 1}" in err
+    assert code == 2 and f"there is no sample {number}" in err and f"the run has samples 0 to {number - 1}" in err
     code, _, err = show("run.toml", "--training.seq_len", "16")
     assert code == 2 and "run.toml has all settings" in err and "--config run.toml" in err
     code, _, err = show(*text, "--step", "101")

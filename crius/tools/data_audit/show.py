@@ -40,12 +40,8 @@ def show(
     _check_same_data(corpus, run_dir, attempt)
     outside = [sample for sample in samples if sample < 0 or (end and sample >= end)]
     if outside:
-        what = (
-            f"the {config.training.epochs} epochs of the run are samples 0 to {end - 1:,}"
-            if end
-            else "they count from 0"
-        )
-        raise ConfigError(f"there is no sample {outside[0]}.", where="--sample", why=what)
+        why = f"the run has samples 0 to {end - 1:,}" if end else "they count from 0"
+        raise ConfigError(f"there is no sample {outside[0]}.", where="--sample", why=why)
     if corpus.train.num_shards:
         return _from_stream(corpus, samples)
     return read_shown(corpus.train, samples, corpus.tokenizer)
