@@ -51,6 +51,16 @@ def test_packed_conversations_and_a_last_batch_of_padding_give_one_curve(layout,
     assert records[-1]["val_loss"] == pytest.approx(one_device[-1]["val_loss"], rel=2e-6)
 
 
+def test_a_last_batch_of_padding_keeps_reproducible_sums(chat, tmp_path):
+    """A virtual shard without a label is one too: the same bits on one rank and on four."""
+    flags = [*chat, "--training.reproducible", "--validation.interval", "0", "--model.num_layers", "1"]
+    one, four = (
+        [(record["loss"], record["grad_norm"]) for record in steps_of(train([*flags, *more], tmp_path / name))]
+        for name, more in (("one", []), ("four", layout_flags("fsdp4", BATCH)))
+    )
+    assert one == four and len(one) == 5
+
+
 def shown(capsys, *argv):
     capsys.readouterr()
     assert cli.main(["data", "show", *map(str, argv), "--json"]) == 0
