@@ -59,13 +59,6 @@ def prepare(data: DataConfig, tokenizer: TokenizerConfig, out: Path, num_workers
             why=why,
             fix="--data.source stdlib, text, jsonl or parquet",
         )
-    if data.format == "chat":
-        raise DataError(
-            "conversations cannot be prepared.",
-            where="--data.format",
-            why="a folder of tokens does not say which of them are trained on",
-            fix="leave out --data.format chat",
-        )
     if data.format == "chat" and data.source not in ("jsonl", "parquet"):
         raise DataError(
             f"source {data.source} has no conversations.",

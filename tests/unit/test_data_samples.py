@@ -1,12 +1,14 @@
 """Conversations as sequences: whole samples, packed by their lengths alone, and what is said of them."""
 
 import json
+import shlex
 
 import numpy as np
 import pytest
 from sft_samples import samples_folder, tokenizer_folder, write_conversations
 from test_data_loader import samples as source
 
+from crius import cli
 from crius.config.data import DataConfig, TokenizerConfig, ValidationConfig
 from crius.data import cache
 from crius.data.corpus import open_corpus
@@ -276,3 +278,16 @@ def test_only_files_with_rows_have_conversations_to_prepare(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": []}) + "\n")
     with pytest.raises(DataError, match="byte has no chat template"):
         prepare(DataConfig(source="jsonl", format="chat", path=(str(tmp_path),)), TokenizerConfig(), tmp_path / "o")
+
+
+def test_the_command_that_trains_on_a_prepared_folder_is_whole(chat, tmp_path, capsys):
+    flags = ["--data.source", "jsonl", "--data.format", "chat", "--data.path", str(chat / "chat.jsonl")]
+    flags += ["--tokenizer.path", str(chat / "tok"), "--data.train_on", "last", "--num_workers", "1"]
+    assert cli.main(["data", "prepare", str(tmp_path / "out"), *flags]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert "of 60 conversations in" in printed[0]
+    words = shlex.split(printed[1].partition("train ")[2].partition("train ")[2])
+    assert cli.main(["data", "show", *words, "--sample", "0"]) == 0, printed[1]
+    assert "conversation" in capsys.readouterr().out
+    assert words[:4] == ["--data.source", "tokens", "--data.path", str(tmp_path / "out")]
+    assert {"--data.format", "--model.attention_mask"} < {*words} and "--data.train_on" not in words
