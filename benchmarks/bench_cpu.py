@@ -23,8 +23,9 @@ from peers.task import Task
 from crius.cli.settings import run_of
 from crius.config.run import RunConfig
 from crius.data.loader import BatchLoader
+from crius.data.meta import FORMAT_VERSION, META, TokenMeta
 from crius.data.tokenizer import build_tokenizer
-from crius.data.tokens import DOCUMENTS, FORMAT_VERSION, META, TOKEN_BYTES, TOKENS, TokenMeta
+from crius.data.tokens import DOCUMENTS, TOKEN_BYTES, TOKENS
 from crius.models import registry
 from crius.parallel.allocate import allocate
 from crius.parallel.init import init_parameters, init_rules

@@ -1,6 +1,6 @@
 """Broken rules between sections, with what their errors say."""
 
-from crius.config import rules, rules_debugging, rules_layout, rules_training
+from crius.config import rules, rules_data, rules_debugging, rules_layout, rules_training
 
 SHARD = "--parallelism.data_parallel_shard_degree"
 REPLICATE = "--parallelism.data_parallel_replicate_degree"
@@ -11,6 +11,7 @@ SCHEDULE = "--parallelism.pipeline_parallel_schedule"
 ASYNC = "--parallelism.enable_async_tensor_parallel"
 RESHARD = "--parallelism.reshard_after_forward_mode"
 FLOAT8 = "--quantize.dense.float8.enable"
+CHAT = ["--data.format", "chat", "--data.source", "jsonl", "--data.path", "x"]
 
 # the model and the tokenizer, so that no weights are asked for theirs
 GIVEN = ["--model.name", "llama3", "--model.flavor", "debug", "--tokenizer.path", "byte"]
@@ -62,11 +63,91 @@ CASES = [
     (rules.job_name_is_plain, ["--job.name", "a\nb"], {}, "'a\\nb'", "--job.name", "--job.name a-b"),
     (rules.job_name_is_plain, ["--job.name", "x" * 300], {}, "at most" * 0, "--job.name", "--job.name " + "x" * 50),
     (
-        rules.data_flags_have_effect,
+        rules_data.data_flags_have_effect,
         ["--data.split", "x"],
         {},
         "data.split has no effect",
         "--data.split",
+        "leave it out",
+    ),
+    (
+        rules_data.chat_reads_conversations,
+        ["--data.format", "chat", "--data.source", "text", "--data.path", "x", "--tokenizer.path", "t"],
+        {},
+        "data.format chat does not go with data.source text",
+        "--data.format",
+        "--data.source jsonl or parquet",
+    ),
+    (
+        rules_data.chat_reads_conversations,
+        [*CHAT, "--tokenizer.path", "byte"],
+        {},
+        "needs a tokenizer with a chat template",
+        "--tokenizer.path",
+        "--tokenizer.path DIR",
+    ),
+    (
+        rules_data.chat_reads_conversations,
+        [*CHAT, "--tokenizer.path", "t", *(word for name in "abc" for word in ("--data.columns", name))],
+        {},
+        "data.columns a, b, c is not one column, or two",
+        "--data.columns",
+        "--data.columns a --data.columns b",
+    ),
+    (
+        rules_data.chat_flags_have_effect,
+        ["--data.train_on", "last"],
+        {},
+        "data.train_on has no effect with data.format documents",
+        "--data.train_on",
+        "--data.format chat",
+    ),
+    (
+        rules_data.chat_flags_have_effect,
+        [*CHAT, "--tokenizer.path", "t", "--data.no_add_eos"],
+        {},
+        "data.add_eos has no effect with data.format chat",
+        "--data.add_eos",
+        "--data.format documents",
+    ),
+    (
+        rules_data.length_is_said_once,
+        ["--training.epochs", "2", "--training.steps", "9"],
+        {},
+        "training.epochs 2 and training.steps 9 both say how long the run is",
+        "--training.epochs (command line), --training.steps (command line)",
+        "leave out one of them",
+    ),
+    (
+        rules_data.length_is_said_once,
+        ["--training.epochs", "2", "--data.source", "huggingface", "--data.path", "x"],
+        {},
+        "training.epochs 2 does not go with a stream",
+        "--training.epochs",
+        "--training.epochs -1",
+    ),
+    (
+        rules_data.packed_samples_keep_apart,
+        [*CHAT, "--tokenizer.path", "t"],
+        {},
+        "packed into sequences, and model.attention_mask causal",
+        "--data.packing (default), --model.attention_mask (default)",
+        "--model.attention_mask document",
+    ),
+    (
+        rules_data.sample_flags_have_effect,
+        ["--data.too_long", "drop"],
+        {},
+        "data.too_long has no effect with data.format documents",
+        "--data.too_long",
+        "--data.format chat",
+    ),
+    (
+        rules_data.sample_flags_have_effect,
+        ["--data.format", "chat", "--data.source", "tokens", "--data.path", "x", "--data.train_on", "last"],
+        {},
+        "data.train_on has no effect with data.source tokens",
+        "--data.train_on",
         "leave it out",
     ),
     (
@@ -192,10 +273,24 @@ CASES = [
     (rules_layout.reshard_degree_divides, [SHARD, "8", RESHARD, "3"], {}, "mode 3 is no proper", RESHARD, "use 2, 4"),
     (rules_layout.reshard_degree_divides, [SHARD, "2", RESHARD, "2"], {}, "degree 2", RESHARD, "use always or never"),
     (rules.sinks_installed, ["--metrics.sinks", "x"], {}, "no sink is called x.", "--metrics.sinks", "leave it out"),
-    (rules.data_path_given, ["--data.path", "x"], {}, "data.path x has no effect", "--data.path", "--data.source text"),
-    (rules.data_path_given, ["--data.source", "jsonl"], {}, "jsonl needs data.path", "--data.source", "--data.path"),
     (
-        rules.data_path_given,
+        rules_data.data_path_given,
+        ["--data.path", "x"],
+        {},
+        "data.path x has no effect",
+        "--data.path",
+        "--data.source text",
+    ),
+    (
+        rules_data.data_path_given,
+        ["--data.source", "jsonl"],
+        {},
+        "jsonl needs data.path",
+        "--data.source",
+        "--data.path",
+    ),
+    (
+        rules_data.data_path_given,
         ["--data.source", "tokens", "--data.path=a", "--data.path=b"],
         {},
         "takes one data.path, not 2",
@@ -203,7 +298,7 @@ CASES = [
         "--data.path a",
     ),
     (
-        rules.virtual_shards_split,
+        rules_data.virtual_shards_split,
         [SHARD, "3", "--data.source", "huggingface", "--data.path", "x"],
         {},
         "virtual_shards 8 is no multiple of the 3",

@@ -134,6 +134,8 @@ def _next_commands(facts: Facts, folder: Path) -> Iterator[tuple[str, str]]:
     with contextlib.suppress(CriusError):
         done = max(_steps(run, folder), default=0)
     longer = "--training.steps", str(2 * max(run.training.steps, done))
+    if run.training.epochs > 0:
+        longer = "--training.epochs", str(2 * run.training.epochs)
     number, layout = _workers(facts) if _keeps_own(run) else (0, [])
     if number:
         elsewhere = ["--job.run_dir", f"{folder}-{number}-workers"] if _is_named(run) else []

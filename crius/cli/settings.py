@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import io
 import json
 import os
 import shlex
@@ -32,6 +33,7 @@ from crius.cli.app import (
     fitted,
     imports,
     place_of,
+    refuse_given,
 )
 from crius.config import rules
 from crius.config.argv import normalized_argv
@@ -39,6 +41,7 @@ from crius.config.changes import flag
 from crius.config.data import DataConfig, TokenizerConfig
 from crius.config.facts import Facts
 from crius.config.load import OF_MODEL, recipe_names
+from crius.config.rules_data import DATA_RULES
 from crius.config.run import RunConfig, replace_fields
 from crius.config.toml_file import differences, flatten
 from crius.errors import ConfigError, CriusError
@@ -150,7 +153,8 @@ def prepare(
             signal.signal(number, _leave)
     started = time.monotonic()
     meta = preparation.prepare(data, tokenizer, out, num_workers or os.cpu_count() or 1)
-    emit(f"{out}: {meta.num_tokens:,} tokens of {meta.num_documents:,} documents in {time.monotonic() - started:.1f} s")
+    what = "conversations" if meta.is_chat else "documents"
+    emit(f"{out}: {meta.num_tokens:,} tokens of {meta.num_documents:,} {what} in {time.monotonic() - started:.1f} s")
     crius = "crius" if shutil.which("crius") else f"{sys.executable} -m crius"
     emit(f"train on it: {crius} train {shlex.join(_train_flags(out, data, tokenizer))}")
     return 0
@@ -168,12 +172,14 @@ def _train_flags(out: Path, data: DataConfig, tokenizer: TokenizerConfig) -> lis
 
     flags = ["--data.source", "tokens", "--data.path", str(out)]
     for section, config, names in (
-        ("data", data, ("add_bos", "add_eos")),
+        ("data", data, ("format", "packing", "too_long", "add_bos", "add_eos")),
         ("tokenizer", tokenizer, ("path", "eos_token")),
     ):
         for name in names:
             value, default = (getattr(settings, name) for settings in (config, type(config)()))
             flags += flag(f"{section}.{name}", value) if value != default else []
+    if data.format == "chat" and data.packing:
+        flags += flag("model.attention_mask", "document")
     run = run_of(*flags)
     lengths = [run.training.seq_len >> shift for shift in range(run.training.seq_len.bit_length())]
     without_validation = [*flag("validation.interval", 0), *flag("validation.fraction", 0)]
@@ -196,6 +202,48 @@ def audit(run_dir: Path, *, as_json: Json = False) -> int:
     report = audit(run_dir)
     emit(json.dumps(report.as_dict(), indent=2) if as_json else "\n".join(report.lines()))
     return 1 if report.problems else 0
+
+
+@data_app.command(name="show")
+def show_data(
+    place: str = "",
+    run: Run = RunConfig(),  # noqa: B008
+    *,
+    recipe: Recipe = "",
+    config: ConfigFiles = (),
+    layout: Layout = "",
+    nproc: NumProcesses = 0,
+    sample: Annotated[tuple[int, ...], Parameter(help="Number of a sequence; repeat it for more.")] = (),
+    step: Annotated[int, Parameter(help="Show what this step trains on, or trained on; steps count from 1.")] = 0,
+    as_json: Json = False,
+) -> int:
+    """Print sequences as text in which one sees what is trained on: coloured on a terminal, else in brackets.
+
+    PLACE is the folder of a run, a TOML file or a recipe. Without one the flags of train say which run is meant. A run
+    that logged its samples shows what a step was trained on; else it is what the step will be trained on. Without
+    --sample and --step: the first two.
+    """
+    run_dir = Path(place) if place and Path(place).is_dir() else None
+    if place:
+        given = [name for name, origin in SOURCES.origins.items() if origin == "command line" and "." in name]
+        refuse_given([*given], f"{place} has all settings", "" if run_dir else f"--config {place} in place of {place}")
+        run = config_of(place)
+    with contextlib.redirect_stderr(io.StringIO()):  # it tells what only training asks for
+        facts = dataclasses.replace(facts_of(run, nproc, None, is_dry=True), is_dry=False)
+    if problems := [problem for rule in (rules.ranges, *DATA_RULES) for problem in rule(facts)]:
+        raise ConfigError.together(problems)
+    from crius.data.show import lines_of, takes_colour
+    from crius.tools.data_audit.show import show as samples_shown
+
+    wanted = sample or (() if step else (0, 1))
+    shown = samples_shown(facts.config, facts.data_parallel_ranks, run_dir, wanted, step)
+    if as_json:
+        found = [{"sample": number, "documents": [one.as_dict() for one in shown[number]]} for number in shown]
+        emit(json.dumps({"step": step or None, "samples": found}))
+        return 0
+    for line in lines_of(shown, in_colour=takes_colour(sys.stdout)):
+        sys.stdout.write(line + "\n")  # printable already, but for the colours
+    return 0
 
 
 @app.command

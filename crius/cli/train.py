@@ -86,6 +86,7 @@ def train(
     if saved is not None:  # dtype and document boundaries are those of the checkpoint
         facts = facts_of(run, nproc, placement, saved=saved)
         rules.check(facts)
+    facts = _with_epochs(facts)
     run = facts.config
 
     with contextlib.ExitStack() as stack:
@@ -98,6 +99,15 @@ def train(
             open_run_corpus(run, facts.data_parallel_ranks)
         code = _start(run, folder, placement, facts.num_ranks, strict, locks)
     return _end(facts, folder, placement, code)
+
+
+def _with_epochs(facts: Facts) -> Facts:
+    """``facts`` with the steps of the run; under ``training.epochs`` the corpus has to be opened for them."""
+    if facts.config.training.epochs < 1:
+        return facts
+    from crius.train.inputs import open_run_data
+
+    return dataclasses.replace(facts, config=open_run_data(facts.config, facts.data_parallel_ranks)[0])
 
 
 def run_tools() -> "Tools":

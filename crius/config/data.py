@@ -1,12 +1,13 @@
 """What is trained and validated on: sections of ``RunConfig``."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from crius import plugins
 from crius.config.names import did_you_mean
 from crius.errors import ConfigError
 
-SOURCES = ("stdlib", "text", "jsonl", "huggingface", "tokens")
+SOURCES = ("stdlib", "text", "jsonl", "parquet", "huggingface", "tokens")
 
 
 def check_source(name: str, where: str) -> None:
@@ -25,16 +26,32 @@ class DataConfig:
 
     source: str = "stdlib"
     """stdlib: the source text of the running Python's standard library, nothing to download. text: files, one document
-    each. jsonl: files with one JSON object a line. huggingface: a streamed dataset (needs ``pip install
-    crius[huggingface]``). tokens: a folder written by ``crius data prepare``. Installed packages may add kinds of
-    files: docs/plugins.md."""
+    each. jsonl: files with one JSON object a line, plain, .gz or .zst. parquet: files with one row each (needs ``pip
+    install crius[chat]``, as .zst does). huggingface: a streamed dataset (needs ``pip install crius[huggingface]``).
+    tokens: a folder written by ``crius data prepare``. Installed packages may add kinds of files: docs/plugins.md."""
+
+    format: Literal["documents", "chat"] = "documents"
+    """What a row is. documents: a text, all of which is trained on. chat: a conversation, which becomes a text by the
+    chat template of the tokenizer; what the assistant says is trained on. For jsonl and parquet: docs/chat_data.md."""
+
+    columns: tuple[str, ...] = ()
+    """chat: the column (key of a row) with the messages, or those with the prompt and with the completion. Left out:
+    messages, conversations, or prompt and completion (or names as clear as that), whatever the rows have."""
+
+    train_on: Literal["all", "last"] = "all"
+    """chat: which turns of the assistant are trained on. The rest of a conversation is only read."""
+
+    train_on_end_of_turn: bool = True
+    """chat: predict the token that ends a turn, such as <|im_end|>, after what is trained on. no_train_on_end_of_turn:
+    the model learns nothing about when to stop."""
 
     path: tuple[str, ...] = ()
-    """text, jsonl: files, globs and folders (repeat the flag for more); of a folder all .txt or .jsonl files in it and
-    its subfolders. huggingface: the dataset's name or folder. tokens: the folder. stdlib takes none."""
+    """text, jsonl, parquet: files, globs and folders (repeat the flag for more); of a folder all .txt, .jsonl (also
+    .jsonl.gz and .jsonl.zst) or .parquet files in it and its subfolders. huggingface: the dataset's name or folder.
+    tokens: the folder. stdlib takes none."""
 
     text_field: str = "text"
-    """jsonl, huggingface: the key that holds the document."""
+    """jsonl, parquet, huggingface: the key or column that holds the document."""
 
     name: str = ""
     """huggingface: the configuration of the dataset, for example en of allenai/c4."""
@@ -53,6 +70,15 @@ class DataConfig:
 
     add_eos: bool = True
     """Predict the end-of-document token after the last token of each document. no_add_eos predicts nothing there."""
+
+    packing: bool = True
+    """chat: fill each sequence with whole conversations, first-fit, none of which sees another; that takes
+    model.attention_mask document. no_packing gives each conversation a sequence of its own, padded to
+    training.seq_len: mostly padding where conversations are short."""
+
+    too_long: Literal["truncate", "drop"] = "truncate"
+    """chat: what becomes of a conversation with more than training.seq_len tokens. truncate keeps its first ones and
+    trains on what is to be predicted among them; drop leaves it out. The log has the number."""
 
     shuffle: bool = True
     """Visit the sequences of an indexed corpus in a random order, a new one each epoch. Streams are not shuffled."""

@@ -36,6 +36,8 @@ TAKEN = (
 )
 """Sizes that a file of ``model.from_hf`` gives, all of which the run.toml of its run has."""
 
+LENGTHS = ("training.steps", "training.epochs")
+"""Each says how long a run is: one in a stronger source stands for the other in a weaker one."""
 FROM_HF = "--model.from_hf"
 OF_MODEL = " (model.from_hf)"
 """How the origin of a value ends that ``model.from_hf`` gave."""
@@ -144,6 +146,9 @@ class RunSources:
             yield ConfigError(f"{name} is given twice, once under another spelling.", where=source, fix="keep one")
         if settings.get("model.from_hf"):
             _leave_open(named)
+        for name, other in (LENGTHS, LENGTHS[::-1]):
+            if f"--{other}" in named and named[f"--{other}"].tokens:  # of a stronger source
+                settings.pop(name, None)
         yield from _fill(named, settings, source, is_read_only="config" in commands)
         yield from self._spread_model(named, settings)
 

@@ -206,6 +206,7 @@ MOVED = {
     "adam_epsilon": "optimizer.eps",
     "bf16": "training.mixed_precision_param bfloat16",
     "ddp_timeout": "comm.timeout_seconds",
+    "epochs": "training.epochs",
     "eval_strategy": "validation.interval",
     "eval_steps": "validation.interval",
     "fsdp": "parallelism.data_parallel_shard_degree",
@@ -225,8 +226,10 @@ MOVED = {
     "intermediate_size": "model.ffn_dim",
     "n_heads": "model.num_heads",
     "num_attention_heads": "model.num_heads",
+    "num_epochs": "training.epochs",
     "num_hidden_layers": "model.num_layers",
     "num_key_value_heads": "model.num_kv_heads",
+    "num_train_epochs": "training.epochs",
     "optim": "optimizer.name",
     "output_dir": "job.run_dir",
     "per_device_train_batch_size": "training.local_batch_size",
@@ -242,7 +245,6 @@ MOVED = {
     "warmup_steps": "lr_scheduler.warmup_steps",
 }
 
-_EPOCHS = "a run is as long as training.steps; the log says how many steps an epoch has"
 _ACCUMULATION = (
     "training.global_batch_size / (training.local_batch_size x data-parallel ranks) microbatches are added up"
 )
@@ -268,7 +270,6 @@ NOTHING = {
     "comm.trace_buf_size": "the watchdog reports where each rank hangs",
     "compile.components": "the blocks are compiled; compile.loss adds the loss",
     "dataloader_num_workers": "one thread reads ahead; data.prefetch is how far",
-    "epochs": _EPOCHS,
     "experimental.*": _MODULES,
     "fault_tolerance.*": "launch.max_restarts starts all ranks again from the newest checkpoint; none goes on alone",
     "fp16": "float16 needs a loss scale, which there is not; bfloat16 needs none",
@@ -287,8 +288,6 @@ NOTHING = {
     "model.norm_type": "the model decides it",
     "model.print_after_conversion": "the log says which layers are converted",
     "model.use_flex_attn": "model.attention_mask and kernels.attention choose among the kernels there are",
-    "num_epochs": _EPOCHS,
-    "num_train_epochs": _EPOCHS,
     "optimizer.early_step_in_backward": "gradients are clipped by their global norm, which is known after the backward",
     "parallelism.disable_loss_parallel": "the output layer is split under tensor parallelism, and so is the loss",
     "parallelism.enable_compiled_autograd": "the blocks are compiled, not the backward as a whole",

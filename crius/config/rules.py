@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 from crius import plugins
-from crius.config.data import SOURCES
-from crius.config.facts import Facts, Rule, Violations, without_effect
+from crius.config.facts import Facts, Rule, Violations
 from crius.config.load import did_you_mean
+from crius.config.rules_data import DATA_RULES
 from crius.config.rules_debugging import DEBUGGING_RULES
 from crius.config.rules_layout import LAYOUT_RULES, divisors
 from crius.config.rules_pipeline import PIPELINE_RULES
@@ -125,6 +125,7 @@ _RANGES: list[tuple[str, Callable[[Any], bool], str, str]] = [
         for name in (
             "training.local_batch_size",
             "training.global_batch_size",
+            "training.epochs",
             "kernels.loss_chunk_tokens",
             "parallelism.data_parallel_shard_degree",
         )
@@ -188,7 +189,7 @@ def ranges(facts: Facts) -> Violations:
 _LARGEST, _LARGEST_STEP, _LARGEST_VOCABULARY = 2**31 - 1, 2**36, 2**24
 """Of a whole number, of the tokens of a step, of the rows of an embedding: what tensors with 64-bit sizes can hold."""
 _MOST_LAYERS, _WIDEST = 100_000, 2**20
-_COUNTS = ("training.steps", "debug.seed")
+_COUNTS = ("training.steps", "training.epochs", "debug.seed")
 """Whole numbers that are no size of a tensor."""
 
 
@@ -229,29 +230,6 @@ def job_name_is_plain(facts: Facts) -> Violations:
         )
 
 
-def data_path_given(facts: Facts) -> Violations:
-    """Sources that read files say which; the standard library needs none."""
-    data = facts.config.data
-    if data.source == "stdlib" and data.path:
-        yield ConfigError(
-            f"data.path {', '.join(data.path)} has no effect with data.source stdlib.",
-            where=facts.flag("data.path"),
-            fix="--data.source text or jsonl",
-        )
-    elif data.source != "stdlib" and not data.path:
-        yield ConfigError(
-            f"data.source {data.source} needs data.path.",
-            where=facts.flag("data.source"),
-            fix=f"e.g. --data.source {data.source} --data.path PATH",
-        )
-    elif data.source in ("tokens", "huggingface") and len(data.path) > 1:
-        yield ConfigError(
-            f"data.source {data.source} takes one data.path, not {len(data.path)}.",
-            where=facts.flag("data.path"),
-            fix=f"--data.path {data.path[0]}",
-        )
-
-
 def sinks_installed(facts: Facts) -> Violations:
     """Each sink that is named is one of an installed package, and can be made."""
     for name in facts.config.metrics.sinks:
@@ -273,35 +251,6 @@ def sinks_installed(facts: Facts) -> Violations:
             )
 
 
-def data_flags_have_effect(facts: Facts) -> Violations:
-    """What was given on the command line for one kind of source is not given to another."""
-    source = facts.config.data.source
-    like_jsonl = source if source in SOURCES else "jsonl"  # of a package: it reads files too
-    owners = {
-        "text_field": ("jsonl", "huggingface"),
-        "name": ("huggingface",),
-        "split": ("huggingface",),
-        "virtual_shards": ("huggingface",),
-        "shuffle": ("stdlib", "text", "jsonl", "tokens"),
-    }
-    vain = {f"data.{name}": sources[0] for name, sources in owners.items() if like_jsonl not in sources}
-    reason = f" with data.source {source}"
-    rows = [(name, reason, f"leave it out, or --data.source {owner}") for name, owner in vain.items()]
-    return without_effect(facts, rows)
-
-
-def virtual_shards_split(facts: Facts) -> Violations:
-    """Each rank reads whole virtual shards of a stream."""
-    data, ranks = facts.config.data, facts.data_parallel_ranks
-    if data.source == "huggingface" and data.virtual_shards >= 1 and ranks >= 1 and data.virtual_shards % ranks:
-        yield ConfigError(
-            f"data.virtual_shards {data.virtual_shards} is no multiple of the {ranks} data-parallel ranks.",
-            where=facts.flag("data.virtual_shards"),
-            why="each rank reads whole shards of a stream, so that none tokenises what another needs",
-            fix=f"--data.virtual_shards {-(-data.virtual_shards // ranks) * ranks}",
-        )
-
-
 def extras_installed(facts: Facts) -> Violations:
     """Optional packages that the run asks for are there."""
     config, dense = facts.config, facts.config.quantize.dense
@@ -309,6 +258,8 @@ def extras_installed(facts: Facts) -> Violations:
     wanted = [
         (config.metrics.enable_tensorboard, "metrics.enable_tensorboard", "tensorboard"),
         (needs_datasets, "data.source", "datasets"),
+        (config.data.source == "parquet", "data.source", "pyarrow"),
+        (config.data.format == "chat", "data.format", "jinja2"),
         (config.tokenizer.path != "byte", "tokenizer.path", "tokenizers"),
         (dense.float8.enable, "quantize.dense.float8.enable", "torchao"),
         (dense.mxfp8.enable, "quantize.dense.mxfp8.enable", "torchao"),
@@ -355,10 +306,8 @@ RULES: tuple[Rule, ...] = (
     *STABILITY_RULES,
     *CHECKPOINT_RULES,
     *REPRODUCIBLE_RULES,
-    data_path_given,
+    *DATA_RULES,
     sinks_installed,
-    data_flags_have_effect,
-    virtual_shards_split,
     *DEBUGGING_RULES,
     extras_installed,
     built_already,

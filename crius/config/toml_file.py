@@ -42,15 +42,17 @@ def _plain(value: Any) -> Any:
 def to_toml(config: RunConfig) -> str:
     """TOML that ``crius train --config`` reads back to the same run.
 
-    ``[job]`` is left out, so that the repeated run has a name and a folder of its own, and so are the settings of
-    ``COMMAND_LINE_ONLY``, which ``command_line_flags`` gives. A secret, such as the password
-    in a URL, is left out too, and a comment says so; that setting has to be given again.
+    ``[job]`` is left out, so that the repeated run has a name and a folder of its own. So are the settings of
+    ``COMMAND_LINE_ONLY``, which ``command_line_flags`` gives, and the steps that ``training.epochs`` come to. A secret,
+    such as the password in a URL, is left out too, and a comment says so; that setting has to be given again.
     """
     tree = dataclasses.asdict(config)
     del tree["job"]
     for name in COMMAND_LINE_ONLY:
         section, _, leaf = name.partition(".")
         del tree[section][leaf]
+    if config.training.epochs > 0:
+        del tree["training"]["steps"]
     plain = _plain(tree)
     shown = redact_value("", plain)
     note = "" if shown == plain else f"# {HIDDEN} stands for a secret: give the setting that has it again\n"

@@ -13,6 +13,11 @@ class TrainingConfig:
     steps: int = 10_000
     """Number of optimizer steps."""
 
+    epochs: int = -1
+    """Train for so many passes over the training data, instead of training.steps. Each sequence is trained on exactly
+    so many times: where the last batch is not full, the rest of it is padding without labels. Not for streams. -1: by
+    steps. Where a recipe or a file gives one of the two, the stronger source wins."""
+
     seq_len: int = 2048
     """Tokens in a sequence."""
 

@@ -10,14 +10,17 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from crius.config.data import DataConfig, TokenizerConfig
 from crius.data.checked import SETTLED_NS
-from crius.data.documents import describe, find_files, kind_of, read_pieces, reading
+from crius.data.documents import describe, find_files, kind_of, reading
 from crius.data.lock import locked
-from crius.data.prepare import collect, write_folder
+from crius.data.meta import CHAT_VERSION, FORMAT_VERSION
+from crius.data.prepare import collect, write
 from crius.data.tokenizer import Tokenizer
-from crius.data.tokens import FORMAT_VERSION, TokenFile
+from crius.data.tokens import TokenFile
+from crius.data.work import chat_encoder, work_on
 from crius.errors import DataError
 from crius.host import user_cache
 
@@ -33,7 +36,7 @@ def open_cached(
     them tries and fails with the same error.
 
     Args:
-        data: ``source`` is stdlib, text or jsonl.
+        data: ``source`` is stdlib, text, jsonl or parquet.
         config: what ``tokenizer`` was built from.
         tokenizer: the tokenizer.
         flag: where ``data.path`` came from, for messages.
@@ -45,9 +48,11 @@ def open_cached(
     files = find_files(data, flag)
     before = [_signature(file) for file in files]
     digests = _digests(files, before, root / "index")
-    options = "" if data.source in ("stdlib", "text") else data.text_field
     version = kind_of(data.source).version  # empty of ours
-    content = [FORMAT_VERSION, data.source, options, *([version] * bool(version)), tokenizer.fingerprint, *digests]
+    content: list[Any] = [FORMAT_VERSION, data.source, "" if data.source in ("stdlib", "text") else data.text_field]
+    if data.format == "chat":
+        content = [CHAT_VERSION, data.source, chat_encoder(data, config, tokenizer).fingerprint]
+    content += [*([version] * bool(version)), tokenizer.fingerprint, *digests]
     key = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
     folder = root / "tokens" / key
     if (found := _open(folder)) is not None:
@@ -57,8 +62,7 @@ def open_cached(
             return found
         _remove(folder)
         collect(folder.parent)  # of any corpus: the one of a run that was killed may never come again
-        pieces = read_pieces(data, files)
-        write_folder(folder, pieces, tokenizer, tokenizer_config=config, source=describe(data, files))
+        write(folder, work_on(data, files, tokenizer, config), tokenizer, source=describe(data, files))
         for file, signature in zip(files, before, strict=True):
             if _signature(file) != signature:
                 _remove(folder)

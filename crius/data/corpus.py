@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from crius.config.data import DataConfig, TokenizerConfig, ValidationConfig
 from crius.data.cache import open_cached
+from crius.data.samples import open_samples
 from crius.data.source import NO_LABEL, Boundary, HeldOut, TokenSource
 from crius.data.tokenizer import Tokenizer, build_tokenizer
 from crius.data.tokens import IndexedSource, TokenFile
@@ -65,14 +66,7 @@ def open_corpus(
         EnvironmentError: a package is missing.
     """
     tok = build_tokenizer(tokenizer)
-    if tok.vocab_size > vocab_size:
-        raise DataError(
-            f"tokenizer {tok.name} has {tok.vocab_size:,} ids, the model has rows for {vocab_size:,}.",
-            where="--tokenizer.path",
-            fix=f"--model.vocab_size {tok.vocab_size}",
-        )
-    token_bytes = np.zeros(vocab_size, dtype=np.int32)
-    token_bytes[: tok.vocab_size] = tok.token_bytes()
+    token_bytes = _token_bytes(tok, vocab_size)
     boundary = boundary_of(data, tok)
     _check_fraction(validation)
     if data.source == "huggingface":
@@ -83,6 +77,10 @@ def open_corpus(
     if scores and validation.path:
         other = replace(data, path=validation.path)
         held_file = _token_file(other, tokenizer, tok, vocab_size, "--validation.path")
+    if data.format == "chat":
+        sizes = {"global_batch_size": global_batch_size, "seq_len": seq_len, "vocab_size": vocab_size, "seed": seed}
+        samples, scored, lines = open_samples(file, held_file if scores else None, data, validation, **sizes)
+        return Corpus(samples, scored, tok, token_bytes, (_corpus_line(file, tok), *lines))
     # held out also where nothing is scored, so that switching validation on or off never changes what is trained on
     holds_out = validation.fraction > 0 and not validation.path
     cut = _cut(file, validation.fraction, seq_len) if holds_out else file.meta.num_tokens
@@ -96,6 +94,18 @@ def open_corpus(
         _check_held_out(train, held, validation, global_batch_size)
     lines = _describe(train, held, tok, global_batch_size)
     return Corpus(train, held, tok, token_bytes, (f"{lines[0]}; {boundary.describe()}", *lines[1:]))
+
+
+def _token_bytes(tok: Tokenizer, vocab_size: int) -> npt.NDArray[np.int32]:
+    if tok.vocab_size > vocab_size:
+        raise DataError(
+            f"tokenizer {tok.name} has {tok.vocab_size:,} ids, the model has rows for {vocab_size:,}.",
+            where="--tokenizer.path",
+            fix=f"--model.vocab_size {tok.vocab_size}",
+        )
+    token_bytes = np.zeros(vocab_size, dtype=np.int32)
+    token_bytes[: tok.vocab_size] = tok.token_bytes()
+    return token_bytes
 
 
 def boundary_of(data: DataConfig, tokenizer: Tokenizer) -> Boundary:
@@ -150,6 +160,13 @@ def _token_file(data: DataConfig, config: TokenizerConfig, tok: Tokenizer, vocab
                 fix=f"{flag} FOLDER, written by crius data prepare",
             )
         file = TokenFile(Path(data.path[0]).expanduser())
+        if file.meta.is_chat != (data.format == "chat"):
+            there, other = ("conversations", "chat") if file.meta.is_chat else ("documents", "documents")
+            raise DataError(
+                f"{file.folder} holds {there}, the run reads data.format {data.format}.",
+                where=flag,
+                fix=f"--data.format {other}",
+            )
         if file.meta.tokenizer_fingerprint != tok.fingerprint:
             raise DataError(
                 f"{file.folder} was written with tokenizer {file.meta.tokenizer_name}, the run has {tok.name}"
@@ -220,13 +237,17 @@ def _power_of_two(limit: int) -> int:
     return 1 << (limit.bit_length() - 1)
 
 
+def _corpus_line(file: TokenFile, tok: Tokenizer) -> str:
+    meta, what = file.meta, "conversations" if file.meta.is_chat else "documents"
+    counts = f"{meta.num_documents:,} {what}, {meta.num_tokens:,} tokens"
+    return f"corpus: {meta.source}: {counts}, tokenizer {tok.name} ({file.folder})"
+
+
 def _describe(
     train: IndexedSource, held: IndexedSource | None, tok: Tokenizer, global_batch_size: int
 ) -> tuple[str, ...]:
-    meta = train.file.meta
     lines = (
-        f"corpus: {meta.source}: {meta.num_documents:,} documents, {meta.num_tokens:,} tokens, tokenizer {tok.name} "
-        f"({train.file.folder})",
+        _corpus_line(train.file, tok),
         f"train: {_num_tokens(train):,} tokens = {train.num_samples:,} sequences of {train.seq_len:,} = "
         f"{train.num_samples / global_batch_size:,.1f} steps an epoch",
     )

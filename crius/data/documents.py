@@ -4,19 +4,18 @@ import difflib
 import functools
 import glob
 import hashlib
-import json
 import os
 import platform
 import re
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from crius import plugins
 from crius.config.data import DataConfig, check_source
+from crius.data.rows import COMPRESSED, checked_text, decode, json_kind, json_lines, parquet_rows, reading
 from crius.errors import CriusError, DataError
 
 
@@ -74,9 +73,6 @@ def _folders(top: str) -> Iterator[str]:
                 yield folder
         waiting = links
 
-
-MAX_LINE_BYTES = 256 << 20
-"""Longest line of a jsonl file, 256 MiB: a file without newlines must not fill the memory."""
 
 PIECE_BYTES = 16 << 20
 """A text file is read, and tokenised, 16 MiB at a time."""
@@ -144,9 +140,18 @@ def find_files(data: DataConfig, flag: str = "--data.path") -> tuple[Path, ...]:
             )
         return _stdlib_files()
     suffix = kind_of(data.source).suffix
+    suffixes = (suffix, *(suffix + end for end in COMPRESSED)) if data.source == "jsonl" else (suffix,)
     if not data.path:
         raise DataError(f"source {data.source} needs files.", where=flag, fix=f"{flag} FILE (repeat it for more)")
-    return tuple(sorted({file for pattern in data.path for file in _matches(pattern, suffix, flag)}))
+    found = {file for pattern in data.path for file in _matches(pattern, suffixes, flag)}
+    twice = sorted(file for file in found if file.suffix in COMPRESSED and file.with_suffix("") in found)
+    if twice:
+        raise DataError(
+            f"{twice[0].with_suffix('')} and {twice[0]} are one file twice.",
+            where=flag,
+            fix=f"remove one of them, or name the files: {flag} FILE (repeat it for more)",
+        )
+    return tuple(sorted(found))
 
 
 def read_pieces(data: DataConfig, files: tuple[Path, ...]) -> Iterator[Piece]:
@@ -206,7 +211,7 @@ def document_text(row: object, field: str, where: str) -> str:
         DataError: no such key, or its value is no text.
     """
     if not isinstance(row, Mapping):
-        raise DataError(f"the record is {_json_kind(row)}, not an object with a key {field!r}.", where=where)
+        raise DataError(f"the record is {json_kind(row)}, not an object with a key {field!r}.", where=where)
     if field not in row:
         texts = [key for key, value in row.items() if isinstance(value, str)]
         choice = difflib.get_close_matches(field, list(map(str, row)), n=1, cutoff=0.5) or texts
@@ -216,17 +221,7 @@ def document_text(row: object, field: str, where: str) -> str:
             fix=f"--data.text_field {choice[0]}" if choice else "--data.text_field KEY, with the key that has the text",
         )
     text = row[field]
-    if not isinstance(text, str):
-        raise DataError(f"the value of {field!r} is {_json_kind(text)}, not text.", where=where)
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
-        raise DataError(
-            f"the value of {field!r} is no Unicode text: lone surrogate \\u{ord(text[error.start]):04x} at character "
-            f"{error.start}.",
-            where=where,
-        ) from error
-    return text
+    return checked_text(text, f"the value of {field!r}", where)
 
 
 def _stdlib_files() -> tuple[Path, ...]:
@@ -243,10 +238,10 @@ def _stdlib_files() -> tuple[Path, ...]:
     )
 
 
-def _matches(pattern: str, suffix: str, flag: str) -> list[Path]:
+def _matches(pattern: str, suffixes: Sequence[str], flag: str) -> list[Path]:
     path = Path(pattern).expanduser()
     if path.is_dir():
-        return _files_of_folder(path, suffix, flag)
+        return _files_of_folder(path, suffixes, flag)
     if path.exists():
         if not path.is_file():
             raise DataError(f"{pattern} is not a regular file.", where=flag)
@@ -269,9 +264,12 @@ def _matches(pattern: str, suffix: str, flag: str) -> list[Path]:
     )
 
 
-def _files_of_folder(folder: Path, suffix: str, flag: str) -> list[Path]:
+def _files_of_folder(folder: Path, suffixes: Sequence[str], flag: str) -> list[Path]:
+    suffix = suffixes[0]
+    patterns = [f"{glob.escape(str(folder))}/**/*{ending}" for ending in suffixes]
+    there = [pattern for pattern in patterns if any(file.is_file() for file in matches(Path(pattern)))]
     try:
-        return _matches(f"{glob.escape(str(folder))}/**/*{suffix}", suffix, flag)
+        return [file for pattern in there or patterns[:1] for file in _matches(pattern, suffixes, flag)]
     except DataError:
         others = sorted({file.suffix for file in folder.iterdir() if file.suffix and file.is_file()})
         raise DataError(
@@ -280,32 +278,6 @@ def _files_of_folder(folder: Path, suffix: str, flag: str) -> list[Path]:
             why=f"it has {', '.join(others)} files" if others else "",
             fix=f"{flag} '{folder}/*{others[0] if others else suffix}'",
         ) from None
-
-
-@contextmanager
-def reading(file: Path) -> Iterator[None]:
-    """Turn an OSError into an error that names the file."""
-    try:
-        yield
-    except OSError as error:
-        raise DataError(f"{file} cannot be read: {error.strerror or error}.", where=str(file)) from error
-
-
-def _decode(content: bytes, file: Path, line: int, offset: int) -> str:
-    """Text of ``content``, which starts at this line (from 1) and byte offset (from 0) of the file."""
-    try:
-        text = content.decode()
-    except UnicodeDecodeError as error:
-        line += content.count(b"\n", 0, error.start)
-        compressed = content.startswith((b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ")) and offset == 0
-        raise DataError(
-            f"byte {offset + error.start} of {file} is 0x{content[error.start]:02x}, which is not UTF-8.",
-            where=f"{file}:{line}",
-            fix="the file looks compressed: unpack it first"
-            if compressed
-            else f"iconv -t UTF-8 {file}, or remove the byte",
-        ) from error
-    return text.removeprefix("\ufeff") if offset == 0 else text
 
 
 def _stdlib_pieces(file: Path, _: str) -> Iterator[Piece]:
@@ -327,11 +299,11 @@ def _text_pieces(file: Path, _: str) -> Iterator[Piece]:
             cut = 0
             if len(content) >= PIECE_BYTES:
                 cut = _cut(content)
-                yield Piece(_decode(content[:cut], file, line, offset), False)
+                yield Piece(decode(content[:cut], file, line, offset), False)
                 started = True
                 line, offset = line + content.count(b"\n", 0, cut), offset + cut
             rest = content[cut:]
-        text = _decode(rest, file, line, offset)
+        text = decode(rest, file, line, offset)
         if text or started:
             yield Piece(text, True)
 
@@ -350,46 +322,24 @@ def _cut(content: bytes) -> int:
 
 
 def _jsonl_pieces(file: Path, field: str) -> Iterator[Piece]:
-    offset, number = 0, 0
-    with reading(file), file.open("rb") as opened:
-        while content := opened.readline(MAX_LINE_BYTES + 1):
-            number += 1
-            where = f"{file}:{number}"
-            if len(content) > MAX_LINE_BYTES:
-                raise DataError(
-                    f"line {number} is longer than {MAX_LINE_BYTES >> 20} MiB.",
-                    where=where,
-                    why="jsonl has one JSON object a line, and a line is held in memory",
-                    fix="jq -c . FILE writes one object a line; for plain text --data.source text",
-                )
-            line = _decode(content, file, number, offset)
-            offset += len(content)
-            if not line.strip():
-                continue
-            if text := document_text(_json(line, where), field, where):
-                yield Piece(text, True)
+    for row, number in json_lines(file):
+        if text := document_text(row, field, f"{file}:{number}"):
+            yield Piece(text, True)
 
 
-def _json(line: str, where: str) -> object:
-    try:
-        return json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(
-            f"the line is not JSON: {error.msg} at column {error.colno}.",
-            where=where,
-            fix="jsonl has one JSON object a line; for plain text --data.source text",
-        ) from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
-        raise DataError(f"the line is not JSON that can be read: {error}.", where=where) from error
+def _parquet_pieces(file: Path, field: str) -> Iterator[Piece]:
+    def choose(names: list[str]) -> list[str]:
+        document_text({name: "" for name in names}, field, str(file))  # says what is wrong
+        return [field]
 
-
-def _json_kind(value: object) -> str:
-    kinds = {"dict": "an object", "list": "a list", "str": "text", "NoneType": "null", "bool": "true or false"}
-    return kinds.get(type(value).__name__, f"a number ({value})" if isinstance(value, int | float) else "no JSON value")
+    for row, number in parquet_rows(file, choose):
+        if text := document_text(row, field, f"{file}, row {number}"):
+            yield Piece(text, True)
 
 
 KINDS = {
     "stdlib": FileKind(suffix=".py", read=_stdlib_pieces),
     "text": FileKind(suffix=".txt", read=_text_pieces),
     "jsonl": FileKind(suffix=".jsonl", read=_jsonl_pieces),
+    "parquet": FileKind(suffix=".parquet", read=_parquet_pieces),
 }

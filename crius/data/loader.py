@@ -2,7 +2,7 @@
 
 Step s of a run with global batch size B trains on samples ``s * B`` to ``s * B + B - 1``; rank r of n takes those with
 ``id % n == r``. So the batch of a step does not depend on n, and, as n divides the shards of a stream, neither is a
-shard read by two ranks.
+shard read by two ranks. A run over whole epochs has a last sample; what its last batch lacks is padding without labels.
 """
 
 import logging
@@ -14,12 +14,11 @@ from queue import SimpleQueue
 from threading import Semaphore, Thread
 from typing import Any, NamedTuple, TypedDict
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from crius.data.source import HeldOut, Rows, TokenSource
+from crius.data.source import HeldOut, Rows, TokenSource, padding_rows
 from crius.errors import ConfigError, DataError
 from crius.kernels.linear_cross_entropy import IGNORE_INDEX as IGNORE_INDEX
 
@@ -31,7 +30,8 @@ class Batch:
     """Sequences and what to predict from them, all int64 and ``(batch, tokens)``.
 
     ``labels_BT[b, t]`` is the token after ``tokens_BT[b, t]``, or ``IGNORE_INDEX``. ``positions_BT`` counts from 0 at
-    the start of each document and of each sequence. ``sample_ids[b]`` names row b in its source; -1 is padding.
+    the start of each document and of each sequence. ``sample_ids[b]`` names row b in its source; a row of padding has
+    ``~id``, below 0, of the sample that would be at its place.
     ``ends_BM[b]``, int32, says where the documents of row b end, ascending; the length of the row fills it up, to as
     many numbers as the next power of two from the most documents of a row. None where attention does not go by it.
     """
@@ -59,7 +59,8 @@ class Batch:
 
     def grouped(self, num_groups: int) -> "Batch":
         """The rows with ``sample_id % num_groups`` 0 first, then 1, and so on; within a group as they were."""
-        rows = sorted(range(len(self)), key=lambda row: self.sample_ids[row] % num_groups)
+        places = [number if number >= 0 else ~number for number in self.sample_ids]
+        rows = sorted(range(len(self)), key=lambda row: places[row] % num_groups)
         ordered = self.map(lambda tensor: torch.stack([tensor[row] for row in rows]))
         return replace(ordered, sample_ids=tuple(self.sample_ids[row] for row in rows))
 
@@ -124,6 +125,7 @@ class BatchLoader:
         rank, num_ranks: which data-parallel rank this is, of how many.
         prefetch: batches prepared ahead by a thread; 0 prepares each one when it is asked for.
         start_step: steps that are done already. A stream has to be resumed by ``load_state_dict`` instead.
+        end_sample: samples from this one on are padding; 0: there is no end.
         pin_memory: hand out batches in page-locked memory, which copies to a GPU without the host waiting.
         most_documents: of a row, for a batch to say where its documents end; 0: none does.
 
@@ -140,6 +142,7 @@ class BatchLoader:
         num_ranks: int,
         prefetch: int,
         start_step: int = 0,
+        end_sample: int = 0,
         pin_memory: bool = False,
         most_documents: int = 0,
     ) -> None:
@@ -147,11 +150,12 @@ class BatchLoader:
         _check_divides("training.global_batch_size", global_batch_size, num_ranks)
         _check_divides("data.virtual_shards", source.num_shards, num_ranks)
         self.source, self.global_batch_size, self.rank, self.num_ranks = source, global_batch_size, rank, num_ranks
+        self.end_sample = end_sample
         self.step = start_step
         """Steps whose batch was handed out."""
         self._shards = range(rank, source.num_shards, num_ranks)
         self._prefetch, self._pin_memory, self._most_documents = prefetch, pin_memory, most_documents
-        self._next_sample = start_step * global_batch_size
+        self._next_sample = self._ended(start_step * global_batch_size)
         self._cursors = source.cursors(self._shards)
         self._prefetcher: _Prefetcher | None = None
         self._closed = False
@@ -172,9 +176,17 @@ class BatchLoader:
             self._prefetcher = self._start()
         prepared = self._prefetcher.get()
         self.step += 1
-        self._next_sample += self.global_batch_size
+        self._next_sample = self._ended(self._next_sample + self.global_batch_size)
         self._cursors = prepared.cursors
         return prepared.batch
+
+    @property
+    def steps_left(self) -> int:
+        """Batches until ``end_sample``; 0 where there is no end."""
+        return -(-max(0, self.end_sample - self._next_sample) // self.global_batch_size)
+
+    def _ended(self, sample: int) -> int:
+        return min(sample, self.end_sample) if self.end_sample else sample
 
     def close(self) -> None:
         """Stop the thread and drop what it prepared. Waits at most 5 s for a read that is under way."""
@@ -218,7 +230,7 @@ class BatchLoader:
     def start_at(self, step: int) -> None:
         """Go on after ``step`` steps of today's batch size, where no state says more. Not for a stream."""
         self._stop(timeout=None)
-        self.step, self._next_sample = step, step * self.global_batch_size
+        self.step, self._next_sample = step, self._ended(step * self.global_batch_size)
 
     def _start(self) -> "_Prefetcher":
         if self._shards and self._next_sample and not any(map(any, self._cursors.values())):
@@ -232,7 +244,13 @@ class BatchLoader:
         def prepare() -> _Prepared:
             nonlocal next_sample
             ids = range(next_sample + (self.rank - next_sample) % self.num_ranks, next_sample + self.global_batch_size)
-            batch = _batch(self.source.read(ids[:: self.num_ranks]), ids[:: self.num_ranks], self._most_documents)
+            mine = ids[:: self.num_ranks]
+            there = [number for number in mine if not self.end_sample or number < self.end_sample]
+            if len(there) == len(mine):
+                batch = _batch(self.source.read(mine), mine, self._most_documents)
+            else:
+                absent = [~number for number in mine[len(there) :]]
+                batch = _padded(self.source, there, absent, self._most_documents)
             next_sample += self.global_batch_size
             return _Prepared(batch.pin_memory() if self._pin_memory else batch, self.source.cursors(self._shards))
 
@@ -299,7 +317,8 @@ def validation_batches(
     ids = [number * source.num_samples // count for number in range(count)]
     mine = ids[rank::num_ranks]
     for start in range(0, math.ceil(count / num_ranks), batch_size):
-        yield _padded(source, mine[start : start + batch_size], batch_size, most_documents)
+        ids = mine[start : start + batch_size]
+        yield _padded(source, ids, [-1] * (batch_size - len(ids)), most_documents)
 
 
 def _batch(rows: Rows, sample_ids: Sequence[int], most_documents: int) -> Batch:
@@ -308,14 +327,13 @@ def _batch(rows: Rows, sample_ids: Sequence[int], most_documents: int) -> Batch:
     return batch.with_ends(most_documents) if most_documents else batch
 
 
-def _padded(source: HeldOut, sample_ids: list[int], batch_size: int, most_documents: int) -> Batch:
-    shape = (batch_size, source.seq_len)
-    labels = np.full(shape, IGNORE_INDEX, dtype=np.int64)
-    rows = Rows(np.zeros(shape, dtype=np.int64), labels, np.tile(np.arange(source.seq_len), (batch_size, 1)))
+def _padded(source: HeldOut | TokenSource, sample_ids: list[int], absent: list[int], most_documents: int) -> Batch:
+    """The samples, and a row of padding for each of ``absent``, ids below 0."""
+    rows = padding_rows(len(sample_ids) + len(absent), source.seq_len)
     if sample_ids:
         for array, part in zip(rows, source.read(sample_ids), strict=True):
             array[: len(sample_ids)] = part
-    return _batch(rows, (*sample_ids, *[-1] * (batch_size - len(sample_ids))), most_documents)
+    return _batch(rows, (*sample_ids, *absent), most_documents)
 
 
 def _check_divides(name: str, value: int, num_ranks: int) -> None:

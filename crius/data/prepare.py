@@ -13,12 +13,12 @@ import signal
 import time
 import uuid
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
-from typing import IO, Any, NamedTuple, TypeAlias
+from typing import IO, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -26,14 +26,12 @@ import xxhash
 
 from crius.config.data import DataConfig, TokenizerConfig
 from crius.data.checked import BLOCK_BYTES, BlockHasher
-from crius.data.documents import Piece, describe, find_files, read_pieces
-from crius.data.source import TokenArray
+from crius.data.documents import Piece, describe, find_files
+from crius.data.meta import CHAT_VERSION, DTYPES, FORMAT_VERSION, META, TokenMeta
 from crius.data.tokenizer import Tokenizer, build_tokenizer
-from crius.data.tokens import DOCUMENTS, DTYPES, FORMAT_VERSION, HASHES, META, TOKEN_BYTES, TOKENS, TokenMeta
+from crius.data.tokens import DOCUMENTS, HASHES, TARGETS, TOKEN_BYTES, TOKENS
+from crius.data.work import Encode, Encoded, Work, document_work, work_on
 from crius.errors import DataError
-
-CHUNK_CHARACTERS = 4 << 20
-CHUNK_PIECES = 4096
 
 Worker: TypeAlias = "Connection[Any, Any]"
 """This side of the pipe to a worker, or a worker's to its parent: chunks go down, ``Encoded`` or an error come up."""
@@ -41,19 +39,11 @@ Worker: TypeAlias = "Connection[Any, Any]"
 _log = logging.getLogger("crius.data")
 
 
-class Encoded(NamedTuple):
-    """Tokens of some pieces, end-of-document ids included, and how many each piece has and whether it ends one."""
-
-    tokens: TokenArray
-    lengths: npt.NDArray[np.int64]
-    ends: npt.NDArray[np.bool_]
-
-
 def prepare(data: DataConfig, tokenizer: TokenizerConfig, out: Path, num_workers: int = 1) -> TokenMeta:
     """Tokenise ``data`` into the new folder ``out``.
 
     Args:
-        data: ``source`` is stdlib, text or jsonl.
+        data: ``source`` is stdlib, text, jsonl or parquet.
         tokenizer: the tokenizer.
         out: a folder that does not exist or is empty.
         num_workers: processes; the bytes that are written do not depend on it.
@@ -67,19 +57,20 @@ def prepare(data: DataConfig, tokenizer: TokenizerConfig, out: Path, num_workers
             f"source {data.source} cannot be prepared.",
             where="--data.source",
             why=why,
-            fix="--data.source stdlib, text or jsonl",
+            fix="--data.source stdlib, text, jsonl or parquet",
+        )
+    if data.format == "chat" and data.source not in ("jsonl", "parquet"):
+        raise DataError(
+            f"source {data.source} has no conversations.",
+            where="--data.source",
+            fix="--data.source jsonl or parquet, or --data.format documents",
         )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise DataError(f"{out} exists and is not an empty folder.", where=str(out), fix="choose another, or remove it")
     files = find_files(data)
-    return write_folder(
-        out,
-        read_pieces(data, files),
-        build_tokenizer(tokenizer),
-        tokenizer_config=tokenizer,
-        source=describe(data, files),
-        num_workers=num_workers,
-    )
+    built = build_tokenizer(tokenizer)
+    work = work_on(data, files, built, tokenizer)
+    return write(out, work, built, source=describe(data, files), num_workers=num_workers)
 
 
 def write_folder(
@@ -98,12 +89,22 @@ def write_folder(
     Raises:
         DataError: there is no document, or the folder cannot be written. Nothing is left behind.
     """
+    work = document_work(pieces, tokenizer, tokenizer_config)
+    return write(out, work, tokenizer, source=source, num_workers=num_workers)
+
+
+def write(out: Path, work: Work, tokenizer: Tokenizer, *, source: str, num_workers: int = 1) -> TokenMeta:
+    """Do ``work`` into ``<out>.tmp-<uuid>`` and rename that to ``out``, which is absent or empty.
+
+    Raises:
+        DataError: there is nothing to write, or the folder cannot be written. Nothing is left behind.
+    """
     start = time.monotonic()
     try:
         with _temporary_folder(out) as temporary:
-            chunks = _encode_all(_chunks(pieces), tokenizer, tokenizer_config, temporary, num_workers)
+            chunks = _encode_all(work, temporary, num_workers)
             with contextlib.closing(chunks) as encoded:
-                meta = _write(temporary, encoded, tokenizer, source)
+                meta = _write(temporary, encoded, tokenizer, source, work.fingerprint)
             _sync(temporary)
             temporary.rename(out)
             _sync(out.parent)
@@ -153,9 +154,10 @@ def _locked(folder: Path, flag: int = 0) -> Iterator[None]:
         os.close(handle)
 
 
-def _write(folder: Path, encoded: Iterable[Encoded], tokenizer: Tokenizer, source: str) -> TokenMeta:
+def _write(folder: Path, encoded: Iterable[Encoded], tokenizer: Tokenizer, source: str, fingerprint: str) -> TokenMeta:
     dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
-    hashes = {name: hashlib.sha256() for name in (TOKENS, DOCUMENTS, TOKEN_BYTES)}
+    names = (TOKENS, DOCUMENTS, TOKEN_BYTES, *([TARGETS] if fingerprint else []))
+    hashes = {name: hashlib.sha256() for name in names}
     blocks = {name: BlockHasher(BLOCK_BYTES) for name in hashes}
     num_tokens, num_documents, largest, at_start = 0, 0, 0, True
 
@@ -165,9 +167,13 @@ def _write(folder: Path, encoded: Iterable[Encoded], tokenizer: Tokenizer, sourc
         blocks[name].update(content)
         file.write(content)
 
-    with (folder / TOKENS).open("wb") as tokens, (folder / DOCUMENTS).open("wb") as documents:
+    with contextlib.ExitStack() as stack:
+        tokens, documents = (stack.enter_context((folder / name).open("wb")) for name in (TOKENS, DOCUMENTS))
+        targets = stack.enter_context((folder / TARGETS).open("wb")) if fingerprint else None
         for chunk in encoded:
             put(tokens, TOKENS, chunk.tokens.astype(DTYPES[dtype]))
+            if targets and chunk.targets is not None:
+                put(targets, TARGETS, chunk.targets.astype(np.uint8))
             begins = np.concatenate(([at_start], chunk.ends[:-1]))
             starts = (num_tokens + np.cumsum(chunk.lengths) - chunk.lengths)[begins]
             put(documents, DOCUMENTS, starts.astype("<i8"))
@@ -175,13 +181,14 @@ def _write(folder: Path, encoded: Iterable[Encoded], tokenizer: Tokenizer, sourc
             largest = max(largest, int(chunk.tokens.max(initial=0)))
             num_tokens, num_documents = num_tokens + len(chunk.tokens), num_documents + len(starts)
     if not num_documents:
-        raise DataError(f"the corpus is empty: no document with text in {source}.", where="--data.path")
+        what = "conversation" if fingerprint else "document with text"
+        raise DataError(f"the corpus is empty: no {what} in {source}.", where="--data.path")
     with (folder / TOKEN_BYTES).open("wb") as token_bytes:
         put(token_bytes, TOKEN_BYTES, tokenizer.token_bytes().astype("<i4"))
     table = np.concatenate([block.hashes() for block in blocks.values()]).tobytes()
     (folder / HASHES).write_bytes(table)
     meta = TokenMeta(
-        version=FORMAT_VERSION,
+        version=CHAT_VERSION if fingerprint else FORMAT_VERSION,
         dtype=dtype,
         num_tokens=num_tokens,
         num_documents=num_documents,
@@ -194,6 +201,7 @@ def _write(folder: Path, encoded: Iterable[Encoded], tokenizer: Tokenizer, sourc
         sha256={name: value.hexdigest() for name, value in hashes.items()},
         block_bytes=BLOCK_BYTES,
         hashes_xxh3=xxhash.xxh3_128_hexdigest(table),
+        encoder=fingerprint,
     )
     (folder / META).write_text(meta.to_json())
     for name in (*hashes, HASHES, META):
@@ -209,41 +217,14 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def _chunks(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    chunk: list[Piece] = []
-    characters = 0
-    for piece in pieces:
-        chunk.append(piece)
-        characters += len(piece.text)
-        if characters >= CHUNK_CHARACTERS or len(chunk) >= CHUNK_PIECES:
-            yield chunk
-            chunk, characters = [], 0
-    if chunk:
-        yield chunk
-
-
-def encode_chunk(tokenizer: Tokenizer, chunk: list[Piece]) -> Encoded:
-    """Tokens of the pieces one after the other, with the end-of-document id after each that ends a document."""
-    ends = np.array([piece.ends_document for piece in chunk])
-    eos = np.array([tokenizer.eos_id])
-    parts: list[TokenArray] = []
-    for ids, end in zip(tokenizer.encode_batch([piece.text for piece in chunk]), ends, strict=True):
-        parts += (ids, eos) if end else (ids, eos[:0])
-    lengths = np.array([len(part) for part in parts]).reshape(-1, 2).sum(axis=1)
-    dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
-    return Encoded(np.concatenate(parts, dtype=dtype, casting="unsafe"), lengths, ends)
-
-
-def _encode_all(
-    chunks: Iterable[list[Piece]], tokenizer: Tokenizer, config: TokenizerConfig, temporary: Path, num_workers: int
-) -> Generator[Encoded, None, None]:
+def _encode_all(work: Work, temporary: Path, num_workers: int) -> Generator[Encoded, None, None]:
     """Each chunk encoded, in order; at most two chunks a worker are in memory."""
     if num_workers <= 1:
-        yield from (encode_chunk(tokenizer, chunk) for chunk in chunks)
+        yield from map(work.encode, work.chunks)
         return
     waiting: deque[Worker] = deque()
-    with _workers(config, temporary, num_workers) as workers:
-        for chunk, worker in zip(chunks, itertools.cycle(workers), strict=False):
+    with _workers(work.make, temporary, num_workers) as workers:
+        for chunk, worker in zip(work.chunks, itertools.cycle(workers), strict=False):
             with _alive(num_workers):
                 worker.send(chunk)
             waiting.append(worker)
@@ -254,7 +235,7 @@ def _encode_all(
 
 
 @contextlib.contextmanager
-def _workers(config: TokenizerConfig, temporary: Path, number: int) -> Iterator[list[Worker]]:
+def _workers(make: Callable[[], Encode], temporary: Path, number: int) -> Iterator[list[Worker]]:
     """Processes that encode chunks, each with a pipe of its own: it can be killed at any time and nobody waits for it.
 
     A queue that is shared would be left locked, or with half a result in it.
@@ -266,7 +247,7 @@ def _workers(config: TokenizerConfig, temporary: Path, number: int) -> Iterator[
         for _ in range(number):
             here, there = context.Pipe()
             ends.append(stack.enter_context(here))
-            process = context.Process(target=_work, args=(there, config, temporary), daemon=True)
+            process = context.Process(target=_work, args=(there, make, temporary), daemon=True)
             process.start()
             stack.callback(process.join)
             stack.callback(process.kill)
@@ -296,21 +277,21 @@ def _alive(num_workers: int) -> Iterator[None]:
         ) from error
 
 
-def _work(parent: Worker, config: TokenizerConfig, temporary: Path) -> None:
+def _work(parent: Worker, make: Callable[[], Encode], temporary: Path) -> None:
     """Encode what comes until the parent kills this process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent ends its workers
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process a core is enough threads
-    chunks: SimpleQueue[list[Piece]] = SimpleQueue()
+    chunks: SimpleQueue[list[Any]] = SimpleQueue()
     Thread(target=_take, args=(parent, chunks, temporary), daemon=True).start()
     try:
-        tokenizer = build_tokenizer(config)
+        encode = make()
         while True:
-            parent.send(encode_chunk(tokenizer, chunks.get()))
+            parent.send(encode(chunks.get()))
     except Exception as error:
         parent.send(error)
 
 
-def _take(parent: Worker, chunks: "SimpleQueue[list[Piece]]", temporary: Path) -> None:
+def _take(parent: Worker, chunks: "SimpleQueue[list[Any]]", temporary: Path) -> None:
     """Take chunks until the parent is gone. A killed one can neither end its workers nor remove what it wrote."""
     with contextlib.suppress(EOFError, OSError):
         while True:

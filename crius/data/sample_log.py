@@ -5,6 +5,7 @@ who goes on with the run. It begins with a line of its own, then has a line for 
 """
 
 import contextlib
+import hashlib
 import json
 import logging
 import os
@@ -31,6 +32,7 @@ class Attempt:
         batch: sequences in a step, over all ranks.
         epoch_samples: sequences in an epoch; 0 where that is not known, as of a stream.
         source: digest of the identity of the data. A sample id stands for the same sequence where it is equal.
+        end: the samples of the run end before this one; 0 where the run ends by its steps alone.
     """
 
     attempt: int
@@ -40,6 +42,12 @@ class Attempt:
     batch: int
     epoch_samples: int
     source: str
+    end: int = 0
+
+
+def source_digest(identity: str) -> str:
+    """What ``Attempt.source`` says of data of this identity."""
+    return hashlib.sha256(identity.encode()).hexdigest()[:16]
 
 
 def samples_path(run_dir: Path, rank: int) -> Path:
@@ -79,7 +87,8 @@ class SampleLog:
     def write(self, step: int, sample_ids: Sequence[int]) -> None:
         """Note that ``step`` is done and that this rank trained on ``sample_ids`` in it, in any order."""
         if self._file is not None:
-            ids = [[part.start, part.stop, part.step] for part in to_ranges(sample_ids)]
+            there = [number for number in sample_ids if number >= 0]  # the others are padding
+            ids = [[part.start, part.stop, part.step] for part in to_ranges(there)]
             self._file.append(_line({"attempt": self._attempt, "step": step, "ids": ids}))
 
     def close(self) -> None:

@@ -8,9 +8,25 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+Int64Array = npt.NDArray[np.int64]
+
 ROUNDS = 8  # 3 make a pseudo-random permutation with ideal rounds (Luby and Rackoff 1988); small halves need more
 
 _MASK64 = (1 << 64) - 1
+
+
+class MarkedText(NamedTuple):
+    """A text as tokens, and where in it each lies.
+
+    Attributes:
+        ids: ``(tokens,)``, those of ``Tokenizer.encode_marked``.
+        starts: ``(tokens,)``, character of the text at which each begins.
+        ends: ``(tokens,)``, character after it; a character of several tokens is in each of them.
+    """
+
+    ids: npt.NDArray[np.int64]
+    starts: npt.NDArray[np.int64]
+    ends: npt.NDArray[np.int64]
 
 
 def mix(value: int) -> int:
@@ -53,7 +69,53 @@ def _mix_array(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return value ^ (value >> np.uint64(31))
 
 
-Int64Array = npt.NDArray[np.int64]
+ORDER_BLOCK = 1024
+"""Samples whose order is found at once: a permutation of few costs as many calls of NumPy as one of many."""
+
+
+class Order:
+    """Which of ``size`` places each sample is: epoch e is samples ``e * size`` on, each place once.
+
+    Args:
+        size: places.
+        seed: chooses the orders.
+        shuffle: each epoch has an order of its own; False takes the places as they come.
+    """
+
+    def __init__(self, size: int, seed: int, *, shuffle: bool) -> None:
+        self.size, self.seed, self.shuffle = size, seed, shuffle
+        self._block: tuple[int, Int64Array] = (-1, np.empty(0, dtype=np.int64))
+
+    def __str__(self) -> str:
+        return f"shuffled {self.seed}" if self.shuffle else "in order"
+
+    def places(self, sample_ids: Sequence[int]) -> Int64Array:
+        """The place of each sample, ``(batch,)``, in [0, size)."""
+        ids = np.asarray(sample_ids, dtype=np.int64)
+        if not self.shuffle:
+            return ids % self.size
+        found = np.empty_like(ids)
+        blocks, indices = np.divmod(ids, ORDER_BLOCK)
+        for block in np.unique(blocks):
+            rows = blocks == block
+            found[rows] = self._of(int(block))[indices[rows]]
+        return found
+
+    def _of(self, block: int) -> Int64Array:
+        """Places of the samples ``block * ORDER_BLOCK`` on, ``(ORDER_BLOCK,)``; the last block is kept."""
+        if self._block[0] == block:
+            return self._block[1]
+        ids = np.arange(block * ORDER_BLOCK, (block + 1) * ORDER_BLOCK)
+        epochs, indices = np.divmod(ids, self.size)
+        order = np.empty_like(ids)
+        for epoch in np.unique(epochs):
+            rows = epochs == epoch
+            key = mix(mix(self.seed) ^ int(epoch))
+            order[rows] = permute(indices[rows].astype(np.uint64), self.size, key).astype(np.int64)
+        self._block = block, order
+        return order
+
+
 TokenArray = npt.NDArray[np.integer[Any]]
 Cursor = Sequence[int]
 """``[epoch, document, token_offset]`` of the next token that a shard has not trained on."""
@@ -130,6 +192,17 @@ class Rows(NamedTuple):
     tokens: Int64Array
     labels: Int64Array
     positions: Int64Array
+
+
+PADDING_ID = 0
+"""Token of the places that nothing fills. They have no label."""
+
+
+def padding_rows(batch: int, seq_len: int) -> Rows:
+    """Rows of padding alone, each of them one document without a label, to be filled in place."""
+    shape = (batch, seq_len)
+    positions = np.tile(np.arange(seq_len, dtype=np.int64), (batch, 1))
+    return Rows(np.full(shape, PADDING_ID, dtype=np.int64), np.full(shape, NO_LABEL, dtype=np.int64), positions)
 
 
 class TokenSource(Protocol):

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from crius.config.data import TokenizerConfig
-from crius.data.source import TokenArray
+from crius.data.source import MarkedText, TokenArray
 from crius.data.tokenizer_files import TOKENIZER_CONFIG, tokenizer_file
 from crius.errors import DataError, EnvironmentError
 from crius.plugins import install_line
@@ -79,13 +79,30 @@ class Tokenizer(ABC):
         """Ids of a text in which names of special tokens are these tokens, as a chat template writes them."""
         return self.encode(text)
 
+    def encode_marked_texts(self, texts: Sequence[str]) -> list[MarkedText]:
+        """``encode_marked`` of each text, and where its tokens lie.
+
+        Raises:
+            DataError: the tokenizer cannot tell where.
+        """
+        raise DataError(
+            f"tokenizer {self.name} does not tell where in a text its tokens lie.",
+            where="--tokenizer.path",
+            why="the mask of a conversation needs it",
+            fix="a tokenizer.json",
+        )
+
     def special_ids(self, names: Iterable[str]) -> set[int]:
         """Ids of the special tokens among ``names``."""
         return set()
 
+    def special_names(self) -> list[str]:
+        """Texts of all special tokens."""
+        return []
+
     @abstractmethod
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of ``ids`` without special tokens; bytes that are not UTF-8 become U+FFFD."""
+    def decode(self, ids: Sequence[int], *, with_special: bool = False) -> str:
+        """Text of ``ids``, and the names of special tokens if asked for; bytes that are not UTF-8 become U+FFFD."""
 
     @abstractmethod
     def token_bytes(self) -> npt.NDArray[np.int32]:
@@ -106,9 +123,18 @@ class ByteTokenizer(Tokenizer):
         """Bytes of ``text``, a read-only uint8 array."""
         return np.frombuffer(text.encode(), dtype=np.uint8)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of ``ids`` up to 255."""
-        return bytes(i for i in ids if i < 256).decode(errors="replace")
+    def encode_marked_texts(self, texts: Sequence[str]) -> list[MarkedText]:
+        """Bytes of each text, and the character that each belongs to."""
+        found = []
+        for text in texts:
+            starts = np.repeat(np.arange(len(text)), [len(char.encode()) for char in text])
+            found.append(MarkedText(self.encode(text).astype(np.int64), starts, starts + 1))
+        return found
+
+    def decode(self, ids: Sequence[int], *, with_special: bool = False) -> str:
+        """Text of ``ids`` up to 255, and ``<eos>`` for the end of a document if asked for."""
+        eos = b"<eos>" if with_special else b""
+        return b"".join(bytes([i]) if i < 256 else eos for i in ids).decode(errors="replace")
 
     def token_bytes(self) -> npt.NDArray[np.int32]:
         """1 for each byte, 0 for the end of a document, ``(257,)``."""
@@ -187,11 +213,29 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def encode_marked(self, text: str) -> TokenArray:
         """Ids of a text in which names of special tokens are these tokens, int64."""
+        return self.encode_marked_texts([text])[0].ids
+
+    def encode_marked_texts(self, texts: Sequence[str]) -> list[MarkedText]:
+        """``encode_marked`` of each text, and where its tokens lie, in characters.
+
+        Raises:
+            DataError: the tokenizer has no tokens for one of them.
+        """
         self._model.encode_special_tokens = False
         try:
-            return self.encode(text)
+            with self._encoding():
+                encoded = self._model.encode_batch(list(texts), add_special_tokens=False)
         finally:
             self._model.encode_special_tokens = True
+        found = []
+        for one in encoded:
+            offsets = np.asarray(one.offsets, dtype=np.int64).reshape(-1, 2)
+            found.append(MarkedText(np.asarray(one.ids, dtype=np.int64), offsets[:, 0], offsets[:, 1]))
+        return found
+
+    def special_names(self) -> list[str]:
+        """Texts of all special tokens."""
+        return [added.content for added in self._model.get_added_tokens_decoder().values() if added.special]
 
     def special_ids(self, names: Iterable[str]) -> set[int]:
         """Ids of the special tokens among ``names``."""
@@ -199,9 +243,9 @@ class HuggingFaceTokenizer(Tokenizer):
         added: dict[int, Any] = self._model.get_added_tokens_decoder()
         return {token_id for token_id, token in added.items() if token.special and token.content in wanted}
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of ``ids`` without special tokens."""
-        return str(self._model.decode(list(ids), skip_special_tokens=True))
+    def decode(self, ids: Sequence[int], *, with_special: bool = False) -> str:
+        """Text of ``ids``, and the names of special tokens if asked for."""
+        return str(self._model.decode(list(ids), skip_special_tokens=not with_special))
 
     def token_bytes(self) -> npt.NDArray[np.int32]:
         """Bytes by the kind of the tokenizer: byte-level, sentencepiece-style or plain text, ``(vocab_size,)``."""
@@ -242,20 +286,17 @@ class HuggingFaceTokenizer(Tokenizer):
         if in_front and in_front[-1] != self.eos_id:
             return in_front[-1], True
         # a vocabulary of text may have such a name too, as Qwen's has [CLS]
-        usual = [name for name in BOS_NAMES if name in self._special_tokens()]
+        usual = [name for name in BOS_NAMES if name in self.special_names()]
         names = [name] if (name := spelled(config.get("bos_token"))) else usual
         for token in names:
             if (token_id := self._model.token_to_id(token)) is not None:
                 return int(token_id), config.get("add_bos_token") is True
         return None, False
 
-    def _special_tokens(self) -> list[str]:
-        return [added.content for added in self._model.get_added_tokens_decoder().values() if added.special]
-
     def _find_eos(self, eos_token: str, config: dict[str, Any]) -> int:
         """The id of EOS: a usual special token, else a usual token, else that of tokenizer_config.json."""
         # in this order, for a vocabulary of text may have such a name too: Gemma's has HTML
-        usual = [*(name for name in EOS_NAMES if name in self._special_tokens()), *EOS_NAMES]
+        usual = [*(name for name in EOS_NAMES if name in self.special_names()), *EOS_NAMES]
         for name in [eos_token] if eos_token else [*usual, spelled(config.get("eos_token"))]:
             if (token_id := self._model.token_to_id(name)) is not None:
                 return int(token_id)

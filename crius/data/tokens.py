@@ -3,128 +3,40 @@
 tokens.bin       token ids of all documents, each followed by the end-of-document id; uint16 or uint32, little-endian
 documents.bin    int64, index in tokens.bin of the first token of each document
 token_bytes.bin  int32, bytes of source text that each id stands for
-hashes.bin       uint64, hashes of the blocks of these three files, one file after the other, see ``checked``
+targets.bin      uint8, of samples of conversations: 1 for a token that is to be predicted, else 0
+hashes.bin       uint64, hashes of the blocks of these files, one file after the other, see ``checked``
 meta.json        TokenMeta
+
+Samples of conversations are the documents of such a folder; no end-of-document id follows them.
 """
 
-import json
 import logging
-import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from crius.data.checked import WHOLE_BYTES, CheckedFile, check_sha256, damaged
+from crius.data.meta import DTYPES, META, PREPARE, TokenMeta
 from crius.data.source import (
     Boundary,
     Cursor,
     Int64Array,
+    Order,
     Rows,
     TokenArray,
-    mix,
-    permute,
     positions_of,
     storable_identity,
 )
 from crius.errors import DataError
-from crius.strict_json import load_object
 
-FORMAT_VERSION = 1
-TOKENS, DOCUMENTS, TOKEN_BYTES, META = "tokens.bin", "documents.bin", "token_bytes.bin", "meta.json"
+TOKENS, DOCUMENTS, TOKEN_BYTES, TARGETS = "tokens.bin", "documents.bin", "token_bytes.bin", "targets.bin"
 HASHES = "hashes.bin"
-DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
-
-ORDER_BLOCK = 1024
-"""Samples whose order is found at once: a permutation of few costs as many calls of NumPy as one of many."""
-
-MAX_COUNT = 1 << 60
-"""Of tokens, documents, ids and bytes in meta.json."""
-
-_PREPARE = "crius data prepare writes a new folder"
 
 _log = logging.getLogger("crius.data")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenMeta:
-    """What meta.json says of a token folder; counts of tokens include the end-of-document ids.
-
-    ``block_bytes`` are the bytes of a block of hashes.bin and ``hashes_xxh3`` is the 128-bit xxh3 of that file. Folders
-    that were written before it lack both.
-    """
-
-    version: int
-    dtype: str
-    num_tokens: int
-    num_documents: int
-    max_token_id: int
-    tokenizer_name: str
-    tokenizer_fingerprint: str
-    vocab_size: int
-    eos_id: int
-    source: str
-    sha256: dict[str, str]
-    block_bytes: int = 0
-    hashes_xxh3: str = ""
-
-    def to_json(self) -> str:
-        """The text of meta.json."""
-        return json.dumps(asdict(self), indent=2) + "\n"
-
-    @classmethod
-    def from_file(cls, path: Path) -> "TokenMeta":
-        """Read meta.json.
-
-        Raises:
-            DataError: no such file, not JSON, another version, or a key is missing or has a value that none can be.
-        """
-        folder = path.parent
-        try:
-            record = load_object(path.read_bytes())
-        except FileNotFoundError as error:
-            kind = "has no meta.json" if folder.is_dir() else "does not exist"
-            raise DataError(f"token folder {folder} {kind}.", where=str(folder), fix=_PREPARE) from error
-        except OSError as error:
-            raise DataError(f"{path} cannot be read: {error.strerror or error}.", where=str(path)) from error
-        except ValueError as error:
-            raise DataError(f"{path} is not JSON: {_shown(error)}.", where=str(path), fix=_PREPARE) from error
-        if (version := record.get("version")) != FORMAT_VERSION:
-            raise DataError(
-                f"{path} has format version {_shown(version)}, this Crius reads version {FORMAT_VERSION}.",
-                where=str(path),
-                fix=_PREPARE,
-            )
-        for field in fields(cls):
-            if field.default is not MISSING:
-                record.setdefault(field.name, field.default)
-            expected: Any = get_origin(field.type) or field.type
-            value: Any = record.get(field.name)
-            if type(value) is not expected:  # True is an int too, and is none here
-                raise _refusal(path, field.name, value, f"it is {'an' if expected is int else 'a'} {expected.__name__}")
-            if expected is int and not 0 <= value <= MAX_COUNT:
-                raise _refusal(path, field.name, value, f"it is 0 to {MAX_COUNT:,}")
-        if record["dtype"] not in DTYPES:
-            raise _refusal(path, "dtype", record["dtype"], f"it is one of {', '.join(DTYPES)}")
-        if record["eos_id"] >= record["vocab_size"]:
-            raise _refusal(path, "eos_id", record["eos_id"], f"there are {record['vocab_size']} ids")
-        for name, digest in record["sha256"].items():
-            if type(digest) is not str or not re.fullmatch("[0-9a-f]{64}", digest):
-                raise _refusal(path, f"the sha256 of {_shown(name)}", digest, "it has 64 hexadecimal digits")
-        return cls(**{field.name: record[field.name] for field in fields(cls)})
-
-
-def _refusal(path: Path, name: str, value: object, why: str) -> DataError:
-    return DataError(f"{path} has {_shown(value)} for {name}.", where=str(path), why=why, fix=_PREPARE)
-
-
-def _shown(value: object) -> str:
-    text = str(value) if isinstance(value, ValueError) else ascii(value)
-    return text if len(text) <= 100 else f"{text[:100]}..."
 
 
 class TokenFile:
@@ -143,19 +55,23 @@ class TokenFile:
         tokens: ``(num_tokens,)`` of ``meta.dtype``.
         documents: ``(num_documents,)`` int64, first token of each document.
         token_bytes: ``(meta.vocab_size,)`` int32.
+        targets: ``(num_tokens,)`` uint8, which tokens of samples are to be predicted; empty for documents.
 
     Raises:
         DataError: a file is missing, has another size than meta.json implies, or does not match its hashes.
     """
 
-    def __init__(self, folder: Path, fix: str = _PREPARE) -> None:
+    def __init__(self, folder: Path, fix: str = PREPARE) -> None:
         self.folder, self._fix = folder, fix
         self.meta = TokenMeta.from_file(folder / META)
         if self.meta.num_tokens < 1 or self.meta.num_documents < 1:
-            raise DataError(f"token folder {folder} has no tokens.", where=str(folder), fix=_PREPARE)
+            raise DataError(f"token folder {folder} has no tokens.", where=str(folder), fix=PREPARE)
         self.tokens = self._map(TOKENS, DTYPES[self.meta.dtype], self.meta.num_tokens)
         self.documents = self._map(DOCUMENTS, np.dtype("<i8"), self.meta.num_documents)
         self.token_bytes = self._map(TOKEN_BYTES, np.dtype("<i4"), self.meta.vocab_size)
+        self.targets: npt.NDArray[np.uint8] = np.empty(0, dtype=np.uint8)
+        if self.meta.is_chat:
+            self.targets = self._map(TARGETS, np.dtype("u1"), self.meta.num_tokens)
         self._checked = self._hold_against_hashes()
         if self.documents.nbytes < WHOLE_BYTES:
             starts = self.documents
@@ -171,7 +87,7 @@ class TokenFile:
             DataError: one of them is damaged.
         """
         if name in self._checked:
-            size = {TOKENS: self.tokens, DOCUMENTS: self.documents}[name].itemsize
+            size = {TOKENS: self.tokens, DOCUMENTS: self.documents, TARGETS: self.targets}[name].itemsize
             self._checked[name].check(begins * size, ends * size)
 
     def documents_between(self, begins: Int64Array, ends: Int64Array) -> tuple[Int64Array, Int64Array]:
@@ -201,8 +117,9 @@ class TokenFile:
 
     @property
     def identity(self) -> str:
-        """Hash of the tokens, as meta.json has it."""
-        return str(self.meta.sha256.get(TOKENS, self.folder))
+        """Hash of the tokens, and of which of them are to be predicted, as meta.json has it."""
+        names = (TOKENS, DOCUMENTS, TARGETS) if self.meta.is_chat else (TOKENS,)
+        return " ".join(str(self.meta.sha256.get(name, self.folder)) for name in names)
 
     def check_vocab(self, vocab_size: int) -> None:
         """Refuse a folder whose largest id the model has no row for.
@@ -219,7 +136,8 @@ class TokenFile:
             )
 
     def _hold_against_hashes(self) -> dict[str, CheckedFile]:
-        contents = {TOKENS: self.tokens, DOCUMENTS: self.documents, TOKEN_BYTES: self.token_bytes}
+        contents: dict[str, npt.NDArray[Any]] = {TOKENS: self.tokens, DOCUMENTS: self.documents}
+        contents |= {TOKEN_BYTES: self.token_bytes} | ({TARGETS: self.targets} if self.meta.is_chat else {})
         if self.meta.block_bytes < 1:
             self._hold_against_sha256(contents)
             return {}
@@ -254,12 +172,12 @@ class TokenFile:
                 return np.asarray(np.memmap(path, dtype=dtype, mode="r", shape=(count,)))
         except OSError as error:
             problem = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
-            raise DataError(f"{path} {problem}.", where=str(path), fix=_PREPARE) from error
+            raise DataError(f"{path} {problem}.", where=str(path), fix=PREPARE) from error
         raise DataError(
             f"{path} has {size:,} bytes, meta.json says {count:,} x {dtype.itemsize} = {count * dtype.itemsize:,}.",
             where=str(path),
             why="the file was cut short or changed",
-            fix=_PREPARE,
+            fix=PREPARE,
         )
 
 
@@ -305,14 +223,13 @@ class IndexedSource:
         """Sequences in an epoch."""
         size = min(seq_len, len(file.tokens))  # a corpus of less has no sequence
         self._labels = np.lib.stride_tricks.sliding_window_view(file.tokens, size)  # one at each token, no copies
-        self._order: tuple[int, Int64Array] = (-1, np.empty(0, dtype=np.int64))
+        self._order = Order(self.num_samples, seed, shuffle=shuffle)
 
     @property
     def identity(self) -> str:
         """The tokens and all that decides which of them a sample id stands for."""
-        order = f"shuffled {self.seed}" if self.shuffle else "in order"
         part = f"{self.file.identity} [{self.first_token}, {self.last_token})"
-        return storable_identity(f"{part} by {self.seq_len} {order}{self.boundary.identity}")
+        return storable_identity(f"{part} by {self.seq_len} {self._order}{self.boundary.identity}")
 
     def read(self, sample_ids: Sequence[int]) -> Rows:
         """These samples, in any order.
@@ -354,29 +271,7 @@ class IndexedSource:
 
     def windows(self, sample_ids: Sequence[int]) -> Int64Array:
         """Which window each sample is, ``(batch,)``, in [0, num_samples)."""
-        ids = np.asarray(sample_ids, dtype=np.int64)
-        if not self.shuffle:
-            return ids % self.num_samples
-        windows = np.empty_like(ids)
-        blocks, places = np.divmod(ids, ORDER_BLOCK)
-        for block in np.unique(blocks):
-            rows = blocks == block
-            windows[rows] = self._order_of(int(block))[places[rows]]
-        return windows
-
-    def _order_of(self, block: int) -> Int64Array:
-        """Windows of the samples ``block * ORDER_BLOCK`` on, ``(ORDER_BLOCK,)``; the last block is kept."""
-        if self._order[0] == block:
-            return self._order[1]
-        ids = np.arange(block * ORDER_BLOCK, (block + 1) * ORDER_BLOCK)
-        epochs, indices = np.divmod(ids, self.num_samples)
-        order = np.empty_like(ids)
-        for epoch in np.unique(epochs):
-            rows = epochs == epoch
-            key = mix(mix(self.seed) ^ int(epoch))
-            order[rows] = permute(indices[rows].astype(np.uint64), self.num_samples, key).astype(np.int64)
-        self._order = block, order
-        return order
+        return self._order.places(sample_ids)
 
     def cursors(self, shards: Iterable[int]) -> dict[int, list[int]]:
         """Empty: a sample id says where it is."""
@@ -396,5 +291,5 @@ class IndexedSource:
             why=f"meta.json says that the largest id is {self.file.meta.max_token_id}: the file was changed since"
             if self.file.meta.max_token_id < token
             else "",
-            fix=_PREPARE,
+            fix=PREPARE,
         )

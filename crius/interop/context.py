@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
+from crius.data.tokenizer_files import TOKENIZER_CONFIG
 from crius.interop.foreign import read_inside
 from crius.interop.safetensors_file import json_object
-from crius.interop.weights import CONFIG, TOKENIZER_CONFIG, Weights
+from crius.interop.weights import CONFIG, Weights
 
 UNKNOWN = 2048
 """Tokens, where nobody names a longest context."""

@@ -17,6 +17,7 @@ from crius.checkpoint.manifest import ALGORITHM
 from crius.checkpoint.names import step_name
 from crius.config.data import TokenizerConfig
 from crius.config.operation import CheckpointConfig
+from crius.data.chat.template import TEMPLATE
 from crius.data.tokenizer import build_tokenizer
 from crius.data.tokenizer_files import ADDED_TOKENS, TOKENIZER, TOKENIZER_CONFIG, original_file, tokenizer_file
 from crius.errors import ConfigError, EnvironmentError
@@ -28,7 +29,6 @@ from crius.interop.new_folder import new_folder
 from crius.interop.weights import (
     CONFIG,
     GENERATION,
-    TEMPLATE,
     TOKENIZER_FOLDER,
     Weights,
     open_weights,

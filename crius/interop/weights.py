@@ -13,7 +13,8 @@ from crius.checkpoint.names import MANIFEST, step_name
 from crius.checkpoint.pieces import Shape, TensorSource, misfits, stored
 from crius.checkpoint.whereabouts import find_checkpoints
 from crius.config.load import TAKEN
-from crius.data.tokenizer_files import TOKENIZER, TOKENIZER_CONFIG, original_file
+from crius.data.chat.template import LARGEST_TEXT, find_template
+from crius.data.tokenizer_files import TOKENIZER, original_file
 from crius.errors import CheckpointError, ConfigError
 from crius.interop.foreign import Foreign, open_inside, read_inside
 from crius.interop.safetensors_file import SUFFIX, json_object, read_safetensors, safetensors_names
@@ -22,11 +23,10 @@ from crius.models.description import ModelDescription
 from crius.models.huggingface import read_model_settings
 from crius.models.registry import SPECS, families, find_spec
 
-CONFIG, GENERATION, TEMPLATE = "config.json", "generation_config.json", "chat_template.jinja"
+CONFIG, GENERATION = "config.json", "generation_config.json"
 TOKENIZER_FOLDER = "tokenizer"
 """Of a run folder that an import wrote."""
 
-_LARGEST_TEXT = 1 << 20
 _DERIVED = ".rotary_emb.inv_freq"  # files of older versions of transformers have it; the config says it
 
 
@@ -246,18 +246,11 @@ def read_chat_template(folder: Path) -> str:
         CheckpointError: the file is no JSON, or too large.
     """
     folder = folder if folder.is_dir() else folder.parent
-    for name in (TEMPLATE, TOKENIZER_CONFIG):
-        if not (folder / name).exists():
-            continue
-        data = read_inside(folder, name, _LARGEST_TEXT)
-        if name == TEMPLATE:
-            return data.decode(errors="replace")
-        found = json_object(data, f"{folder}/{name}").get("chat_template")
-        if isinstance(found, list):  # several, by name
-            found = next((one.get("template") for one in found if one.get("name") == "default"), "")
-        if isinstance(found, str) and found:
-            return found
-    return ""
+
+    def read(name: str) -> bytes | None:
+        return read_inside(folder, name, LARGEST_TEXT) if (folder / name).exists() else None
+
+    return find_template(read, lambda content, name: json_object(content, f"{folder}/{name}"))
 
 
 def hash_files(folder: Path, names: Sequence[str]) -> str:

@@ -17,8 +17,8 @@ from crius.config.resolve import ITEMSIZE, BatchSizes, Resolved, auto_dtype, bat
 from crius.config.run import RunConfig, replace_fields
 from crius.config.toml_file import shown
 from crius.data.corpus import Corpus, open_corpus
+from crius.data.meta import META, TokenMeta
 from crius.data.tokenizer import build_tokenizer
-from crius.data.tokens import META, TokenMeta
 from crius.errors import CheckpointError, ConfigError, CriusError, EnvironmentError, LayoutError
 from crius.host import Machine
 from crius.interop.weights import Weights, open_weights, settled
@@ -210,6 +210,24 @@ def run_modules(config: RunConfig, facts: ModelDescription) -> list[ModuleFacts]
     return facts.modules((config.training.seq_len + 1) / 2, is_cut=is_cut)
 
 
+def open_run_data(config: RunConfig, data_parallel_ranks: int) -> tuple[RunConfig, Corpus]:
+    """The corpus of ``config``, and ``config`` with the steps that ``training.epochs`` come to.
+
+    Raises:
+        DataError: it cannot be used.
+    """
+    corpus = open_run_corpus(config, data_parallel_ranks)
+    if config.training.epochs < 1:
+        return config, corpus
+    steps = -(-end_sample(config, corpus) // run_batch_sizes(config, data_parallel_ranks).total)
+    return replace_fields(config, {"training.steps": steps}), corpus
+
+
+def end_sample(config: RunConfig, corpus: Corpus) -> int:
+    """The sample before which the run ends; 0 where it ends by its steps alone."""
+    return max(0, config.training.epochs) * corpus.train.num_samples
+
+
 def open_run_corpus(config: RunConfig, data_parallel_ranks: int) -> Corpus:
     """The corpus of ``config``; tokenised the first time, at hand in milliseconds later.
 
@@ -324,7 +342,9 @@ def check_steps_left(step: int, config: RunConfig) -> None:
             f"training.steps {steps} leaves nothing to train: the checkpoint to start from has {step} steps.",
             where="--training.steps, --checkpoint.load_path",
             why="training.steps is the last step of the run, and the steps of the checkpoint count",
-            fix=f"--training.steps {step + steps} trains {steps} steps more",
+            fix=f"--training.steps {step + steps} trains {steps} steps more"
+            if config.training.epochs < 1
+            else "--checkpoint.init_from in place of load_path: a new run that starts with these weights",
         )
 
 

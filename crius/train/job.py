@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import logging
 import os
 import platform
@@ -15,11 +14,12 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 import crius
 from crius.config.layout import Layout
-from crius.config.run import RunConfig
+from crius.config.run import RunConfig, replace_fields
 from crius.config.toml_file import to_toml
 from crius.data.corpus import Corpus
 from crius.data.loader import Batch, BatchLoader, validation_batches
-from crius.data.sample_log import Attempt, SampleLog, next_attempt
+from crius.data.sample_log import Attempt, SampleLog, next_attempt, source_digest
+from crius.data.show import preview
 from crius.errors import LayoutError
 from crius.host import raise_open_files
 from crius.kernels import choice as kernels
@@ -42,13 +42,14 @@ from crius.train.build import Built, Job, build_gradients, build_model, build_ru
 from crius.train.checkpoints import Checkpoints, Parts
 from crius.train.effects import EffectWatch
 from crius.train.guard import UpdateGuard
-from crius.train.inputs import describe_model, describe_rows, open_run_corpus
+from crius.train.inputs import describe_model, describe_rows, end_sample, open_run_data
 from crius.train.loop import Loop, Preempted, Validation
 from crius.train.pretrained import load_initial
 from crius.train.reports import Meter, Recovery, StepReports, is_complete, write_summary
 from crius.train.saving import log_save_plan
 from crius.train.sdc import build_copies, build_sdc
 from crius.train.setup import (
+    MARKED,
     beat_while_compiling,
     decide,
     most_documents,
@@ -97,7 +98,7 @@ def run(
             layout, facts = Layout.of(config.parallelism, placement.world_size), describe_model(config)
             machine = machine_of(device, placement.world_size, placement.local_world_size)
             story.begin(device, machine, config, facts)
-            corpus = open_run_corpus(config, layout.batch)  # before the ranks meet, so that none waits in a collective
+            config, corpus = open_run_data(config, layout.batch)  # before the ranks meet: none waits in a collective
             ranks = stack.enter_context(_meet(config, placement, device))
             mesh = build_mesh(one_layout(layout, ranks), device.type)
             _log_run(Job(config, facts, mesh, ranks), run_dir, corpus)
@@ -114,13 +115,13 @@ def run(
                 recovery.resumed(checkpoints.resume(parts), loop.state.step)
                 loop.after_step.append(lambda step, done: recovery.step(step))
                 samples = stack.enter_context(contextlib.closing(_sample_log(job, run_dir, corpus, loop)))
-                loop = dataclasses.replace(loop, checkpoints=checkpoints, samples=samples)
+                loop = dataclasses.replace(_to_the_end(loop), checkpoints=checkpoints, samples=samples)
             else:
                 load_initial(config, ranks, loop.state)
             keep_scales(job, loop.state.parts)  # of the weights that were loaded
         with ledger.phase("initialise"):
             watch = tools.watch(decided, facts, machine, ledger, run_dir) if tools.watch and ranks.rank == 0 else None
-            loop.reports.sinks += [*_sinks(job, run_dir, stack, loop.state.step), *([watch] if watch else [])]
+            loop.reports.sinks += [*_sinks(job, run_dir, stack, loop), *([watch] if watch else [])]
         recovery.ready()
         _run(tools.prepare(dataclasses.replace(loop, stop=stop)), run_dir, placement, watch)
 
@@ -200,6 +201,7 @@ def assemble(
         rank=mesh.batch_rank,
         num_ranks=mesh.layout.batch,
         prefetch=config.data.prefetch,
+        end_sample=end_sample(config, corpus),
         pin_memory=ranks.device.type == "cuda",
         most_documents=most_documents(config),
     )
@@ -232,6 +234,16 @@ def assemble(
     )
 
 
+def _to_the_end(loop: Loop) -> Loop:
+    """A loop that was resumed, with as many steps as its epochs have left: the batch may have been another one."""
+    steps = loop.state.step + loop.loader.steps_left
+    if not loop.loader.end_sample or steps == loop.config.training.steps:
+        return loop
+    log.info("the epochs end after step %d, with %d sequences a step from here", steps, loop.loader.global_batch_size)
+    loop.state.schedule = WarmupStableDecay(loop.config.lr_scheduler, max(1, steps))
+    return dataclasses.replace(loop, config=replace_fields(loop.config, {"training.steps": steps}))
+
+
 def _sample_log(job: Job, run_dir: Path, corpus: Corpus, loop: Loop) -> SampleLog:
     """The log of the samples of this data-parallel rank, on the first rank of those that have the same ones."""
     mesh, ranks = job.mesh, job.ranks
@@ -243,7 +255,8 @@ def _sample_log(job: Job, run_dir: Path, corpus: Corpus, loop: Loop) -> SampleLo
         ranks=mesh.layout.batch,
         batch=loop.loader.global_batch_size,
         epoch_samples=corpus.train.num_samples,
-        source=hashlib.sha256(corpus.train.identity.encode()).hexdigest()[:16],
+        source=source_digest(corpus.train.identity),
+        end=loop.loader.end_sample,
     )
     return SampleLog(run_dir, mesh.batch_rank if is_first else None, start)
 
@@ -313,14 +326,14 @@ def _validation(job: Job, corpus: Corpus) -> Validation | None:
     )
 
 
-def _sinks(job: Job, run_dir: Path, stack: contextlib.ExitStack, resumed_step: int) -> list[Sink]:
+def _sinks(job: Job, run_dir: Path, stack: contextlib.ExitStack, loop: Loop) -> list[Sink]:
     if job.ranks.rank != 0:
         return []
     # a comment says which modules the command line named: a configuration cannot name one, for it runs no code
     imports = "".join(f"# --import {name}\n" for name in registry.IMPORTED)
     write_run_file(run_dir / "run.toml", imports + to_toml(job.config), log.warning)
     memory_gib = total_memory_gib(job.ranks.device)
-    sinks = build_sinks(job.config.metrics, run_dir, job.config.training.steps, memory_gib, resumed_step)
+    sinks = build_sinks(job.config.metrics, run_dir, loop.config.training.steps, memory_gib, loop.state.step)
     for sink in sinks:
         stack.callback(sink.close)
     return sinks
@@ -344,6 +357,8 @@ def _log_run(job: Job, run_dir: Path, corpus: Corpus) -> None:
         log.info("%s", line)
     if job.ranks.rank == 0:
         log_save_plan(config, run_dir)
+        for line in preview(corpus.train, corpus.tokenizer) if config.data.format == "chat" else ():
+            log.info("%s", line, extra={MARKED: True})
 
 
 def _log_batch(job: Job) -> None:

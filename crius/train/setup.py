@@ -22,6 +22,7 @@ from crius.config.operation import ProfilerConfig
 from crius.config.resolve import USABLE, auto_dtype, keeps_probabilities, leaves_open, varlen_obstacle
 from crius.config.run import RunConfig, replace_fields
 from crius.config.toml_file import flatten
+from crius.data.show import coloured, takes_colour
 from crius.errors import ConfigError
 from crius.host import Machine, free_host_bytes
 from crius.kernels import choice
@@ -33,6 +34,9 @@ from crius.run_file import RunFile
 from crius.train.inputs import describe_known_model
 
 log = logging.getLogger("crius.train")
+
+MARKED = "is_marked"
+"""Attribute of a record that shows what is trained on: marked in files, coloured on a terminal."""
 
 _MEMORY_EVENTS = 100_000
 """Of CUDA's allocator that are kept: some steps of a large model, and a file of tens of MB."""
@@ -49,7 +53,10 @@ class _ConsoleHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Print one line."""
         try:
-            sys.stdout.write(self.format(record) + "\n")
+            text = self.format(record)
+            if getattr(record, MARKED, False) and takes_colour(sys.stdout):
+                text = coloured(text)
+            sys.stdout.write(text + "\n")
             sys.stdout.flush()
         except OSError as error:
             if not self._has_failed:

@@ -300,5 +300,5 @@ def _not_finite(values: Tensor) -> Tensor:
 
 
 def _sorted(samples: Tensor) -> list[int]:
-    """Each of them once: ranks of one tensor-parallel or pipeline group have the same ones."""
-    return sorted(set(samples.flatten().tolist()))
+    """Each of them once: ranks of one tensor-parallel or pipeline group have the same ones. Padding is left out."""
+    return sorted({number for number in samples.flatten().tolist() if number >= 0})

@@ -145,6 +145,7 @@ def train_step(
     tensor-parallel group and of one pipeline have the same tokens, which count once.
     """
     valid_tokens = world.sum(count_valid(batch.labels_BT)) / (layout.tp * layout.pp)
+    valid_tokens = valid_tokens.clamp(min=1)  # a batch without any label has loss and gradient 0
     with anomaly_named(step):
         losses = runner.forward_backward(batch, valid_tokens)
     squared_norms = gradients.squared_norms()
@@ -293,7 +294,7 @@ def evaluate(
     same_rows = layout.num_ranks // layout.batch
     sums = world.sum(torch.cat((nats[None] / layout.tp, counts.to(world.device) / same_rows)))
     total, tokens, num_bytes, rows = sums.tolist()
-    loss = total / tokens
+    loss = total / max(tokens, 1.0)
     return ValidationMetrics(
         step=step,
         val_loss=loss,

@@ -36,7 +36,7 @@ class Counting:
         pass
 
 
-def run_attempt(run_dir, ranks, after, steps, *, batch=BATCH, sample=None, only=None, order=sorted):
+def run_attempt(run_dir, ranks, after, steps, *, batch=BATCH, sample=None, only=None, order=sorted, end=0):
     """What an attempt of ``steps`` steps leaves: the batches of the real loader, in the real log.
 
     ``only`` is the number of steps that each rank logs before the attempt is killed.
@@ -44,11 +44,12 @@ def run_attempt(run_dir, ranks, after, steps, *, batch=BATCH, sample=None, only=
     sample = after * batch if sample is None else sample
     number = next_attempt(run_dir)
     for rank in range(ranks):
-        loader = BatchLoader(Counting(), global_batch_size=batch, rank=rank, num_ranks=ranks, prefetch=0)
+        sizes = {"global_batch_size": batch, "rank": rank, "num_ranks": ranks, "end_sample": end}
+        loader = BatchLoader(Counting(), **sizes, prefetch=0)
         loader.load_state_dict({"step": after, "next_sample": sample, "source": "counting", "cursors": {}})
         start = Attempt(
             **{"attempt": number, "after": after, "sample": sample, "ranks": ranks, "batch": batch},
-            **{"epoch_samples": EPOCH, "source": "counting"},
+            **{"epoch_samples": EPOCH, "source": "counting", "end": end},
         )
         log = SampleLog(run_dir, rank, start)
         for _ in range(only[rank] if only else steps):
@@ -119,6 +120,21 @@ def test_a_run_that_began_in_the_middle_counts_from_its_first_sample(tmp_path):
     run_attempt(tmp_path, 2, 50, 5)
     report = audit(tmp_path)
     assert (report.first_sample, report.end_sample, report.steps, report.problems) == (600, 660, 5, ())
+
+
+def test_epochs_that_end_within_a_batch_are_whole(tmp_path):
+    """Of the ninth step of twelve samples there are four, on four of six ranks; the next epoch starts after them."""
+    run_attempt(tmp_path, 6, 0, 9, end=EPOCH)
+    report = audit(tmp_path)
+    assert (report.steps, report.end_sample, report.repeated, report.skipped, report.problems) == (9, EPOCH, 0, 0, ())
+    assert json.loads(lines_of(tmp_path, 5)[-1])["ids"] == []
+    run_attempt(tmp_path, 2, 9, 4, sample=EPOCH, end=2 * EPOCH)
+    report = audit(tmp_path)
+    assert (report.steps, report.end_sample, report.problems) == (13, 148, ())
+    rewrite(tmp_path, 1, lambda record: None if record.get("step") == 9 else record)
+    report = audit(tmp_path)
+    assert report.skipped == 1 and "sample 97 skipped" in report.problems[1]
+    assert report.problems[0] == "step 9 of attempt 0 was not logged by rank 1"
 
 
 def replaced(step, old, new):

@@ -18,7 +18,7 @@ from crius import cli
 from crius.config.data import DataConfig
 from crius.config.names import ALIASES, MOVED, NOTHING, nearest_typo
 from crius.config.resolve import BatchSizes, batch_sizes
-from crius.config.run import ModelConfig, RunConfig
+from crius.config.run import ModelConfig, RunConfig, replace_fields
 from crius.config.toml_file import command_line_flags, flatten, to_toml
 from crius.config.training import TrainingConfig
 
@@ -38,6 +38,7 @@ VERBS = (
     "config show",
     "config diff",
     "data prepare",
+    "data show",
     "data audit",
     "doctor",
 )
@@ -169,7 +170,6 @@ def test_the_torchtitan_name_of_a_setting_works_as_a_flag_and_in_toml(shown, tom
         (["--training.seqlen=3"], "did you mean --training.seq_len?"),
         *[([f"--{old}"], f"did you mean --{new}?") for old, new in MOVED.items()],
         *[([f"--{old}"], f"unknown flag --{old}: nothing stands for it.") for old in NOTHING if old != "import"],
-        (["--training.epochs", "3"], "a run is as long as training.steps"),
         (["--optimzer.lr", "1"], "did you mean --optimizer.lr?"),
         (["--parallelism.tensor_parallel_size", "2"], "did you mean --parallelism.tensor_parallel_degree?"),
         (["--quantize.linear.float8.recipe_name", "x"], "did you mean --quantize.dense.float8.recipe?"),
@@ -358,7 +358,11 @@ def test_run_toml_gives_back_every_setting_but_the_folder(tmp_path):
     assert all(len(get_args(type_of(name))) == 1 for name in same), "a choice of one cannot be changed, all others can"
     (tmp_path / "run.toml").write_text(to_toml(config))
     flags = ["--config", str(tmp_path / "run.toml"), *command_line_flags(config)]
-    assert parse(flags) == replace(config, job=RunConfig().job)
+    by_epochs = replace_fields(config, {"training.steps": DEFAULTS["training.steps"]})  # they come to the steps anew
+    assert parse(flags) == replace(by_epochs, job=RunConfig().job)
+    by_steps = replace_fields(config, {"training.epochs": -1})
+    (tmp_path / "run.toml").write_text(to_toml(by_steps))
+    assert parse(flags) == replace(by_steps, job=RunConfig().job)
     assert command_line_flags(config) == [f"--compile.cache_dir={config.compile.cache_dir}"], "a file may not say it"
 
 
@@ -472,7 +476,7 @@ def test_no_released_flag_disappears(crius, monkeypatch):
         f"{verb} {flag}"
         for verb in VERBS
         for flag in flags_of(crius, monkeypatch, *verb.split())
-        if not (verb.startswith(("verify", "bench", "plan", "doctor")) and "." in flag)  # those of train
+        if not (verb.startswith(("verify", "bench", "plan", "doctor", "data show")) and "." in flag)  # those of train
     )
     assert released == sorted(set(released))
     assert set(released) - set(now) == set(), "released flags are gone; see the docstring of this test"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from crius.config.data import DataConfig
-from crius.data import documents
+from crius.data import documents, rows
 from crius.data.documents import Piece, document_text, find_files, read_pieces
 from crius.errors import DataError
 
@@ -97,7 +97,7 @@ def test_a_bad_line_is_one_error_with_file_and_line(tmp_path, content, wants):
 
 
 def test_a_line_that_would_fill_the_memory_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(documents, "MAX_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr(rows, "MAX_LINE_BYTES", 1 << 20)
     file = write(tmp_path / "a.jsonl", b'{"text": "a"}\n{"text": "' + b"x" * (1 << 20))
     with pytest.raises(DataError, match=r"a.jsonl:2(?s:.)*jq -c"):
         read("jsonl", file)

@@ -7,12 +7,14 @@ import time
 import numpy as np
 import pytest
 import torch
+from sft_samples import samples_folder
 
 from crius.config.data import DataConfig, TokenizerConfig
 from crius.data.corpus import boundary_of
 from crius.data.documents import Piece
 from crius.data.loader import IGNORE_INDEX, Batch, BatchLoader, validation_batches
 from crius.data.prepare import write_folder
+from crius.data.samples import SampleSource
 from crius.data.source import Rows
 from crius.data.stream import ShardReader, StreamSource
 from crius.data.tokenizer import ByteTokenizer
@@ -52,9 +54,22 @@ def stream():
     return StreamSource(reader, num_shards=V, seq_len=T, identity="test")
 
 
-@pytest.fixture(params=["indexed", "stream"])
-def source(request, file):
-    return (lambda: indexed(file)) if request.param == "indexed" else stream
+@pytest.fixture(scope="module")
+def samples_file(tmp_path_factory):
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(2, 20, 150).tolist()
+    pairs = [(rng.integers(0, 257, length), np.arange(length) % 3 > 0) for length in lengths]
+    return samples_folder(tmp_path_factory.mktemp("samples") / "s", pairs)
+
+
+def samples(file, **options):
+    sizes = {"seq_len": T, "vocab_size": 257, "seed": 0, "packing": True, "too_long": "truncate", "shuffle": True}
+    return SampleSource(file, 0, len(file.documents), **sizes | options)
+
+
+@pytest.fixture(params=["indexed", "stream", "samples"])
+def source(request, file, samples_file):
+    return {"indexed": lambda: indexed(file), "stream": stream, "samples": lambda: samples(samples_file)}[request.param]
 
 
 def loaders(source, num_ranks, prefetch=2, size=B, **options):
@@ -99,6 +114,7 @@ def test_the_batch_of_a_step_is_the_same_for_any_number_of_ranks(source, num_ran
     close(one + many)
 
 
+@pytest.mark.parametrize("source", ["indexed", "stream"], indirect=True)
 def test_labels_are_the_next_tokens(source):
     (loader,) = loaders(source, 1)
     batch = next(loader)
@@ -177,6 +193,42 @@ def test_an_epoch_trains_on_no_sequence_twice(file):
     all_windows = sorted(map(tuple, indexed(file, shuffle=False).read(range(data.num_samples)).tokens.tolist()))
     assert sorted(tokens[: data.num_samples]) == sorted(tokens[data.num_samples :]) == all_windows
     assert tokens[: data.num_samples] != tokens[data.num_samples :]
+    loader.close()
+
+
+@pytest.mark.parametrize("ranks", [(1, 1, 1), (2, 4, 1), (4, 8, 2)])
+def test_epochs_train_on_each_sample_as_often_wherever_the_run_resumes(file, samples_file, ranks):
+    """The batch changes too, and no step but the last of an attempt is short."""
+    for make in (lambda: indexed(file), lambda: samples(samples_file)):
+        end, seen, state, parts = 3 * make().num_samples, [], None, []
+        for num_ranks, size in zip(ranks, (8, 24, 16), strict=True):
+            parts = loaders(make, num_ranks, size=size, end_sample=end)
+            for loader in parts if state else ():
+                loader.load_state_dict(state)
+            left = parts[0].steps_left
+            assert left == -(-(end - len(seen)) // size)
+            for rows in steps(parts, left if num_ranks == ranks[-1] and size == 16 else min(left, 4)):
+                assert all(set(labels) == {IGNORE_INDEX} for number, (_, labels, _) in rows.items() if number < 0)
+                seen += [number for number in rows if number >= 0]
+            state = merged(parts)
+            close(parts)
+        assert sorted(seen) == list(range(end)) and parts[0].steps_left == 0
+        more = loaders(
+            make, 2, end_sample=end + 5
+        )  # an epoch more starts with the next sample, not with the next batch
+        for loader in more:
+            loader.load_state_dict(state)
+        assert sorted(number for number in steps(more, 1)[0] if number >= 0) == list(range(end, end + 5))
+        close(more)
+
+
+def test_padding_keeps_its_place_among_virtual_shards(file):
+    """Each shard has as many rows as in any other step, so that sums are the same on any number of ranks."""
+    (loader,) = loaders(lambda: indexed(file), 1, end_sample=B + 3)
+    next(loader)
+    grouped = next(loader).grouped(4)
+    assert [number if number >= 0 else ~number for number in grouped.sample_ids] == [8, 12, 9, 13, 10, 14, 11, 15]
+    assert [number >= 0 for number in grouped.sample_ids] == [True, False, True, False, True, False, False, False]
     loader.close()
 
 

@@ -17,7 +17,7 @@ from harness import ROOT, crius, parse
 
 from crius import cli
 from crius.config.data import DataConfig, TokenizerConfig
-from crius.data import cache, documents
+from crius.data import cache, documents, work
 from crius.data import prepare as prepare_module
 from crius.data.cache import cache_folder, open_cached
 from crius.data.prepare import prepare
@@ -58,7 +58,7 @@ def test_sha256_in_meta_is_that_of_the_files(tmp_path):
 
 
 def test_any_number_of_workers_writes_the_same_bytes(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare_module, "CHUNK_CHARACTERS", 300)
+    monkeypatch.setattr(work, "CHUNK_CHARACTERS", 300)
     data = jsonl(tmp_path, [f"document {number} " * (number % 7) for number in range(200)])
     for workers in (1, 2, 3):
         prepare(data, BYTE, tmp_path / f"out{workers}", num_workers=workers)
@@ -69,7 +69,7 @@ def test_chunks_do_not_change_what_is_written(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("some text\n" * 50)
     data = DataConfig(source="text", path=(str(tmp_path / "a.txt"),))
     prepare(data, BYTE, tmp_path / "whole")
-    monkeypatch.setattr(prepare_module, "CHUNK_CHARACTERS", 30)
+    monkeypatch.setattr(work, "CHUNK_CHARACTERS", 30)
     monkeypatch.setattr(documents, "PIECE_BYTES", 64)
     prepare(data, BYTE, tmp_path / "pieces")
     assert contents(tmp_path / "whole") == contents(tmp_path / "pieces")
@@ -87,7 +87,7 @@ def test_ids_above_65535_are_stored_in_32_bits(tmp_path):
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_run_that_fails_leaves_nothing_behind(tmp_path, workers, monkeypatch):
-    monkeypatch.setattr(prepare_module, "CHUNK_PIECES", 1)
+    monkeypatch.setattr(work, "CHUNK_PIECES", 1)
     data = jsonl(tmp_path, ["a"] * 20)
     with open(data.path[0], "a") as file:
         file.write("{\n")
@@ -144,7 +144,7 @@ def test_a_second_opening_reads_and_tokenises_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(cache, "SETTLED_NS", -(1 << 62))  # the file was written just now
     data = jsonl(tmp_path, ["a", "b"])
     first = open_cached(data, BYTE, ByteTokenizer())
-    monkeypatch.setattr(cache, "write_folder", lambda *a, **k: pytest.fail("tokenised again"))
+    monkeypatch.setattr(cache, "write", lambda *a, **k: pytest.fail("tokenised again"))
     monkeypatch.setattr(cache, "_hash", lambda file: pytest.fail("hashed again"))
     assert open_cached(data, BYTE, ByteTokenizer()).folder == first.folder
 
@@ -224,13 +224,13 @@ def test_a_folder_that_is_collected_before_it_is_locked_is_made_again(tmp_path, 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch):
     data = jsonl(tmp_path, ["a"])
-    real = cache.write_folder
+    real = cache.write
 
     def change(*args, **options):
         real(*args, **options)
         jsonl(tmp_path, ["other"])
 
-    monkeypatch.setattr(cache, "write_folder", change)
+    monkeypatch.setattr(cache, "write", change)
     with pytest.raises(DataError, match=r"a.jsonl changed while it was read"):
         open_cached(data, BYTE, ByteTokenizer())
 
@@ -255,14 +255,14 @@ OPEN = """
 import logging, sys, time
 from crius.config.data import DataConfig
 from crius.config.data import TokenizerConfig
-from crius.data import cache
+from crius.data import cache, work
 from crius.data.tokenizer import ByteTokenizer
 logging.basicConfig(level="INFO", stream=sys.stdout)
-real = cache.read_pieces
+real = work.read_pieces
 def slow(*args):
     time.sleep(0.5)
     yield from real(*args)
-cache.read_pieces = slow
+work.read_pieces = slow
 data = DataConfig(source="jsonl", path=(sys.argv[1],), cache_dir=sys.argv[2])
 print("tokens", cache.open_cached(data, TokenizerConfig(), ByteTokenizer()).tokens.tolist())
 """
@@ -292,15 +292,15 @@ ENDLESS = """
 import itertools, sys, time
 from multiprocessing.connection import Connection
 from crius import cli
-from crius.data import prepare
+from crius.data import work
 from crius.data.documents import Piece
-prepare.CHUNK_PIECES = 1
+work.CHUNK_PIECES = 1
 def endless(data, files):
     for number in itertools.count():
         if number == 8:
             print("writes", flush=True)
         yield Piece("some text", True)
-prepare.read_pieces = endless
+work.read_pieces = endless
 if __name__ == "__mp_main__":  # a worker: a signal meets it halfway through a result
     send = Connection._send
     def slowly(self, content):

@@ -14,9 +14,9 @@ from crius.data.checked import BlockHasher
 from crius.data.corpus import boundary_of
 from crius.data.documents import Piece
 from crius.data.prepare import write_folder
-from crius.data.source import mix, permute, positions_of
+from crius.data.source import ORDER_BLOCK, mix, permute, positions_of
 from crius.data.tokenizer import ByteTokenizer
-from crius.data.tokens import ORDER_BLOCK, IndexedSource, TokenFile
+from crius.data.tokens import IndexedSource, TokenFile
 from crius.errors import DataError
 
 
@@ -159,7 +159,8 @@ def test_a_cut_or_missing_file_is_named(folder, name):
 def test_meta_of_another_version_or_shape_is_refused(folder):
     meta = json.loads((folder / "meta.json").read_text())
     for change, want in {
-        ("version", 2): "format version 2, this Crius reads version 1",
+        ("version", 3): "format version 3, this Crius reads versions 1 and 2",
+        ("version", 2): "targets.bin is missing",
         ("num_tokens", "7"): "'7' for num_tokens",
         ("num_tokens", 0): "no tokens",
         ("num_tokens", meta["num_tokens"] + 1): r"tokens.bin has [\d,]+ bytes, meta.json says",

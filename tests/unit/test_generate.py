@@ -13,11 +13,11 @@ from harness import ROOT
 from tiny_source import CHATML, save_source
 
 from crius import cli
+from crius.data.chat import renderer
+from crius.data.chat.renderer import render_chat
 from crius.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from crius.errors import ConfigError, DataError, EnvironmentError
 from crius.kernels import choice
-from crius.tools.generate import chat
-from crius.tools.generate.chat import render_chat
 from crius.tools.generate.settings import Settings, read_prompts
 from crius.tools.generate.stream import TextStream
 
@@ -203,7 +203,7 @@ def test_what_templates_of_hugging_face_use_is_there():
 
 
 def test_a_missing_jinja2_is_named_with_an_install_line(monkeypatch):
-    monkeypatch.setattr(chat.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(renderer.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(EnvironmentError, match="jinja2") as caught:
         render_chat(CHATML, HELLO, {})
     assert "install" in caught.value.fix

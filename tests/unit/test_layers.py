@@ -52,21 +52,22 @@ LAZY_ROOMS = (
 )
 # pyproject.toml's extras, and what comes with torch but is only for some
 OPTIONAL = {"datasets", "fsspec", "gguf", "huggingface_hub", "jinja2", "lm_eval", "matplotlib", "tokenizers"}
-OPTIONAL |= {"mistral_common", "sentencepiece", "tensorboard", "tiktoken", "torchao", "transformers"}
+OPTIONAL |= {"mistral_common", "pyarrow", "sentencepiece", "tensorboard", "tiktoken", "torchao", "transformers"}
 OPTIONAL |= {
     "torch.nn.attention.varlen",
     "torch.utils.tensorboard",
     "torch._inductor.lowering",
     "torch._inductor.cpp_builder",
+    "zstandard",
 }
 
 AIM_FILE, STOP_FILE, AIM_FUNCTION, STOP_FUNCTION = 400, 500, 60, 100
 LONGER: dict[str, str] = {}  # "file" or "file:function" to the reason; still below the hard stop
 
-MOST_CODE = {"trainer": 21_900, "tools": 10_100}
+MOST_CODE = {"trainer": 24_200, "tools": 10_400}
 """Lines of code of the two houses: the aim is 15,000 and 8,500, with all models and features 22,000 and 13,000."""
 
-MOST_LOADED = {"crius": 170, "crius.tools.plan": 12}
+MOST_LOADED = {"crius": 185, "crius.tools.plan": 13}
 """Files that a run of one process loads."""
 
 NO_CODE = {getattr(tokenize, name) for name in ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER")}
@@ -98,7 +99,15 @@ TORCH_FREE = (
     "table.py",
     "metrics/gpus.py",
     "units.py",
-    *("models/registry.py", "models/spec.py", "models/*/__init__.py", "launch/*.py", "data/*.py", "train/inputs.py"),
+    *(
+        "models/registry.py",
+        "models/spec.py",
+        "models/*/__init__.py",
+        "launch/*.py",
+        "data/*.py",
+        "data/chat/*.py",
+        "train/inputs.py",
+    ),
     "train/saving.py",
     "tools/plan/*.py",
 )

@@ -125,7 +125,7 @@ def _rows(config: RunConfig, source: TokenSource, batch_size: int, batches: int)
     ahead = config.data.prefetch or 2
     rows = [DataRow("batches, prepared when asked for", lambda: read(0))]
     rows.append(DataRow(f"batches, {ahead} prepared ahead by a thread", lambda: read(ahead)))
-    if config.data.source in ("stdlib", "text", "jsonl"):
+    if config.data.source in ("stdlib", "text", "jsonl", "parquet") and config.data.format == "documents":
         tokenizer = build_tokenizer(config.tokenizer)
 
         def tokenise() -> int:

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -142,7 +143,8 @@ def _train_rows(config: RunConfig, folder: Path) -> list[StartupRow]:
 
     def row(name: str, cache: Path | None, *, is_cold: bool = False) -> StartupRow:
         run_dir, file = folder / f"run-{name}", folder / f"{name}.toml"
-        changes = {"training.steps": 1, "validation.interval": 0, "checkpoint": CheckpointConfig(enable=False)}
+        changes: dict[str, Any] = {"training.steps": 1, "training.epochs": -1, "validation.interval": 0}
+        changes |= {"checkpoint": CheckpointConfig(enable=False)}
         changed = replace_fields(config, changes | ({"compile.cache_dir": str(cache)} if cache else {}))
         file.write_text(to_toml(changed), encoding="utf-8")
 

@@ -109,6 +109,7 @@ def prepared(config: RunConfig, schedule: Schedule) -> RunConfig:
         config,
         {
             "training.steps": schedule.total,
+            "training.epochs": -1,
             "validation.interval": 0,
             "checkpoint": CheckpointConfig(),
             "profiler": ProfilerConfig(),

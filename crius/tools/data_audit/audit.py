@@ -105,8 +105,14 @@ class Audit:
 
 
 @dataclass
-class _RankLog:
-    """A file: by attempt its start, and ``(step, first sample, end, stride)`` of each range, flat."""
+class RankLog:
+    """A file: by attempt its start, and ``(step, first sample, end, stride)`` of each range, flat.
+
+    Attributes:
+        starts: by attempt.
+        ranges: by attempt.
+        torn: lines that cannot be read.
+    """
 
     starts: dict[int, Attempt] = field(default_factory=dict)
     ranges: "dict[int, array[int]]" = field(default_factory=dict)
@@ -132,7 +138,7 @@ def audit(run_dir: Path) -> Audit:
         ConfigError: there are none.
         DataError: they cannot be read.
     """
-    logs = _read_all(run_dir)
+    logs = read_logs(run_dir)
     attempts = sorted(logs[0].starts.values(), key=lambda start: start.attempt)
     known = {start.attempt for start in attempts}
     problems = [
@@ -154,7 +160,7 @@ def audit(run_dir: Path) -> Audit:
         )
     counted = [one for one, result in zip(attempts, audited, strict=True) if result.last > result.after]
     first = counted[0].sample if counted else 0
-    expected = sum(start.batch * (one.last - one.after) for start, one in zip(attempts, audited, strict=True))
+    expected = sum(_expected(start, one) for start, one in zip(attempts, audited, strict=True))
     end, repeated, skipped = _coverage(kept, first, first + expected)
     problems += _named(repeated, "repeated", kept) + _named(skipped, "skipped", kept)
     notes = [line for rank in sorted(logs) for line in logs[rank].torn]
@@ -177,8 +183,19 @@ def audit(run_dir: Path) -> Audit:
     )
 
 
-def _read_all(run_dir: Path) -> dict[int, _RankLog]:
-    """The logs by rank; rank 0, which every attempt has, is there."""
+def _expected(start: Attempt, found: AuditedAttempt) -> int:
+    """Samples that the steps of an attempt that count should have had."""
+    number = start.batch * (found.last - found.after)
+    return min(number, max(0, start.end - start.sample)) if start.end else number
+
+
+def read_logs(run_dir: Path) -> dict[int, RankLog]:
+    """The logs by rank; rank 0, which every attempt has, is there.
+
+    Raises:
+        ConfigError: there are none.
+        DataError: they cannot be read.
+    """
     first = samples_path(run_dir, 0)
     if not first.exists():
         raise ConfigError(
@@ -191,8 +208,17 @@ def _read_all(run_dir: Path) -> dict[int, _RankLog]:
     return {rank: _read(samples_path(run_dir, rank)) for rank in sorted(int(match[1]) for match in found if match)}
 
 
-def _read(path: Path) -> _RankLog:
-    log = _RankLog()
+def samples_of(logs: dict[int, RankLog], attempt: int, step: int) -> list[int]:
+    """What all ranks trained on in a step of an attempt, ascending; empty where none logged it."""
+    found = set[int]()
+    for log in logs.values():
+        for number, *span in np.frombuffer(log.ranges.get(attempt, array("q")), dtype=np.int64).reshape(-1, 4).tolist():
+            found |= set(range(*span)) if number == step else set()
+    return sorted(found)
+
+
+def _read(path: Path) -> RankLog:
+    log = RankLog()
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
@@ -203,7 +229,7 @@ def _read(path: Path) -> _RankLog:
     return log
 
 
-def _take(log: _RankLog, line: bytes) -> bool:
+def _take(log: RankLog, line: bytes) -> bool:
     """Add ``line`` to ``log``; False where it is not one of a sample log."""
     try:
         record = json.loads(line)
@@ -219,13 +245,15 @@ def _take(log: _RankLog, line: bytes) -> bool:
             if not (0 <= first < end < 1 << 62 and 0 < stride and (end - first) // stride <= _MOST_SAMPLES):
                 return False
             flat.extend((record["step"], first, end, stride))
+        if not record["ids"]:  # padding alone: the rank was there
+            flat.extend((record["step"], 0, 0, 1))
         log.ranges.setdefault(record["attempt"], array("q")).extend(flat)
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return False
     return True
 
 
-def _gather(start: Attempt, logs: dict[int, _RankLog]) -> Ints:
+def _gather(start: Attempt, logs: dict[int, RankLog]) -> Ints:
     """What all ranks of an attempt logged, sorted by step: the columns of ``_Kept``."""
     parts = []
     for rank, log in logs.items():

@@ -1,9 +1,7 @@
 """What answers: a model with its weights on this process's device, its tokenizer, and what ends an answer."""
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -13,6 +11,8 @@ from torch.overrides import TorchFunctionMode
 from crius.checkpoint.pieces import TensorSource
 from crius.checkpoint.plain import load_whole
 from crius.config.data import TokenizerConfig
+from crius.data.chat.renderer import render_chat
+from crius.data.chat.template import END_OF_TURN, read_object, special_tokens
 from crius.data.tokenizer import Tokenizer, build_tokenizer
 from crius.errors import ConfigError, EnvironmentError
 from crius.host import free_host_bytes
@@ -26,14 +26,8 @@ from crius.models.layers import Linear
 from crius.named import named_state
 from crius.parallel.allocate import allocate
 from crius.parallel.runtime import pick_device
-from crius.tools.generate.chat import render_chat
 from crius.tools.generate.settings import Prompt, Settings
 from crius.units import GIB
-
-END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|return|>")
-"""Special tokens that end what an assistant says, beside the tokenizer's end of a document."""
-
-_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 Split = Callable[[Decoder, ModelDescription], None]
 Load = Callable[[Mapping[str, TensorSource], dict[str, Tensor]], None]
@@ -152,9 +146,8 @@ def _build(facts: ModelDescription, settings: Settings, device: torch.device) ->
 
 def _words(place: str, tokenizer: Tokenizer) -> tuple[dict[str, str], frozenset[int]]:
     """Special tokens by the names that templates have for them, and ids that end an answer."""
-    config = _read_object(place, "tokenizer_config.json")
-    special = {name: text for name in _TOKENS if (text := _content(config.get(name)))}
-    told = _read_object(place, "generation_config.json").get("eos_token_id")
+    special = special_tokens(place)
+    told = read_object(place, "generation_config.json").get("eos_token_id")
     ends = {one for one in (told if isinstance(told, list) else [told]) if type(one) is int}
     ends |= tokenizer.special_ids([*END_OF_TURN, special.get("eos_token", "")])
     return special, frozenset({tokenizer.eos_id, *ends})
@@ -212,19 +205,3 @@ def _choose_kernels(device: torch.device, linear: Literal["auto", "torch"]) -> N
             cudnn=torch.backends.cudnn.version() if on_gpu else None,
         )
     )
-
-
-def _read_object(tokenizer: str, name: str) -> dict[str, Any]:
-    """A JSON file beside a tokenizer; empty where there is none, or nothing can be taken from it."""
-    place = Path(tokenizer)
-    try:
-        found = json.loads(((place if place.is_dir() else place.parent) / name).read_bytes()) if tokenizer else {}
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _content(token: Any) -> str:
-    """The text of a token as tokenizer_config.json has it: text, or an object with more about it."""
-    text = token.get("content") if isinstance(token, dict) else token
-    return text if isinstance(text, str) else ""

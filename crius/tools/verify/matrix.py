@@ -117,6 +117,7 @@ def bare(config: RunConfig, layouts: Sequence[Layout], steps: int) -> RunConfig:
         total = -(-LEAST_GLOBAL_BATCH // unit) * unit
     changes = {
         "training.steps": steps,
+        "training.epochs": -1,
         "training.global_batch_size": total,
         "validation.interval": 0,
         "metrics.log_interval": 1,

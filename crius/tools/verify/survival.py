@@ -37,7 +37,13 @@ UNDISTURBED, KILLED = "undisturbed", "killed"
 CONSOLE = "console.log"
 """In the folder of the logs: what a run would have said on the screen."""
 SET_BY_VERB = (
-    *("training.steps", "metrics.log_interval", "launch.max_restarts", "launch.max_failures_at_step"),
+    *(
+        "training.steps",
+        "training.epochs",
+        "metrics.log_interval",
+        "launch.max_restarts",
+        "launch.max_failures_at_step",
+    ),
     *("checkpoint.folder", "checkpoint.load_path", "checkpoint.load_step"),
 )
 """Settings that both verbs decide."""
@@ -121,6 +127,7 @@ def settled_config(facts: Facts, steps: int, interval: int) -> RunConfig:
     has_own = checkpoint.interval > 0 or checkpoint.interval_minutes > 0
     changes = {
         "training.steps": steps,
+        "training.epochs": -1,
         "metrics.log_interval": 1,
         "checkpoint.enable": True,
         "checkpoint.interval": checkpoint.interval if has_own else interval,

@@ -1,0 +1,164 @@
+"""Rules about the corpus: what belongs to which source and to which format, and how often it is read."""
+
+import shlex
+
+from crius.config.data import SOURCES
+from crius.config.facts import Facts, Rule, Violations, without_effect
+from crius.config.training import TrainingConfig
+from crius.errors import ConfigError
+
+CHAT_SOURCES = ("jsonl", "parquet", "tokens")
+"""Sources whose rows can be conversations; a folder of tokens was written from such files."""
+
+_OF_CHAT = ("columns", "train_on", "train_on_end_of_turn")
+
+
+def data_path_given(facts: Facts) -> Violations:
+    """Sources that read files say which; the standard library needs none."""
+    data = facts.config.data
+    if facts.is_dry:
+        return  # nothing is read
+    if data.source == "stdlib" and data.path:
+        yield ConfigError(
+            f"data.path {', '.join(data.path)} has no effect with data.source stdlib.",
+            where=facts.flag("data.path"),
+            fix="--data.source text or jsonl",
+        )
+    elif data.source != "stdlib" and not data.path:
+        yield ConfigError(
+            f"data.source {data.source} needs data.path.",
+            where=facts.flag("data.source"),
+            fix=f"e.g. --data.source {data.source} --data.path PATH",
+        )
+    elif data.source in ("tokens", "huggingface") and len(data.path) > 1:
+        yield ConfigError(
+            f"data.source {data.source} takes one data.path, not {len(data.path)}.",
+            where=facts.flag("data.path"),
+            fix=f"--data.path {data.path[0]}",
+        )
+
+
+def data_flags_have_effect(facts: Facts) -> Violations:
+    """What was given on the command line for one kind of source is not given to another."""
+    source = facts.config.data.source
+    like_jsonl = source if source in SOURCES else "jsonl"  # of a package: it reads files too
+    owners = {
+        "text_field": ("jsonl", "parquet", "huggingface"),
+        "name": ("huggingface",),
+        "split": ("huggingface",),
+        "virtual_shards": ("huggingface",),
+        "shuffle": ("stdlib", "text", "jsonl", "parquet", "tokens"),
+    }
+    vain = {f"data.{name}": sources[0] for name, sources in owners.items() if like_jsonl not in sources}
+    reason = f" with data.source {source}"
+    rows = [(name, reason, f"leave it out, or --data.source {owner}") for name, owner in vain.items()]
+    return without_effect(facts, rows)
+
+
+def virtual_shards_split(facts: Facts) -> Violations:
+    """Each rank reads whole virtual shards of a stream."""
+    data, ranks = facts.config.data, facts.data_parallel_ranks
+    if data.source == "huggingface" and data.virtual_shards >= 1 and ranks >= 1 and data.virtual_shards % ranks:
+        yield ConfigError(
+            f"data.virtual_shards {data.virtual_shards} is no multiple of the {ranks} data-parallel ranks.",
+            where=facts.flag("data.virtual_shards"),
+            why="each rank reads whole shards of a stream, so that none tokenises what another needs",
+            fix=f"--data.virtual_shards {-(-data.virtual_shards // ranks) * ranks}",
+        )
+
+
+def chat_reads_conversations(facts: Facts) -> Violations:
+    """Conversations come from files with rows, in one or two columns of them, by a tokenizer that has a template."""
+    config, data = facts.config, facts.config.data
+    if data.format != "chat" or facts.is_dry:
+        return
+    if data.source not in CHAT_SOURCES:
+        yield ConfigError(
+            f"data.format chat does not go with data.source {data.source}.",
+            where=facts.flag("data.format"),
+            why="conversations are rows of files",
+            fix=f"--data.source {' or '.join(CHAT_SOURCES)}, or --data.format documents",
+        )
+    if config.tokenizer.path == "byte":
+        yield ConfigError(
+            "data.format chat needs a tokenizer with a chat template; tokenizer.path byte has none.",
+            where=facts.flag("tokenizer.path"),
+            fix="--tokenizer.path DIR, with tokenizer.json and chat_template.jinja",
+        )
+    if len(data.columns) > 2 or len({*data.columns}) < len(data.columns):
+        yield ConfigError(
+            f"data.columns {', '.join(data.columns)} is not one column, or two.",
+            where=facts.flag("data.columns"),
+            why="a conversation is a list of messages, or a prompt and its completion",
+            fix=" ".join(f"--data.columns {shlex.quote(name)}" for name in dict.fromkeys(data.columns[:2])),
+        )
+
+
+def chat_flags_have_effect(facts: Facts) -> Violations:
+    """What was given on the command line for one format is not given to the other."""
+    is_chat = facts.config.data.format == "chat"
+    vain = ("text_field", "add_bos", "add_eos") if is_chat else _OF_CHAT
+    reason, other = f" with data.format {facts.config.data.format}", "documents" if is_chat else "chat"
+    rows = [(f"data.{name}", reason, f"leave it out, or --data.format {other}") for name in vain]
+    why = "the chat template writes every token of a conversation" if is_chat else ""
+    return without_effect(facts, rows, why)
+
+
+def length_is_said_once(facts: Facts) -> Violations:
+    """A run ends after its steps or after whole epochs."""
+    epochs, steps = facts.config.training.epochs, facts.config.training.steps
+    if epochs != -1 and epochs < 1:
+        return  # out of its range
+    is_given = facts.origin("training.steps") != "default" and steps != TrainingConfig().steps
+    if epochs > 0 and is_given:
+        yield ConfigError(
+            f"training.epochs {epochs} and training.steps {steps} both say how long the run is.",
+            where=f"{facts.flag('training.epochs')}, {facts.flag('training.steps')}",
+            fix="leave out one of them",
+        )
+    if epochs > 0 and facts.config.data.source == "huggingface":
+        yield ConfigError(
+            f"training.epochs {epochs} does not go with a stream.",
+            where=facts.flag("training.epochs"),
+            why="nobody knows how many sequences a stream has before it was read",
+            fix="--training.epochs -1 and a number of steps, or a local copy of the data",
+        )
+
+
+def packed_samples_keep_apart(facts: Facts) -> Violations:
+    """Conversations in one sequence do not see each other."""
+    data, mask = facts.config.data, facts.config.model.attention_mask
+    if data.format == "chat" and data.packing and mask != "document":
+        yield ConfigError(
+            f"conversations are packed into sequences, and model.attention_mask {mask} lets each see those before it.",
+            where=f"{facts.flag('data.packing')}, {facts.flag('model.attention_mask')}",
+            why="the mask belongs to the model, so the data does not change it by itself",
+            fix="--model.attention_mask document, or --data.no_packing",
+        )
+
+
+def sample_flags_have_effect(facts: Facts) -> Violations:
+    """Packing and the fate of what is too long are for conversations; a folder of tokens has its masks already."""
+    data = facts.config.data
+    names: tuple[str, ...] = ("packing", "too_long")
+    fix = "leave it out, or --data.format chat"
+    reason = f" with data.format {data.format}"
+    why = "documents follow one another without padding, and a long one goes on in the next sequence"
+    if data.format == "chat" and data.source != "tokens":
+        return
+    if data.format == "chat":
+        names, reason, fix = ("columns", "train_on", "train_on_end_of_turn"), " with data.source tokens", "leave it out"
+        why = "crius data prepare has taken them into the folder"
+    yield from without_effect(facts, [(f"data.{name}", reason, fix) for name in names], why)
+
+
+DATA_RULES: tuple[Rule, ...] = (
+    data_path_given,
+    data_flags_have_effect,
+    virtual_shards_split,
+    chat_reads_conversations,
+    chat_flags_have_effect,
+    length_is_said_once,
+    packed_samples_keep_apart,
+    sample_flags_have_effect,
+)

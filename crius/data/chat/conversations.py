@@ -1,0 +1,263 @@
+"""Conversations of jsonl and parquet files, in one form whatever form they have there."""
+
+import difflib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from crius.config.data import DataConfig
+from crius.data.rows import checked_text, json_kind, json_lines, parquet_rows
+from crius.errors import DataError
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+"""Who says a message. Which of them a template knows, it says itself."""
+
+SHAREGPT = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+}
+"""Roles of ShareGPT by other names."""
+
+LISTS = ("messages", "conversations")
+PAIRS = (
+    ("prompt", "completion"),
+    ("prompt", "response"),
+    ("instruction", "output"),
+    ("instruction", "response"),
+    ("question", "answer"),
+)
+"""Columns that are found by themselves: a list of messages first, then what is asked and what is answered."""
+
+_FLAG = "--data.columns"
+_DEEPEST = 100
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages in the order in which they were said; at least one is by the assistant.
+
+    Attributes:
+        messages: with ``role`` and ``content``, maybe ``tool_calls`` and others, as a chat template takes them;
+            ``weight`` 0 of an assistant's message keeps it out of the loss.
+        tools: that the assistant may call, as JSON schemas; None where there are none.
+        where: file and line or row, for messages to people.
+    """
+
+    messages: tuple[Mapping[str, Any], ...]
+    tools: tuple[Mapping[str, Any], ...] | None
+    where: str
+
+
+def read_conversations(data: DataConfig, files: Sequence[Path]) -> Iterator[Conversation]:
+    """The conversations of ``files``, in order, in bounded memory.
+
+    Args:
+        data: ``source`` is jsonl or parquet; ``columns`` says where in a row a conversation is.
+        files: of ``find_files``.
+
+    Raises:
+        DataError: a file cannot be read or has no conversation, or a row has none; names file and row.
+        EnvironmentError: a package is missing.
+    """
+    for file in files:
+        is_empty = True
+        for conversation in _of_parquet(data, file) if data.source == "parquet" else _of_jsonl(data, file):
+            is_empty = False
+            yield conversation
+        if is_empty:
+            raise DataError(f"{file} has no conversation.", where=str(file), why="it has no row", fix="leave it out")
+
+
+def _of_jsonl(data: DataConfig, file: Path) -> Iterator[Conversation]:
+    for row, number in json_lines(file):
+        where = f"{file}, line {number}"
+        if not isinstance(row, dict):
+            raise DataError(f"the row is {json_kind(row)}, not an object with a conversation.", where=where)
+        yield _conversation(row, columns_of(data.columns, list(row), where), where)
+
+
+def _of_parquet(data: DataConfig, file: Path) -> Iterator[Conversation]:
+    found: list[str] = []
+
+    def choose(names: list[str]) -> list[str]:
+        found.extend(columns_of(data.columns, names, str(file)))
+        return [name for name in names if name in (*found, "tools", "system", "input")]
+
+    for row, number in parquet_rows(file, choose):
+        # a column has the keys of all its rows: what a row lacks is null there
+        full = {key: _without_nulls(value) for key, value in row.items()}
+        yield _conversation(full, found, f"{file}, row {number}")
+
+
+def columns_of(asked: Sequence[str], names: Sequence[str], where: str) -> list[str]:
+    """The column with the messages, or those with prompt and completion.
+
+    Args:
+        asked: ``data.columns``; empty: it is found.
+        names: columns that there are.
+        where: they are, for messages.
+
+    Raises:
+        DataError: there is none, or there are several.
+    """
+    listed = ", ".join(map(str, names)) or "none"
+    if asked:
+        for name in asked:
+            if name not in names:
+                near = difflib.get_close_matches(name, list(map(str, names)), n=1)
+                fix = f"{_FLAG} {near[0]}" if near else f"{_FLAG} NAME, of the column with the messages"
+                raise DataError(f"there is no column {name!r}; the columns: {listed}.", where=where, fix=fix)
+        return list(asked)
+    for name in LISTS:
+        if name in names:
+            return [name]
+    pairs = [pair for pair in PAIRS if {*pair} <= {*names}]
+    if len(pairs) == 1:
+        return list(pairs[0])
+    raise DataError(
+        f"the columns of the conversation cannot be told; the columns: {listed}.",
+        where=where,
+        why=f"{' or '.join(' and '.join(pair) for pair in pairs)} may be meant"
+        if pairs
+        else f"looked for {', '.join(LISTS)}, and for {', '.join('+'.join(pair) for pair in PAIRS)}",
+        fix=f"{_FLAG} MESSAGES, or {_FLAG} PROMPT {_FLAG} COMPLETION",
+    )
+
+
+def _conversation(row: Mapping[str, Any], columns: Sequence[str], where: str) -> Conversation:
+    if len(columns) == 1:
+        messages = _messages(row[columns[0]], columns[0], where)
+    else:
+        messages = _pair(row, columns, where)
+    if (system := row.get("system")) and messages[0]["role"] != "system" and "system" not in columns:
+        messages.insert(0, {"role": "system", "content": checked_text(system, "the value of 'system'", where)})
+    if not any(message["role"] == "assistant" for message in messages):
+        raise DataError(
+            "the conversation has no message of the assistant.",
+            where=where,
+            why=f"its roles are {', '.join(dict.fromkeys(message['role'] for message in messages))}; nothing of it "
+            "would be trained on",
+            fix="remove the row",
+        )
+    return Conversation(tuple(messages), _tools(row.get("tools"), where), where)
+
+
+def _pair(row: Mapping[str, Any], columns: Sequence[str], where: str) -> list[dict[str, Any]]:
+    """Messages of a prompt and its completion, each a text or a list of messages; those of the prompt have no loss."""
+    if columns[0] == "instruction" and row.get("input"):
+        raise DataError(
+            "the row has an instruction and an input.",
+            where=where,
+            why="how both make one message is not written anywhere",
+            fix="write them as one column, and name it: --data.columns PROMPT --data.columns COMPLETION",
+        )
+    found = []
+    for name, role in zip(columns, ("user", "assistant"), strict=True):
+        value = row[name]
+        if isinstance(value, list):
+            messages = _messages(value, name, where)
+            if role == "user":
+                messages = [one | {"weight": 0} if one["role"] == "assistant" else one for one in messages]
+            found += messages
+        else:
+            found.append({"role": role, "content": checked_text(value, f"the value of {name!r}", where)})
+    return found
+
+
+def _messages(value: Any, column: str, where: str) -> list[dict[str, Any]]:
+    if not isinstance(value, list):
+        raise DataError(
+            f"the value of {column!r} is {json_kind(value)}, not a list of messages.",
+            where=where,
+            fix=f"{_FLAG} NAME, of the column with the messages, or of the prompt and of the completion",
+        )
+    if not value:
+        raise DataError(f"the list of messages {column!r} is empty.", where=where, fix="remove the row")
+    return [_message(message, f"message {number}", where) for number, message in enumerate(value, start=1)]
+
+
+def _message(value: Any, what: str, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise DataError(f"{what} is {json_kind(value)}, not an object with role and content.", where=where)
+    message = {key: child for key, child in value.items() if child is not None or key == "content"}
+    if "role" not in message and "from" in message:  # ShareGPT
+        message = {"role": message.pop("from"), "content": message.pop("value", None)} | message
+    role = message.get("role")
+    role = SHAREGPT.get(role, role) if isinstance(role, str) else role
+    if role not in ROLES:
+        near = difflib.get_close_matches(str(role).lower(), [*ROLES, *SHAREGPT], n=1)
+        raise DataError(
+            f"{what} has no role." if role is None else f"{what} has the role {role!r}, which is not known.",
+            where=where,
+            why=f"roles are {', '.join(ROLES)}, and of ShareGPT {', '.join(SHAREGPT)}",
+            fix=f"write {near[0]}" if near else "write user or assistant",
+        )
+    message["role"] = role
+    message["content"] = _content(message, what, where)
+    if role == "assistant" and message.get("weight", 1) not in (0, 1):
+        raise DataError(f"{what} has the weight {message['weight']!r}; it is 0 or 1.", where=where)
+    if not isinstance(message.get("tool_calls", []), list):
+        raise DataError(f"the tool_calls of {what} are {json_kind(message['tool_calls'])}, not a list.", where=where)
+    _check_texts(message, what, where)
+    return message
+
+
+def _content(message: Mapping[str, Any], what: str, where: str) -> str | None:
+    """The text of a message. Parts that are text are joined, as templates that know parts join them."""
+    content = message.get("content")
+    if content is None:
+        if message.get("tool_calls"):
+            return None
+        raise DataError(f"{what} has no content.", where=where, why="only a message with tool_calls may lack it")
+    if not isinstance(content, list):
+        return checked_text(content, f"the content of {what}", where)
+    for part in content:
+        kind = part.get("type", "text") if isinstance(part, dict) else json_kind(part)
+        if not isinstance(part, dict) or kind != "text" or not isinstance(part.get("text"), str):
+            raise DataError(
+                f"the content of {what} has a part that is not text: {kind}.",
+                where=where,
+                why="Crius trains on text",
+                fix="remove the row, or the part",
+            )
+    return checked_text("".join(part["text"] for part in content), f"the content of {what}", where)
+
+
+def _tools(value: Any, where: str) -> tuple[Mapping[str, Any], ...] | None:
+    """Tools of a conversation: a list of objects, or that as JSON text."""
+    if isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"the value of 'tools' is text that is not JSON: {error}.", where=where) from error
+    if not value:
+        return None
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise DataError(f"the value of 'tools' is {json_kind(value)}, not a list of objects.", where=where)
+    _check_texts(value, "'tools'", where)
+    return tuple(value)
+
+
+def _check_texts(value: Any, what: str, where: str, depth: int = 0) -> None:
+    """Refuse half of a surrogate pair, which no tokenizer reads, and what is nested deeper than anybody reads."""
+    if isinstance(value, str):
+        checked_text(value, f"a text in {what}", where)
+    elif isinstance(value, dict | list):
+        if depth == _DEEPEST:
+            raise DataError(f"{what} is nested more than {_DEEPEST} deep.", where=where, fix="remove the row")
+        for child in (*value, *value.values()) if isinstance(value, dict) else value:
+            _check_texts(child, what, where, depth + 1)
+
+
+def _without_nulls(value: Any, kept: str = "content") -> Any:
+    """A value of a parquet file without the keys that its row does not have; a message keeps a content of null."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(child, "") for key, child in value.items() if child is not None or key == kept}
+    if isinstance(value, list):
+        return [_without_nulls(child, kept) for child in value]
+    return value

@@ -1,0 +1,217 @@
+"""Conversations as tokens, and which of them are trained on."""
+
+import hashlib
+import json
+import logging
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from crius.config.data import DataConfig
+from crius.data.chat.conversations import Conversation
+from crius.data.chat.renderer import Rendered, Renderer
+from crius.data.chat.template import END_OF_TURN
+from crius.data.source import MarkedText
+from crius.data.tokenizer import Tokenizer
+from crius.errors import DataError
+
+_VERSION = 1
+"""Changes when other code gives the same conversation other tokens or another mask."""
+
+_BATCH, _BATCH_CHARACTERS = 64, 1 << 20
+"""Conversations that the renderer gets together, and about how much text."""
+
+_MARK_IT = "put {% generation %} and {% endgeneration %} around what the assistant says, in chat_template.jinja"
+
+_log = logging.getLogger("crius.data")
+
+
+class ChatSample(NamedTuple):
+    """A conversation as tokens.
+
+    Attributes:
+        ids: ``(tokens,)`` of the whole rendered conversation.
+        is_target: ``(tokens,)``: those that are to be predicted, what the assistant says and what ends its turns.
+    """
+
+    ids: npt.NDArray[np.int64]
+    is_target: npt.NDArray[np.bool_]
+
+
+class ChatEncoder:
+    """Conversations to tokens and masks, by a tokenizer and its chat template.
+
+    A token is a target where it overlaps what the assistant says, as transformers has it: also a token that begins in
+    the header of a turn, or ends in what follows it.
+
+    Args:
+        tokenizer: the tokenizer.
+        template: jinja2 text, by anybody.
+        special: special tokens such as ``bos_token``, by name.
+        data: ``train_on`` and ``train_on_end_of_turn`` say what is trained on.
+
+    Attributes:
+        fingerprint: changes when the same conversation gives other ids or another mask, or the same file gives other
+            conversations.
+        num_with_special: conversations, of those encoded, in which a message spells a special token.
+
+    Raises:
+        DataError: there is no template.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, template: str, special: Mapping[str, str], data: DataConfig) -> None:
+        if not template.strip():
+            raise DataError(
+                f"tokenizer {tokenizer.name} has no chat template.",
+                where="--tokenizer.path",
+                why="it says how a conversation becomes one text",
+                fix="put the chat_template.jinja of the model beside its tokenizer.json",
+            )
+        self._tokenizer, self._template, self._special, self._data = tokenizer, template, dict(special), data
+        self._names = tokenizer.special_names()
+        self._spells = re.compile("|".join(map(re.escape, sorted(filter(None, self._names), key=len, reverse=True))))
+        ends = tokenizer.special_ids([*END_OF_TURN, special.get("eos_token", "")])
+        self._ends = np.array(sorted({tokenizer.eos_id, *ends}))
+        settings = [data.source, data.columns, data.train_on, data.train_on_end_of_turn]
+        content = [_VERSION, tokenizer.fingerprint, template, sorted(self._special.items()), settings]
+        self.fingerprint = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+        self.num_with_special = 0
+        self._warned: set[str] = set()
+
+    def encode(self, conversations: Iterable[Conversation]) -> Iterator[ChatSample]:
+        """The tokens of each conversation, in order. A sample may be without a target.
+
+        Raises:
+            DataError: the template cannot render a conversation, or what the assistant says cannot be told in its text;
+                names the conversation, the turn and what the template said.
+            EnvironmentError: jinja2 is missing.
+        """
+        fix = "leave out --data.format chat"
+        with Renderer(self._template, self._special, self._names, is_dated=False, fix=fix) as renderer:
+            for batch in _batches(conversations):
+                tasks = [{"messages": [_shown(one) for one in chat.messages], "tools": chat.tools} for chat in batch]
+                rendered = list(zip(batch, renderer.render(tasks), strict=True))
+                for chat, answer in rendered:
+                    self._check(chat, answer)
+                texts = self._tokenizer.encode_marked_texts([answer.text for _, answer in rendered])
+                for (chat, answer), text in zip(rendered, texts, strict=True):
+                    yield ChatSample(text.ids, self._mask(chat, answer, text))
+
+    def _check(self, chat: Conversation, answer: Rendered) -> None:
+        """Refuse what has no mask; count what spells special tokens."""
+        if answer.error and answer.turn >= 0:
+            raise DataError(
+                f"message {answer.turn + 1} of the conversation cannot be masked.",
+                where=chat.where,
+                why=f"the chat template: {answer.error}",
+                fix=_MARK_IT,
+            )
+        if answer.error:
+            raise DataError(
+                "the chat template cannot render the conversation.",
+                where=chat.where,
+                why=answer.error,
+                fix="mend the conversation, or chat_template.jinja beside the tokenizer",
+            )
+        if not answer.spans:
+            raise DataError(
+                "the chat template marks nothing of the conversation as said by the assistant.",
+                where=chat.where,
+                why="it has {% generation %} blocks, and none of them was rendered",
+                fix=_MARK_IT,
+            )
+        self._count(chat)
+
+    def _count(self, chat: Conversation) -> None:
+        """Count what spells special tokens; warn once of that, and once of what the template leaves out."""
+        if self._names and any(self._spells.search(text) for message in chat.messages for text in _texts(message)):
+            self.num_with_special += 1
+            self._warn(
+                chat,
+                "a message spells a special token, which becomes that token, as at inference. It is trained on only "
+                "where the assistant says it",
+            )
+        if "tool_calls" not in self._template and any(message.get("tool_calls") for message in chat.messages):
+            self._warn(chat, "the chat template leaves out tool_calls: the assistant seems to say nothing there")
+        if chat.tools and "tools" not in self._template:
+            self._warn(chat, "the chat template leaves out tools")
+
+    def _warn(self, chat: Conversation, what: str) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
+            _log.warning("%s: %s. Later conversations of this kind are not shown.", chat.where, what)
+
+    def _mask(self, chat: Conversation, answer: Rendered, text: MarkedText) -> npt.NDArray[np.bool_]:
+        trained = {
+            place
+            for place, message in enumerate(chat.messages)
+            if message["role"] == "assistant" and message.get("weight", 1) != 0
+        }
+        turns = [place for place, message in enumerate(chat.messages) if message["role"] == "assistant"]
+        if self._data.train_on == "last":
+            trained &= {turns[-1]}
+        mask = np.zeros(len(text.ids), dtype=np.bool_)
+        for turn, start, end in answer.spans:
+            if turn < 0 and trained != {*turns}:
+                raise DataError(
+                    "what the assistant says in each of its messages cannot be told apart.",
+                    where=chat.where,
+                    why="the {% generation %} blocks of the chat template are not one for each of them",
+                    fix="--data.train_on all, without weights of messages",
+                )
+            if turn < 0 or turn in trained:
+                if not self._mark(mask, answer.text, text, start, end) and self._data.train_on_end_of_turn:
+                    self._warn(
+                        chat,
+                        "no token that is known to end a turn follows a turn of the assistant: the model "
+                        "does not learn to stop there",
+                    )
+        return mask
+
+    def _mark(self, mask: npt.NDArray[np.bool_], whole: str, text: MarkedText, start: int, end: int) -> bool:
+        """Mark the tokens of a turn: what overlaps characters ``start`` to ``end``; give whether an end was found."""
+        first, after = int(np.searchsorted(text.ends, start, "right")), int(np.searchsorted(text.starts, end))
+        mask[first:after] = True
+        last = after - 1  # of what is not white space: the newline after the end of a turn is part of that
+        while last >= first and not whole[text.starts[last] : text.ends[last]].strip():
+            last -= 1
+        if last >= first and text.ids[last] in self._ends:
+            mask[last:after] = self._data.train_on_end_of_turn
+            return True
+        if after < len(text.ids) and text.ids[after] in self._ends:
+            mask[after] = self._data.train_on_end_of_turn
+            return True
+        return False
+
+
+def _batches(conversations: Iterable[Conversation]) -> Iterator[list[Conversation]]:
+    batch: list[Conversation] = []
+    characters = 0
+    for chat in conversations:
+        batch.append(chat)
+        characters += sum(len(text) for message in chat.messages for text in _texts(message))
+        if len(batch) >= _BATCH or characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _shown(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as the template gets it: its weight is for the loss."""
+    return {key: value for key, value in message.items() if key != "weight"}
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in a message."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for child in value.values():
+            yield from _texts(child)
+    elif isinstance(value, Sequence):
+        for child in value:
+            yield from _texts(child)

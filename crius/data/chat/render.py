@@ -1,0 +1,346 @@
+"""A process of its own that renders a chat template, which a stranger wrote, within limits of time and memory.
+
+It imports nothing of Crius and is started by ``crius.data.chat.renderer``. It reads JSON, one value a line: first what
+``Template`` takes and the limits, ``cpu_seconds`` of a task and ``memory_bytes``, which it answers with ``{}``; then
+lists of tasks. A task has ``messages`` and ``tools``, and ``prompt`` where the text up to the assistant's answer is
+asked for. It writes a line for each task: ``{"text", "spans"}`` or ``{"error", "turn"}``. ``spans`` has ``[message,
+start, end]`` in characters of the text: what the assistant says in that message, its end of turn included; message -1
+where it cannot be told.
+"""
+
+import datetime
+import functools
+import json
+import os
+import re
+import resource
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError, ext, nodes, sandbox
+
+MOST_CHARACTERS = 1 << 22
+_HEADER = 4096
+"""Longest header of a turn, in characters."""
+
+_NO_PROMPT = "it ignores add_generation_prompt, so that its header of an answer cannot be told from the answer"
+
+Message = Mapping[str, Any]
+Span = tuple[int, int, int]
+
+
+class Refused(Exception):
+    """A conversation that cannot be masked.
+
+    Args:
+        why: for people.
+        turn: index of the message that breaks it.
+    """
+
+    def __init__(self, why: str, turn: int) -> None:
+        super().__init__(why)
+        self.turn = turn
+
+
+class Template:
+    """A compiled template.
+
+    Args:
+        task: ``template``, the ``tokens`` such as ``bos_token`` by name, ``special``: names of all special tokens of
+            the tokenizer, and ``date``: what today is, in ISO format; null for the clock's.
+
+    Raises:
+        Exception: whatever the template does wrong.
+    """
+
+    def __init__(self, task: Mapping[str, Any]) -> None:
+        self.source, self.tokens, self.special = str(task["template"]), task["tokens"], list(task["special"])
+        today = datetime.datetime.fromisoformat(task["date"]) if task["date"] else None
+        environment, self._marks = _environment(today)
+        self._template = environment.from_string(self.source)
+        self.has_generation = self._marks.has_generation
+
+    @functools.cached_property
+    def opening(self) -> str:
+        """What a generation prompt adds to a conversation, also where a template always adds it; empty: nothing."""
+        question = [{"role": "user", "content": "x"}]
+        try:
+            bare, asked = self.text(question, None), self.text(question, None, prompt=True)
+            _, extents, _ = self._marked(question, None, prompt=True)
+        except Exception:  # it wants another conversation
+            return ""
+        added = asked[len(bare) :] if asked.startswith(bare) else ""
+        return added or (asked[extents[0][1] :] if 0 in extents else "")
+
+    def text(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, *, prompt: bool = False, separator: str = ""
+    ) -> str:
+        """The text of ``messages``; with ``prompt`` and what begins an answer, with ``separator`` with marks.
+
+        A content of null is left out, as transformers does. A template that fails on that gets the null, or else an
+        empty text.
+        """
+        nulls = [place for place, message in enumerate(messages) if message.get("content", "") is None]
+
+        def changed(content: dict[str, Any]) -> list[Message]:
+            given = list(messages)
+            for place in nulls:
+                given[place] = {key: value for key, value in messages[place].items() if key != "content"} | content
+            return given
+
+        for given in (changed({}), messages, changed({"content": ""})) if nulls else (messages,):
+            try:
+                return self._render(given, tools, prompt, separator)
+            except Exception as error:
+                failure = error
+        raise failure
+
+    def _render(self, messages: Sequence[Message], tools: Sequence[Any] | None, prompt: bool, separator: str) -> str:
+        parts, length = [], 0
+        given = {"messages": list(messages), "add_generation_prompt": prompt, **({"tools": tools} if tools else {})}
+        self._marks.begin(separator, given["messages"])
+        for part in self._template.generate(**self.tokens, **given):
+            parts.append(part)
+            length += len(part)
+            if length > MOST_CHARACTERS:
+                raise ValueError(f"it makes more than {MOST_CHARACTERS:,} characters")
+        return "".join(parts)
+
+    def _marked(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, *, prompt: bool = False
+    ) -> tuple[str, dict[int, tuple[int, int]], list[tuple[int, int]] | None]:
+        """The text, where in it each message lies that a loop of the template renders, and its generation blocks.
+
+        Blocks are None, and no message is found, where the template changes the text that it made.
+        """
+        text = self.text(messages, tools, prompt=prompt)
+        known = self.source + text + json.dumps([list(messages), tools], ensure_ascii=False)
+        separator = next(char for char in map(chr, range(0x100000, 0x10FFFE)) if char not in known)
+        marked = self.text(messages, tools, prompt=prompt, separator=separator)
+        parts = re.split(f"{separator}(.)([0-9]*),?([0-9]*){separator}", marked)
+        if "".join(parts[::4]) != text:
+            return text, {}, None
+        found, blocks = _read_marks(parts)
+        lies = {index: (start, end) for index, start, end in found}
+        return text, lies if len(lies) == len(found) else {}, blocks
+
+    def conversation(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> tuple[str, list[Span]]:
+        """The text of a conversation, and what the assistant says in it.
+
+        Raises:
+            Refused: that cannot be told.
+        """
+        text, extents, blocks = self._marked(messages, tools)
+        turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        if self.has_generation:
+            if blocks is None:
+                raise Refused("it changes the text of its {% generation %} blocks after it made them", turns[0])
+            return text, self._of_blocks(blocks, turns, extents)
+        return text, [self._turn(text, messages, tools, turn, extents.get(turn)) for turn in turns]
+
+    def _of_blocks(
+        self, blocks: list[tuple[int, int]], turns: list[int], extents: dict[int, tuple[int, int]]
+    ) -> list[Span]:
+        spans = []
+        for place, (start, end) in enumerate(blocks):
+            inside = [turn for turn in turns if _is_inside(start, end, extents.get(turn))]
+            by_order = turns[place] if len(blocks) == len(turns) else -1
+            spans.append((inside[0] if inside else by_order, start, end))
+        return spans
+
+    def _turn(
+        self,
+        text: str,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None,
+        turn: int,
+        extent: tuple[int, int] | None,
+    ) -> Span:
+        if extent is None:
+            return self._by_prefixes(text, messages, tools, turn)
+        start, end = extent
+        if self.opening and text.startswith(self.opening, start, end):
+            return turn, start + len(self.opening), end
+        try:
+            before = self.text(messages[:turn], tools, prompt=True) if turn else ""
+        except Exception:  # it wants another conversation
+            before = ""
+        if turn and text.startswith(before) and start <= len(before) <= end:
+            if start == len(before) and not self.opening and self._has_header(text[start:end], messages[turn]):
+                raise Refused(_NO_PROMPT, turn)
+            return turn, len(before), end
+        if self.opening and text.count(self.opening, start, end) == 1:
+            return turn, text.index(self.opening, start) + len(self.opening), end
+        # what came before is another text than in the whole: the header is what a prompt and this turn have in common
+        turn_text = text[start:end]
+        shared = os.path.commonprefix([self.opening, turn_text])
+        ends = (turn_text[:size] for size in range(min(len(before), len(turn_text), _HEADER), 0, -1))
+        for header in (*(shared[:size] for size in range(len(shared), 0, -1)), *filter(before.endswith, ends)):
+            if re.search(r"\w", header) and header.endswith(("\n", *self.special)):
+                return turn, start + len(header), end
+        raise Refused("where the answer begins cannot be told: its header is not that of a generation prompt", turn)
+
+    def _has_header(self, text: str, message: Message) -> bool:
+        """Whether the text of a turn says more than what the assistant says, before that."""
+        for name in self.special:
+            text = text.replace(name, "")
+        content = message.get("content")
+        if (
+            isinstance(content, str) and content.strip() in text
+        ):  # the last place: a header may have a short content too
+            text = text[: text.rindex(content.strip())]
+        return re.search(r"\w", text) is not None
+
+    def _by_prefixes(self, text: str, messages: Sequence[Message], tools: Sequence[Any] | None, turn: int) -> Span:
+        """A turn that no loop renders: the conversation up to it and with it are both beginnings of the whole."""
+        if not self.opening:
+            raise Refused("it renders nothing for the message, or ignores add_generation_prompt", turn)
+        before = self.text(messages[:turn], tools, prompt=True) if turn else self.opening
+        after = self.text(messages[: turn + 1], tools).removesuffix(self.opening)  # some always ask for an answer
+        if text.startswith(before) and text.startswith(after) and len(before) < len(after):
+            return turn, len(before), len(after)
+        raise Refused(
+            "the conversation up to the message does not begin the whole one, or the message is left out", turn
+        )
+
+
+def _is_inside(start: int, end: int, extent: tuple[int, int] | None) -> bool:
+    return extent is not None and extent[0] <= start <= end <= extent[1]
+
+
+def _read_marks(parts: Sequence[str]) -> tuple[list[Span], list[tuple[int, int]]]:
+    """Messages, and generation blocks, of a text split at its marks into text, kind, loop, message, text, ..."""
+    found: list[Span] = []
+    blocks: list[tuple[int, int]] = []
+    place, begun = len(parts[0]), []
+    stack: list[tuple[str, int, int]] = []  # of loops in loops: a message is what the outermost renders
+    for kind, loop, index, following in zip(parts[1::4], parts[2::4], parts[3::4], parts[4::4], strict=True):
+        if kind == "[":
+            begun.append(place)
+        elif kind == "]":
+            blocks.append((begun.pop(), place))
+        else:
+            while any(loop == other for other, _, _ in stack):  # a continue or a break leaves out the mark of the end
+                _, message, start = stack.pop()
+                if not stack and place > start:
+                    found.append((message, start, place))
+            if kind == "<":
+                stack.append((loop, int(index), place))
+        place += len(following)
+    return found, sorted(blocks)
+
+
+class Marks(ext.Extension):
+    """Marks where a loop renders a message, and ``{% generation %}`` blocks, which have what an assistant says."""
+
+    tags = {"generation"}
+
+    def __init__(self, environment: Any) -> None:
+        super().__init__(environment)
+        self.has_generation = False
+        self.begin("", [])
+
+    def begin(self, separator: str, messages: Sequence[Message]) -> None:
+        """Mark with ``separator``; empty: mark nothing."""
+        self._separator, self._index = separator, {id(message): place for place, message in enumerate(messages)}
+
+    def parse(self, parser: Any) -> nodes.Node:
+        """A generation block, of which variables that are set in it do not come out, as in transformers."""
+        self.has_generation = True
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_block"), [], [], body).set_lineno(line)
+
+    def mark(self, kind: str, loop: int, name: str) -> nodes.Node:
+        """A node that marks the message of a loop's variable."""
+        arguments = [nodes.Const(kind), nodes.Const(loop), nodes.Name(name, "load")]
+        return nodes.Output([self.call_method("_message", arguments)])
+
+    def _block(self, caller: Any) -> str:
+        begin, end = (f"{self._separator}{kind}{self._separator}" if self._separator else "" for kind in "[]")
+        return f"{begin}{caller()}{end}"
+
+    def _message(self, kind: str, loop: int, value: Any) -> str:
+        index = self._index.get(id(value)) if self._separator else None
+        return "" if index is None else f"{self._separator}{kind}{loop},{index}{self._separator}"
+
+
+class Environment(sandbox.ImmutableSandboxedEnvironment):
+    """Where templates are rendered: with what transformers gives them, and a mark around each turn of each loop."""
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree = super()._parse(source, name, filename)
+        marks: Any = self.extensions[Marks.identifier]
+        for number, loop in enumerate(tree.find_all(nodes.For)):
+            if isinstance(loop.target, nodes.Name):
+                begin, end = (marks.mark(kind, number, loop.target.name) for kind in "<>")
+                loop.body = [begin, *loop.body, end]
+        return tree
+
+
+def _environment(today: datetime.datetime | None) -> tuple[Environment, Any]:
+    """Where templates are rendered, and what puts marks into their text."""
+
+    def raise_exception(message: str) -> NoReturn:
+        raise TemplateError(message)
+
+    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=[Marks, ext.loopcontrols])
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: (today or datetime.datetime.now()).strftime(form)
+    return environment, environment.extensions[Marks.identifier]
+
+
+def _limit(seconds: int) -> None:
+    """Let the next task take so much CPU time; the kernel ends the process that takes more."""
+    _, most = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + seconds, most))
+
+
+def _answer(template: Template, task: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        if task.get("prompt"):
+            return {"text": template.text(task["messages"], task.get("tools"), prompt=True)}
+        text, spans = template.conversation(task["messages"], task.get("tools"))
+        return {"text": text, "spans": spans}
+    except Exception as error:  # a stranger's template may raise anything
+        return _error(error)
+
+
+def _error(error: Exception) -> dict[str, Any]:
+    if isinstance(error, MemoryError):
+        return {"error": "it takes too much memory"}
+    if isinstance(error, Refused):
+        return {"error": str(error), "turn": error.turn}
+    return {"error": f"{type(error).__name__}: {error}"[:500]}
+
+
+def _write(answer: Mapping[str, Any]) -> None:
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    """Render what standard input asks for, until it ends."""
+    task = json.loads(sys.stdin.readline())
+    resource.setrlimit(resource.RLIMIT_AS, (task["memory_bytes"], task["memory_bytes"]))
+    _limit(task["cpu_seconds"])
+    try:
+        template = Template(task)
+    except Exception as error:  # see _answer
+        _write(_error(error))
+        return
+    _write({})
+    for line in sys.stdin:
+        for wanted in json.loads(line):
+            _limit(task["cpu_seconds"])
+            _write(_answer(template, wanted))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""The chat template beside a tokenizer, and the special tokens by the names that templates have for them."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from crius.data.tokenizer_files import TOKENIZER_CONFIG
+from crius.errors import DataError
+
+TEMPLATE = "chat_template.jinja"
+LARGEST_TEXT = 1 << 20
+
+END_OF_TURN = (
+    *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<end_of_turn>", "<turn|>", "<|end|>", "<|return|>"),
+    *("<|END_OF_TURN_TOKEN|>", "<end_of_utterance>"),
+)
+"""Special tokens that end what an assistant says, in addition to the tokenizer's end of a document."""
+
+_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+def read_template(tokenizer: str) -> str:
+    """The chat template beside a tokenizer; empty where there is none.
+
+    Args:
+        tokenizer: its folder or file, as ``--tokenizer.path`` has it.
+
+    Raises:
+        DataError: a file cannot be read, or is not JSON.
+    """
+    folder = folder_of(tokenizer)
+
+    def read(name: str) -> bytes | None:
+        try:
+            with (folder / name).open("rb") as file:
+                content = file.read(LARGEST_TEXT + 1)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise DataError(
+                f"{folder / name} cannot be read: {error.strerror or error}.", where="--tokenizer.path"
+            ) from None
+        if len(content) > LARGEST_TEXT:
+            raise DataError(f"{folder / name} has more than {LARGEST_TEXT:,} bytes.", where="--tokenizer.path")
+        return content
+
+    def parse(content: bytes, name: str) -> dict[str, Any]:
+        try:
+            found = json.loads(content)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{folder / name} is not JSON: {error}.", where="--tokenizer.path") from None
+        return found if isinstance(found, dict) else {}
+
+    return find_template(read, parse)
+
+
+def find_template(read: Callable[[str], bytes | None], parse: Callable[[bytes, str], dict[str, Any]]) -> str:
+    """The chat template from its own file, else from tokenizer_config.json; empty where there is none.
+
+    Args:
+        read: the bytes of a file of the tokenizer's folder; None where it is missing.
+        parse: the JSON object in bytes of the file of that name.
+    """
+    if (content := read(TEMPLATE)) is not None:
+        return content.decode(errors="replace")
+    if (content := read(TOKENIZER_CONFIG)) is None:
+        return ""
+    found = parse(content, TOKENIZER_CONFIG).get("chat_template")
+    if isinstance(found, list):  # several, by name
+        named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
+        found = named.get("default", "")
+    return found if isinstance(found, str) else ""
+
+
+def special_tokens(tokenizer: str) -> dict[str, str]:
+    """Texts of special tokens by the names that templates have for them, such as ``bos_token``."""
+    config = read_object(tokenizer, TOKENIZER_CONFIG)
+    return {name: text for name in _TOKENS if (text := _content(config.get(name)))}
+
+
+def read_object(tokenizer: str, name: str) -> dict[str, Any]:
+    """A JSON file beside a tokenizer; empty where there is none, or nothing can be taken from it."""
+    try:
+        found = json.loads((folder_of(tokenizer) / name).read_bytes()) if tokenizer else {}
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def folder_of(tokenizer: str) -> Path:
+    """The folder that ``--tokenizer.path`` names, or that has the file that it names."""
+    place = Path(tokenizer).expanduser()
+    return place if place.is_dir() else place.parent
+
+
+def _content(token: Any) -> str:
+    """The text of a token as tokenizer_config.json has it: text, or an object with more about it."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else ""

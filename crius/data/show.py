@@ -1,0 +1,158 @@
+"""Sequences as text in which one sees what is trained on. No torch."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, TextIO
+
+import numpy as np
+
+from crius.data.samples import SampleSource
+from crius.data.source import NO_LABEL, PADDING_ID, Rows, TokenSource
+from crius.data.tokenizer import Tokenizer
+from crius.redact import printable
+
+OPEN, CLOSE = "⟦", "⟧"
+"""Around what is trained on, where there are no colours."""
+
+_GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
+_SHOWN = 2000  # characters of a conversation in the log
+
+
+@dataclass(frozen=True)
+class ShownDocument:
+    """A document of a sequence, a conversation, or the padding behind the last one.
+
+    Attributes:
+        begin, end: its places in the sequence, up to and without ``end``.
+        conversation: its number in the corpus, from 0; None of a document.
+        is_padding: nothing fills these places.
+        tokens, labels: of its places.
+        parts: its text, in turns of what is only read (False) and what is trained on (True).
+    """
+
+    begin: int
+    end: int
+    conversation: int | None
+    is_padding: bool
+    tokens: list[int]
+    labels: list[int]
+    parts: list[tuple[str, bool]]
+
+    @property
+    def num_labels(self) -> int:
+        """Tokens that are predicted."""
+        return sum(label != NO_LABEL for label in self.labels)
+
+    def text(self, *, in_colour: bool, limit: int = 0) -> str:
+        """The text, printable, what is trained on marked; cut to ``limit`` characters, 0: whole."""
+        marks = (_GREEN, _PLAIN) if in_colour else (OPEN, CLOSE)
+        shown, left = [], limit or sum(len(text) for text, _ in self.parts)
+        for text, is_trained in self.parts:
+            piece = printable(text[:left])
+            shown.append(f"{marks[0]}{piece}{marks[1]}" if is_trained and piece else piece)
+            left -= min(left, len(text))
+        rest = sum(len(text) for text, _ in self.parts) - (limit or 0)
+        return "".join(shown) + (f" ... and {rest:,} more characters" if limit and rest > 0 else "")
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same as data."""
+        names = ("begin", "end", "conversation", "is_padding", "tokens", "labels")
+        parts = [{"text": text, "is_trained": is_trained} for text, is_trained in self.parts]
+        return {name: getattr(self, name) for name in names} | {"parts": parts}
+
+
+def documents_of(rows: Rows, row: int, tokenizer: Tokenizer, conversations: Sequence[int] = ()) -> list[ShownDocument]:
+    """The documents of a sequence.
+
+    Args:
+        rows: sequences.
+        row: which of them.
+        tokenizer: gives the text.
+        conversations: numbers of those that are in it, in order; none for documents.
+    """
+    tokens, labels, positions = (array[row] for array in rows)
+    starts = np.flatnonzero(positions == 0).tolist()
+    found = []
+    for number, (begin, end) in enumerate(zip(starts, [*starts[1:], len(tokens)], strict=True)):
+        is_padding = bool((labels[begin:end] == NO_LABEL).all() and (tokens[begin:end] == PADDING_ID).all())
+        if conversations:
+            is_padding = number >= len(conversations)
+        inputs, outputs = tokens[begin:end].tolist(), labels[begin:end].tolist()
+        conversation = conversations[number] if number < len(conversations) else None
+        parts = [] if is_padding else _parts(inputs, outputs, tokenizer)
+        found.append(ShownDocument(begin, end, conversation, is_padding, inputs, outputs, parts))
+    return found
+
+
+def _parts(inputs: list[int], labels: list[int], tokenizer: Tokenizer) -> list[tuple[str, bool]]:
+    """The first input, then each label, or where there is none the next input."""
+    shown = [(inputs[0], False)]
+    for following, label in zip([*inputs[1:], None], labels, strict=True):
+        if label != NO_LABEL:
+            shown.append((label, True))
+        elif following is not None:
+            shown.append((following, False))
+    parts, ids, before = [], list[int](), ""
+    for is_trained, run in groupby(shown, key=lambda one: one[1]):
+        own = [token for token, _ in run]
+        ids += own
+        whole = tokenizer.decode(ids, with_special=True)
+        # a token's text may depend on what is before it, such as the space in front of a word
+        is_continued = whole.startswith(before)
+        text = whole[len(before) :] if is_continued else tokenizer.decode(own, with_special=True)
+        parts.append((text, is_trained))
+        before = whole
+    return parts
+
+
+def read_shown(source: TokenSource, sample_ids: Sequence[int], tokenizer: Tokenizer) -> dict[int, list[ShownDocument]]:
+    """The documents of each of these samples, by sample id."""
+    found = {}
+    for sample in sorted(set(sample_ids)):
+        held = source.conversations(sample) if isinstance(source, SampleSource) else ()
+        found[sample] = documents_of(source.read([sample]), 0, tokenizer, held)
+    return found
+
+
+def lines_of(shown: Mapping[int, Sequence[ShownDocument]], *, in_colour: bool) -> list[str]:
+    """Text of samples, with a line in front of each and of each document."""
+    lines = []
+    for sample, documents in shown.items():
+        number = sum(one.num_labels for one in documents)
+        places = documents[-1].end
+        padding = sum(one.end - one.begin for one in documents if one.is_padding)
+        what = "conversations" if any(one.conversation is not None for one in documents) else "documents"
+        count = sum(not one.is_padding for one in documents)
+        rest = f", {padding:,} of padding" if padding else ""
+        lines.append(f"=== sample {sample}: {places:,} tokens, {number:,} trained on, {count:,} {what}{rest}")
+        for one in documents:
+            name = "padding" if one.is_padding else "document"
+            if one.conversation is not None:
+                name = f"conversation {one.conversation}"
+            trained = "" if one.is_padding else f", {one.num_labels:,} trained on"
+            lines.append(f"--- {name}: tokens {one.begin:,} to {one.end - 1:,}{trained}")
+            if one.parts:
+                lines.append(one.text(in_colour=in_colour))
+    return lines
+
+
+def preview(source: TokenSource, tokenizer: Tokenizer) -> list[str]:
+    """The first conversation of each of the first two sequences, for the log; marked, not coloured."""
+    shown = read_shown(source, range(min(2, source.num_samples)), tokenizer)
+    return [
+        f"conversation {documents[0].conversation}, {OPEN}trained on{CLOSE}:\n"
+        + documents[0].text(in_colour=False, limit=_SHOWN)
+        for documents in shown.values()
+    ]
+
+
+def coloured(text: str) -> str:
+    """Text with marks, in colour."""
+    return text.replace(OPEN, _GREEN).replace(CLOSE, _PLAIN)
+
+
+def takes_colour(stream: TextIO) -> bool:
+    """Whether ``stream`` is a terminal whose user did not say no (https://no-color.org)."""
+    return stream.isatty() and not os.environ.get("NO_COLOR")

@@ -1,0 +1,149 @@
+"""What is tokenised into a token folder: documents, or conversations, in chunks that any process can encode."""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from crius.config.data import DataConfig, TokenizerConfig
+from crius.data.chat.conversations import read_conversations
+from crius.data.chat.mask import ChatEncoder
+from crius.data.chat.template import read_template, special_tokens
+from crius.data.documents import Piece, read_pieces
+from crius.data.source import TokenArray
+from crius.data.tokenizer import Tokenizer, build_tokenizer
+
+CHUNK_CHARACTERS = 4 << 20
+CHUNK_PIECES = 4096
+CHUNK_CONVERSATIONS = 256
+
+
+class Encoded(NamedTuple):
+    """Tokens of some pieces, end-of-document ids included, and how many each piece has and whether it ends one.
+
+    Of samples of conversations ``targets`` says which tokens are to be predicted.
+    """
+
+    tokens: TokenArray
+    lengths: npt.NDArray[np.int64]
+    ends: npt.NDArray[np.bool_]
+    targets: npt.NDArray[np.bool_] | None = None
+
+
+class SampleEncoder(Protocol):
+    """Makes samples of conversations.
+
+    Attributes:
+        fingerprint: changes when the same conversation gives another sample.
+    """
+
+    fingerprint: str
+
+    def encode(self, conversations: Iterable[Any]) -> Iterable[tuple[TokenArray, npt.NDArray[np.bool_]]]:
+        """Ids ``(n,)`` of each conversation, and which of them are to be predicted, bool ``(n,)``."""
+
+
+Encode: TypeAlias = Callable[[list[Any]], Encoded]
+"""Of a chunk: pieces of documents, or conversations."""
+
+
+class Work(NamedTuple):
+    """What is tokenised, and how.
+
+    Attributes:
+        chunks: of pieces or conversations, in order.
+        encode: of this process.
+        make: makes it in another process, and can be sent there.
+        fingerprint: of the ``SampleEncoder``; empty for documents.
+    """
+
+    chunks: Iterable[list[Any]]
+    encode: Encode
+    make: Callable[[], Encode]
+    fingerprint: str = ""
+
+
+def encode_chunk(tokenizer: Tokenizer, chunk: list[Piece]) -> Encoded:
+    """Tokens of the pieces one after the other, with the end-of-document id after each that ends a document."""
+    ends = np.array([piece.ends_document for piece in chunk])
+    eos = np.array([tokenizer.eos_id])
+    parts: list[TokenArray] = []
+    for ids, end in zip(tokenizer.encode_batch([piece.text for piece in chunk]), ends, strict=True):
+        parts += (ids, eos) if end else (ids, eos[:0])
+    lengths = np.array([len(part) for part in parts]).reshape(-1, 2).sum(axis=1)
+    dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
+    return Encoded(np.concatenate(parts, dtype=dtype, casting="unsafe"), lengths, ends)
+
+
+def encode_samples(encoder: SampleEncoder, chunk: list[Any]) -> Encoded:
+    """The samples of conversations one after the other."""
+    samples = [(np.asarray(ids), np.asarray(is_target, dtype=np.bool_)) for ids, is_target in encoder.encode(chunk)]
+    lengths = np.array([len(ids) for ids, _ in samples], dtype=np.int64)
+    assert lengths.all() and all(len(ids) == len(is_target) for ids, is_target in samples), "a sample has tokens"
+    tokens, targets = (np.concatenate(parts) for parts in zip(*samples, strict=True))
+    return Encoded(tokens, lengths, np.ones(len(samples), dtype=np.bool_), targets)
+
+
+def document_work(pieces: Iterable[Piece], tokenizer: Tokenizer, config: TokenizerConfig) -> Work:
+    """Documents, each followed by the end-of-document id."""
+    return Work(_chunks(pieces), partial(encode_chunk, tokenizer), partial(_document_encoder, config))
+
+
+def chat_work(data: DataConfig, files: Sequence[Path], tokenizer: Tokenizer, config: TokenizerConfig) -> Work:
+    """The conversations of ``files`` as samples.
+
+    Raises:
+        DataError: the tokenizer has no chat template.
+    """
+    encoder = chat_encoder(data, config, tokenizer)
+    chunks = _batched(read_conversations(data, files), CHUNK_CONVERSATIONS)
+    return Work(chunks, partial(encode_samples, encoder), partial(_sample_encoder, data, config), encoder.fingerprint)
+
+
+def work_on(data: DataConfig, files: tuple[Path, ...], tokenizer: Tokenizer, config: TokenizerConfig) -> Work:
+    """The documents or conversations of ``files``, as ``data.format`` says."""
+    if data.format == "chat":
+        return chat_work(data, files, tokenizer, config)
+    return document_work(read_pieces(data, files), tokenizer, config)
+
+
+def chat_encoder(data: DataConfig, config: TokenizerConfig, tokenizer: Tokenizer) -> ChatEncoder:
+    """The encoder with the chat template beside the tokenizer.
+
+    Raises:
+        DataError: there is no template.
+    """
+    is_folder = config.path != "byte"
+    template = read_template(config.path) if is_folder else ""
+    return ChatEncoder(tokenizer, template, special_tokens(config.path) if is_folder else {}, data)
+
+
+def _document_encoder(config: TokenizerConfig) -> Encode:
+    return partial(encode_chunk, build_tokenizer(config))
+
+
+def _sample_encoder(data: DataConfig, config: TokenizerConfig) -> Encode:
+    return partial(encode_samples, chat_encoder(data, config, build_tokenizer(config)))
+
+
+def _batched(items: Iterable[Any], size: int) -> Iterator[list[Any]]:
+    found = iter(items)
+    while chunk := list(itertools.islice(found, size)):
+        yield chunk
+
+
+def _chunks(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    chunk: list[Piece] = []
+    characters = 0
+    for piece in pieces:
+        chunk.append(piece)
+        characters += len(piece.text)
+        if characters >= CHUNK_CHARACTERS or len(chunk) >= CHUNK_PIECES:
+            yield chunk
+            chunk, characters = [], 0
+    if chunk:
+        yield chunk

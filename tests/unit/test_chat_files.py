@@ -1,0 +1,239 @@
+"""Conversations in files: the forms that they have, and that each way to be bad is one error with file and row."""
+
+import gzip
+import json
+import sys
+
+import pytest
+
+from crius.config.data import DataConfig
+from crius.data.chat.conversations import read_conversations
+from crius.data.documents import find_files, read_pieces
+from crius.errors import DataError, EnvironmentError
+
+HI = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+GOOD = {"messages": HI}
+CALL = [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]
+
+
+def zstd(content):
+    return pytest.importorskip("zstandard").ZstdCompressor().compress(content)
+
+
+def read(path, source="jsonl", **settings):
+    data = DataConfig(format="chat", source=source, path=(str(path),), **settings)
+    return list(read_conversations(data, find_files(data)))
+
+
+def write(path, *values):
+    path.write_text("".join(f"{value if isinstance(value, str) else json.dumps(value)}\n" for value in values))
+    return path
+
+
+def parquet(path, records, **options):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.Table.from_pylist(records), path, **options)
+    return path
+
+
+def shown(conversation):
+    return [tuple(message.values()) for message in conversation.messages]
+
+
+USER, ASSISTANT = ("user", "Hi"), ("assistant", "Ho")
+FORMS = {
+    "messages": (GOOD, {}, [USER, ASSISTANT]),
+    "ShareGPT": (
+        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]},
+        {},
+        [USER, ASSISTANT],
+    ),
+    "ShareGPT with a system": (
+        {"system": "S", "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]},
+        {},
+        [("system", "S"), USER, ASSISTANT],
+    ),
+    "prompt and completion": ({"prompt": "Hi", "completion": "Ho", "id": 7}, {}, [USER, ASSISTANT]),
+    "prompt and response": ({"prompt": "Hi", "response": "Ho"}, {}, [USER, ASSISTANT]),
+    "instruction": ({"instruction": "Hi", "input": "", "output": "Ho"}, {}, [USER, ASSISTANT]),
+    "messages go first": (GOOD | {"prompt": "other", "completion": "x"}, {}, [USER, ASSISTANT]),
+    "a column by name": ({"chat": HI, "messages": []}, {"columns": ("chat",)}, [USER, ASSISTANT]),
+    "two columns by name": ({"q": "Hi", "a": "Ho", "prompt": 1}, {"columns": ("q", "a")}, [USER, ASSISTANT]),
+    "a prompt of messages": (
+        {"prompt": [*HI, {"role": "user", "content": "Hi"}], "completion": [HI[1]]},
+        {},
+        [USER, (*ASSISTANT, 0), USER, ASSISTANT],  # what a prompt has of the assistant has weight 0
+    ),
+    "parts of text": (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "H"}, {"text": "i"}]}, HI[1]]},
+        {},
+        [USER, ASSISTANT],
+    ),
+    "keys of null": ({"messages": [HI[0] | {"tool_calls": None, "name": None}, HI[1]]}, {}, [USER, ASSISTANT]),
+    "an empty turn": ({"messages": [HI[0], {"role": "assistant", "content": ""}]}, {}, [USER, ("assistant", "")]),
+    "a call of a tool": (
+        {"messages": [HI[0], {"role": "assistant", "content": None, "tool_calls": CALL}]},
+        {},
+        [USER, ("assistant", None, CALL)],
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_conversation_is_read_in_every_form(form, tmp_path):
+    row, settings, want = FORMS[form]
+    (found,) = read(write(tmp_path / "a.jsonl", row), **settings)
+    assert shown(found) == want and found.tools is None and found.where == f"{tmp_path / 'a.jsonl'}, line 1"
+
+
+@pytest.mark.parametrize("tools", [[{"name": "f"}], '[{"name": "f"}]'])
+def test_tools_are_objects_or_their_text(tools, tmp_path):
+    (found,) = read(write(tmp_path / "a.jsonl", GOOD | {"tools": tools}))
+    assert found.tools == ({"name": "f"},)
+
+
+def row_with(**changes):
+    return {"messages": [HI[0], HI[1] | changes]}
+
+
+BAD = {
+    "no assistant": ({"messages": HI[:1]}, "no message of the assistant"),
+    "no messages": ({"messages": []}, "'messages' is empty"),
+    "text for messages": ({"messages": "Hi"}, "'messages' is text, not a list"),
+    "a number for messages": ({"messages": 5}, "'messages' is a number (5)"),
+    "a message of text": ({"messages": [HI[0], "Ho"]}, "message 2 is text"),
+    "a content of a number": (row_with(content=5), "the content of message 2 is a number (5), not text"),
+    "no content": ({"messages": [HI[0], {"role": "assistant"}]}, "message 2 has no content"),
+    "an image": (row_with(content=[{"type": "image", "url": "x"}]), "a part that is not text: image"),
+    "an unknown role": (row_with(role="asistant"), "'asistant', which is not known"),
+    "no role": ({"messages": [{"content": "x"}, *HI]}, "message 1 has no role"),
+    "a role of a list": (row_with(role=["assistant"]), "which is not known"),
+    "a strange weight": (row_with(weight=0.5), "weight 0.5"),
+    "calls that are no list": (row_with(tool_calls={"a": 1}), "tool_calls of message 2"),
+    "half a character": (row_with(content="\ud83d"), "lone surrogate \\ud83d"),
+    "half a character in a call": (row_with(tool_calls=[{"a": "\ud83d"}]), "lone surrogate"),
+    "a deep call": (row_with(tool_calls=json.loads("[" * 150 + "]" * 150)), "nested more than 100"),
+    "tools that are no list": (GOOD | {"tools": {"a": 1}}, "'tools' is an object"),
+    "tools of broken text": (GOOD | {"tools": "[{"}, "not JSON"),
+    "a list for a row": ([GOOD], "the row is a list"),
+    "no column": ({"text": "Hi"}, "cannot be told; the columns: text"),
+    "two pairs": ({"prompt": "a", "completion": "b", "response": "c"}, "prompt and completion or prompt and response"),
+    "a pair of a number": ({"prompt": "a", "completion": 5}, "'completion' is a number (5), not text"),
+    "an instruction with an input": ({"instruction": "a", "input": "b", "output": "c"}, "an instruction and an input"),
+    "broken JSON": ('{"messages": [', "not JSON"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_a_bad_row_is_one_error_with_file_and_row(what, tmp_path):
+    row, words = BAD[what]
+    file = write(tmp_path / "a.jsonl", GOOD, "", row, GOOD)
+    with pytest.raises(DataError) as caught:
+        read(file)
+    error = caught.value
+    assert words in f"{error.what} {error.why}"
+    assert error.where in (f"{file}, line 3", f"{file}:3")
+
+
+def test_a_column_that_is_missing_is_named_with_those_that_are_there(tmp_path):
+    file = write(tmp_path / "a.jsonl", {"chat": HI})
+    with pytest.raises(DataError, match="no column 'chats'; the columns: chat") as caught:
+        read(file, columns=("chats",))
+    assert caught.value.fix == "--data.columns chat"
+    with pytest.raises(DataError, match="no column 'chats'; the columns: chat"):
+        read(parquet(tmp_path / "a.parquet", [{"chat": HI}]), source="parquet", columns=("chats",))
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz", "jsonl.zst"])
+def test_a_file_without_a_row_is_an_error(suffix, tmp_path):
+    file = tmp_path / f"a.{suffix}"
+    file.write_bytes({"jsonl": bytes, "jsonl.gz": gzip.compress, "jsonl.zst": zstd}[suffix](b"\n\n"))
+    with pytest.raises(DataError, match="has no conversation") as caught:
+        read(file)
+    assert caught.value.where == str(file)
+
+
+@pytest.mark.parametrize("kind", ["gz", "zst"])
+def test_compressed_files_are_read_and_a_cut_or_damaged_one_is_an_error(kind, tmp_path):
+    line = json.dumps(GOOD).encode() + b"\n"
+    pack = {"gz": gzip.compress, "zst": zstd}[kind]
+    content = pack(line * 500) + pack(b"".join(json.dumps(GOOD | {"id": n}).encode() + b"\n" for n in range(500)))
+    file = tmp_path / f"a.jsonl.{kind}"
+    file.write_bytes(content)
+    assert [found.where for found in read(tmp_path)][-1] == f"{file}, line 1000"
+    for broken in (content[:-9], content[: len(content) // 2]):
+        file.write_bytes(broken)
+        with pytest.raises(DataError, match="ends in the middle") as caught:
+            read(file)
+        assert caught.value.where == str(file)
+    for broken in (b"\x00" + content[1:], content[:40] + b"\xff" * 40 + content[80:], line):
+        file.write_bytes(broken)
+        with pytest.raises(DataError, match=r"decompressed|cannot be read|not JSON|UTF-8") as caught:
+            read(file)
+        assert str(file) in caught.value.where
+
+
+def test_a_file_and_the_same_one_compressed_are_refused(tmp_path):
+    write(tmp_path / "a.jsonl", GOOD)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"{}"))
+    with pytest.raises(DataError, match="one file twice"):
+        read(tmp_path)
+
+
+def test_documents_are_read_from_parquet_and_from_compressed_lines(tmp_path):
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "one"}\n{"text": "two"}\n'))
+    data = DataConfig(source="jsonl", path=(str(tmp_path),))
+    assert [piece.text for piece in read_pieces(data, find_files(data))] == ["one", "two"]
+    parquet(tmp_path / "a.parquet", [{"text": "one", "n": 1}, {"text": "two", "n": 2}])
+    data = DataConfig(source="parquet", path=(str(tmp_path),))
+    assert [piece.text for piece in read_pieces(data, find_files(data))] == ["one", "two"]
+    with pytest.raises(DataError, match=r"no key 'body'; its keys: text, n") as caught:
+        list(read_pieces(DataConfig(source="parquet", path=data.path, text_field="body"), find_files(data)))
+    assert "text_field text" in caught.value.fix
+
+
+def test_parquet_has_what_its_rows_have_and_no_more(tmp_path):
+    """A column has the keys of all its rows; those that a row lacks are null in it."""
+    called = {"messages": [HI[0], {"role": "assistant", "content": None, "tool_calls": CALL}], "tools": [{"name": "f"}]}
+    other = [{"type": "function", "function": {"name": "g", "arguments": {"b": "x"}}}]
+    again = {"messages": [HI[0], {"role": "assistant", "content": None, "tool_calls": other}], "tools": None}
+    file = parquet(tmp_path / "a.parquet", [GOOD | {"tools": None}, called, again])
+    plain, first, second = read(file, source="parquet")
+    assert (shown(plain), plain.tools) == ([USER, ASSISTANT], None)
+    assert (shown(first), first.tools) == ([USER, ("assistant", None, CALL)], ({"name": "f"},))
+    assert (shown(second), second.tools) == ([USER, ("assistant", None, other)], None)
+    assert [found.where for found in (plain, second)] == [f"{file}, row 1", f"{file}, row 3"]
+
+
+def test_a_bad_row_of_parquet_is_named(tmp_path):
+    file = parquet(tmp_path / "a.parquet", [GOOD, {"messages": HI[:1]}])
+    with pytest.raises(DataError, match="no message of the assistant") as caught:
+        read(file, source="parquet")
+    assert caught.value.where == f"{file}, row 2"
+    with pytest.raises(DataError, match="'id' is a number"):
+        read(parquet(file, [GOOD | {"id": 5}]), source="parquet", columns=("id",))
+
+
+def test_a_parquet_file_that_is_cut_or_damaged_is_an_error(tmp_path):
+    chats = [{"messages": [HI[0], {"role": "assistant", "content": f"{n} " * 50}]} for n in range(2000)]
+    file = parquet(tmp_path / "a.parquet", chats, row_group_size=500, compression="gzip", use_dictionary=False)
+    content = file.read_bytes()
+    assert len(read(file, source="parquet")) == 2000
+    middle = len(content) // 2
+    hole = content[: middle - 2000] + bytes(4000) + content[middle + 2000 :]
+    for broken, row in ((content[:-100], 1), (b"", 1), (b"messages", 1), (hole, 2)):
+        file.write_bytes(broken)
+        with pytest.raises(DataError, match=r"cannot be read as parquet") as caught:
+            read(file, source="parquet")
+        assert caught.value.where.startswith(f"{file}, row ") and (row == 1) == caught.value.where.endswith(", row 1")
+
+
+@pytest.mark.parametrize(("package", "name"), [("zstandard", "a.jsonl.zst"), ("pyarrow", "a.parquet")])
+def test_a_missing_package_is_named_with_an_install_line(package, name, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(EnvironmentError, match=package) as caught:
+        read(tmp_path / name, source="parquet" if package == "pyarrow" else "jsonl")
+    assert "install" in caught.value.fix
