@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from crius.models.plan import ShardingPlan
 
-Kind = Literal["embedding", "norm", "linear", "router", "expert", "output", "bias"]
+Kind = Literal["embedding", "norm", "linear", "router", "expert", "output", "bias", "adapter"]
 
 MATMULS = ("linear", "router", "expert", "output")
 """Kinds of weights that a token is multiplied with."""
@@ -165,6 +165,18 @@ class Layer:
         return weight.numel // self.feed_forward.num_experts * self.feed_forward.top_k
 
 
+class Adapted(NamedTuple):
+    """Linear layers that have low-rank adapters, which are trained in place of all weights.
+
+    Attributes:
+        rank: of the adapters.
+        linears: names of the layers, in the model's order.
+    """
+
+    rank: int
+    linears: tuple[str, ...]
+
+
 @dataclass(frozen=True)
 class ModuleFacts:
     """One module that a pipeline stage can hold.
@@ -193,6 +205,7 @@ class ModelDescription:
             train this model yet.
         layers: every layer in order, equal ones that follow each other counted.
         published_parameters: what its publisher counts, where the sizes do not give it exactly.
+        adapted: layers with adapters; None: all weights are trained.
     """
 
     name: str
@@ -201,6 +214,7 @@ class ModelDescription:
     block: Any
     layers: tuple[tuple[int, Layer], ...]
     published_parameters: int | None = None
+    adapted: Adapted | None = None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ModelDescription) and self._key == other._key
@@ -210,11 +224,11 @@ class ModelDescription:
 
     @cached_property
     def _key(self) -> tuple[Any, ...]:
-        return self.name, self.config, self.layers, self.published_parameters
+        return self.name, self.config, self.layers, self.published_parameters, self.adapted
 
     @cached_property
     def _hash(self) -> int:  # kept: the planner asks it of one model thousands of times
-        return hash((self.name, self.config, self.published_parameters))
+        return hash((self.name, self.config, self.published_parameters, self.adapted))
 
     @property
     def dim(self) -> int:
@@ -305,6 +319,30 @@ class ModelDescription:
             yield Weight("output.weight", vocabulary, "output", "output")
 
     @cached_property
+    def adapters(self) -> tuple[Weight, ...]:
+        """``lora_A`` ``(rank, in)`` and ``lora_B`` ``(out, rank)`` of each adapted layer, named within the model."""
+        if self.adapted is None:
+            return ()
+        rank, units = self.adapted.rank, {weight.name: weight.unit for weight in self.weights}
+        found = []
+        for name in self.adapted.linears:
+            out_features, in_features = self.linears[name]
+            unit = units[f"{name}.weight"]
+            found.append(Weight(f"{name}.lora_A", (rank, in_features), "adapter", unit))
+            found.append(Weight(f"{name}.lora_B", (out_features, rank), "adapter", unit))
+        return tuple(found)
+
+    @property
+    def trained(self) -> tuple[Weight, ...]:
+        """What the optimizer updates: the adapters where there are any, else all weights."""
+        return self.weights if self.adapted is None else self.adapters
+
+    @cached_property
+    def num_trained(self) -> int:
+        """Numbers that the optimizer updates."""
+        return self.num_parameters if self.adapted is None else sum(weight.numel for weight in self.adapters)
+
+    @cached_property
     def buffers(self) -> tuple[Buffer, ...]:
         """Every buffer in the model's order."""
         layers = [layer for count, layer in self.layers for _ in range(count)]
@@ -318,7 +356,7 @@ class ModelDescription:
     def state_names(self) -> list[str]:
         """Names of all that training changes: of the parameters, then of the buffers that are state."""
         buffers = [buffer.name for buffer in self.buffers if buffer.persistent]
-        return [*(weight.name for weight in self.weights), *buffers]
+        return [*(weight.name for weight in self.trained), *buffers]
 
     @cached_property
     def num_parameters(self) -> int:
@@ -341,11 +379,14 @@ class ModelDescription:
     def flops_per_token(self, mean_visible_context: float) -> float:
         """Model FLOPs of one token's forward and backward, recompute not counted.
 
+        A frozen weight takes 4 and not 6: it has no gradient of its own.
+
         Args:
             mean_visible_context: tokens that a token attends to, on average; ``(T + 1) / 2`` for causal attention.
         """
         layers = sum(n * layer.flops_per_token(mean_visible_context) for n, layer in self.layers)
-        return layers + 6 * self.vocab_size * self.dim
+        full = layers + 6 * self.vocab_size * self.dim
+        return full if self.adapted is None else full - 2 * self.matmul_parameters + 6 * self.num_trained
 
     @property
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from crius.config.run import RunConfig
@@ -14,6 +15,7 @@ from crius.parallel.compile import compile_blocks
 from crius.parallel.context import apply_context_parallel
 from crius.parallel.fsdp import describe_units, needs_fsdp, plan_units, shard
 from crius.parallel.init import Init, allocate, init_parameters
+from crius.parallel.lora import apply_lora
 from crius.parallel.mesh import Mesh
 from crius.parallel.runtime import World
 from crius.parallel.tensor import apply_tensor_parallel
@@ -45,6 +47,8 @@ def parallelize(model: nn.Module, facts: ModelDescription, mesh: Mesh, config: R
         _say(apply_tensor_parallel(model, plan, facts.num_kv_heads, mesh.tp))
     if mesh.cp:
         _say(apply_context_parallel(model, mesh.cp, config.parallelism.context_parallel_method))
+    if facts.adapted:
+        _say(apply_lora(model, facts, config.lora, getattr(torch, config.training.dtype)))
     checkpointed = apply_activation_checkpoint(model, plan, config.activation_checkpoint, bool(config.compile.enable))
     compiled = compile_blocks(model, plan, config.compile) if config.compile.enable else 0
     _say(_shard(model, plan, mesh, config))
@@ -57,7 +61,7 @@ def _shard(model: nn.Module, plan: ShardingPlan, mesh: Mesh, config: RunConfig) 
         yield f"fsdp: none: one rank holds all weights, computes in their {training.dtype}, and sums with nobody"
         return
     units = plan_units(plan, model, config.parallelism)
-    shard(model, units, mesh, training)
+    shard(model, units, mesh, training, casts=not config.lora.is_on)
     offloaded = ", offloaded to host memory" if training.enable_cpu_offload else ""
     yield (
         f"fsdp: {len(units)} units, weights split over {layout.fsdp} ranks, {layout.dp_replicate} replicas, "

@@ -12,6 +12,7 @@ from crius.checkpoint.folder import CheckpointFolder, read_manifest
 from crius.checkpoint.names import step_name
 from crius.checkpoint.state import read_state
 from crius.config.changes import FIRST_BOUNDARIES, changes, check_changes
+from crius.config.lora import target_names
 from crius.config.pipeline import microbatch_unit, settle_stages, splits_backward
 from crius.config.resolve import ITEMSIZE, BatchSizes, Resolved, auto_dtype, batch_sizes, compares_bits
 from crius.config.run import RunConfig, replace_fields
@@ -22,17 +23,18 @@ from crius.data.tokens import META, TokenMeta
 from crius.errors import CheckpointError, ConfigError, CriusError, EnvironmentError, LayoutError
 from crius.host import Machine
 from crius.interop.weights import Weights, open_weights, settled
-from crius.models.description import ModelDescription, ModuleFacts
+from crius.models.description import Adapted, ModelDescription, ModuleFacts
 from crius.models.registry import SPECS, find_spec
 
 COMPILE = "compile.enable"
+INIT_FROM = "--checkpoint.init_from"
 
 ROWS = 64
 """A vocabulary that follows the tokenizer has a multiple of so many rows."""
 
 
 def describe_model(config: RunConfig) -> ModelDescription:
-    """The flavor of ``config``, with the sizes that it overrides.
+    """The flavor of ``config``, with the sizes that it overrides and the layers that get adapters.
 
     Raises:
         ConfigError: see ``ModelSpec.describe``.
@@ -41,7 +43,9 @@ def describe_model(config: RunConfig) -> ModelDescription:
     spec = find_spec(model.name)
     if spec is None:
         raise ConfigError(f"no model is called {model.name}.", where="model.name", fix=f"use one of {', '.join(SPECS)}")
-    return spec.describe(model.flavor, attention_mask=model.attention_mask, **model.sizes)
+    facts = spec.describe(model.flavor, attention_mask=model.attention_mask, **model.sizes)
+    names = target_names(config.lora, facts)
+    return replace(facts, adapted=Adapted(config.lora.rank, names)) if names else facts
 
 
 def describe_known_model(config: RunConfig) -> ModelDescription | None:
@@ -278,6 +282,8 @@ def check_resume(config: RunConfig, run_dir: Path) -> None:
         return
     if not found.is_import:
         check_changes(changes(found.settings, shown(config)), config.checkpoint.allow_changes, found.where)
+        if config.lora.is_on and found.initial:
+            open_base(config, found.initial)
     if not found.is_own:
         check_steps_left(found.step, config)
 
@@ -289,19 +295,53 @@ def open_initial(config: RunConfig) -> Weights:
         CriusError: see ``open_weights``.
         ConfigError: the model has other sizes; names all of them.
     """
-    path, name = config.checkpoint.init_from, "--checkpoint.init_from"
-    weights = open_weights(path, name)
+    return _fitting(open_weights(config.checkpoint.init_from, INIT_FROM), config)
+
+
+def open_base(config: RunConfig, recorded: Mapping[str, str]) -> tuple[str, Weights]:
+    """Path and weights of the frozen base of a LoRA run: of ``checkpoint.init_from``, or where it was at the start.
+
+    Args:
+        config: of the run.
+        recorded: ``path``, ``origin`` and ``digest`` of the base in a checkpoint of the run; empty at its start.
+
+    Raises:
+        CriusError: see ``open_weights``.
+        ConfigError: it is not there, or of other sizes.
+    """
+    path = config.checkpoint.init_from or recorded["path"]
+    try:
+        return path, _fitting(open_weights(path, INIT_FROM), config)
+    except (ConfigError, OSError) as error:
+        if not recorded:
+            raise
+        what = error.what if isinstance(error, ConfigError) else f"{path} cannot be read: {error}."
+        raise ConfigError(
+            f"the frozen base that the adapters were trained on is not at {path}: {what}",
+            where=INIT_FROM,
+            why=f"a checkpoint of LoRA has the adapters alone; the base was {recorded['origin']}, {recorded['digest']}",
+            fix=f"{INIT_FROM} with the place where it is now",
+        ) from None
+
+
+def _fitting(weights: Weights, config: RunConfig) -> Weights:
+    """``weights``, whose sizes are those of the model.
+
+    Raises:
+        ConfigError: they are not; names all of them.
+    """
     ours = settled({"name": config.model.name, "flavor": config.model.flavor, **config.model.sizes})
+    grows = not config.lora.is_on  # nothing would train the new rows
     differing = [
         field
         for field, value in weights.model.items()
-        if ours[field] != value and field != "flavor" and not (field == "vocab_size" and ours[field] > value)
+        if ours[field] != value and field != "flavor" and not (field == "vocab_size" and ours[field] > value and grows)
     ]
     if differing:
         raise ConfigError(
             f"the model is not that of {weights.origin}:"
             + "".join(f"\n  model.{field} {ours[field]}, there {weights.model[field]}" for field in differing),
-            where=name,
+            where=INIT_FROM,
             why="weights fit the sizes that they were trained with",
             fix=f"leave out {', '.join(f'model.{field}' for field in differing)} and model.flavor",
         )
@@ -338,6 +378,7 @@ class _Resumed:
         step: of it.
         is_import: whether another trainer saved it.
         is_own: whether it is in the run's own folder, and not in ``checkpoint.load_path``.
+        initial: what it says of the weights that the run started from.
     """
 
     settings: Mapping[str, Any]
@@ -345,6 +386,7 @@ class _Resumed:
     step: int
     is_import: bool
     is_own: bool
+    initial: Mapping[str, str]
 
 
 def _resumed(config: RunConfig, run_dir: Path) -> _Resumed | None:
@@ -362,9 +404,10 @@ def _resumed(config: RunConfig, run_dir: Path) -> _Resumed | None:
                 continue
             name = step_name(wanted[-1])
             manifest = read_manifest(folder.disk, name)
-            is_import = bool(read_state(folder.disk, name, manifest).get("imported"))
+            state = read_state(folder.disk, name, manifest)
         except CheckpointError:
             return None
-        settings = {} if is_import else manifest.config
-        return _Resumed(settings, f"{folder.disk.where}/{name}", manifest.step, is_import, place == own)
+        is_import, where = bool(state.get("imported")), f"{folder.disk.where}/{name}"
+        settings, initial = {} if is_import else manifest.config, state.get("init_from", {})
+        return _Resumed(settings, where, manifest.step, is_import, place == own, initial)
     return None
