@@ -121,13 +121,12 @@ def _reshard(parallelism: ParallelismConfig, is_last: bool) -> tuple[bool | int,
     return True, "frees its weights until the backward"
 
 
-def shard(
-    model: nn.Module, units: list[FsdpUnit], mesh: Mesh, training: TrainingConfig, *, casts: bool = True
-) -> None:
+def shard(model: nn.Module, units: list[FsdpUnit], mesh: Mesh, training: TrainingConfig, *, casts: bool = True) -> None:
     """Shard ``model`` in place. Gradients are summed over ranks, never averaged: the loss is already normalised.
 
     Without ``casts`` weights are gathered as they are: a frozen base is in the dtype of the activations, and the layers
-    cast their adapters. Under ``training.reproducible`` FSDP knows nothing of the replicas, over which ``GradientSync`` sums.
+    cast their adapters. Under ``training.reproducible`` FSDP knows nothing of the replicas, over which
+    ``GradientSync`` sums.
     """
     precision = MixedPrecisionPolicy(
         param_dtype=getattr(torch, training.mixed_precision_param) if casts else None,

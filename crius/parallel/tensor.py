@@ -241,7 +241,7 @@ def _split(
 
 
 def split_adapters(linear: nn.Module) -> None:
-    """Place ``lora_A`` ``(rank, in)`` and ``lora_B`` ``(out, rank)`` of a layer as its weight ``(out, in)`` is split."""
+    """Place ``lora_A`` ``(rank, in)`` and ``lora_B`` ``(out, rank)`` as their layer's weight ``(out, in)`` is split."""
     weight = getattr(linear, "weight", None)
     if not isinstance(weight, DTensor):
         return

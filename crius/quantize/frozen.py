@@ -99,7 +99,7 @@ class QuantizedLinear(nn.Module):
         return tuple(getattr(self, name) for name in self.layout())
 
     def multiply(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
-        """``x`` ``(..., in)`` to ``(..., out)``, in the dtype of ``x``; ``weight`` is as ``Linear.multiply`` takes it."""
+        """``x`` ``(..., in)`` to ``(..., out)``, in its dtype; ``weight`` is there as ``Linear.multiply`` has it."""
         y: Tensor = self.product.apply(x, self.in_features, *self.kept())
         return y
 

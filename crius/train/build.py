@@ -39,8 +39,8 @@ from crius.parallel.pipeline import Pipeline
 from crius.parallel.reproducible import ReproducibleGradients
 from crius.parallel.runtime import World
 from crius.parallel.stages import order_of, prune, simulate, stage_costs, stage_indices, stage_table
-from crius.quantize.frozen import fill, quantize_base, quantized_linears
 from crius.quantize.convert import Converted, convert, missing_matmuls, precompute_scales
+from crius.quantize.frozen import fill, quantize_base, quantized_linears
 from crius.train.inputs import run_batch_sizes, run_modules
 from crius.train.step import Accumulation, Pipelined, Runner
 

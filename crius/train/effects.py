@@ -138,7 +138,8 @@ def of_lora(job: Job, built: Built) -> Effect:
     """``lora: 210 linears, rank 16, 4.9 M of 139.4 M parameters trained``, of this rank's stages."""
     facts, lora = job.facts, job.config.lora
     names = {name.rpartition(".")[0] for name, _ in named_parameters(built.parts) if name.endswith(".lora_A")}
-    trained, total = (f"{count / 1e6:,.1f} M" for count in (facts.num_trained, facts.num_parameters + facts.num_trained))
+    numbers = facts.num_trained, facts.num_parameters + facts.num_trained
+    trained, total = (f"{count / 1e6:,.1f} M" if count >= 10**5 else f"{count:,}" for count in numbers)
     what = f"linears, rank {lora.rank}, {trained} of {total} parameters trained"
     return Effect(name="lora", flag="--lora.rank", count=len(names), what=what)
 

@@ -279,6 +279,14 @@ def check_resume(config: RunConfig, run_dir: Path) -> None:
     if found is None:
         if config.checkpoint.init_from:
             open_initial(config)
+        elif config.lora.is_on and config.checkpoint.is_enabled:
+            raise ConfigError(
+                "LoRA has no weights to adapt: they would be drawn at random.",
+                where="--lora.rank",
+                why="a checkpoint has the adapters alone, which are of no use without what they were trained on",
+                fix=f"{INIT_FROM} with a run, a checkpoint or a folder of Hugging Face; or --checkpoint.no_enable to "
+                "measure a run that saves nothing",
+            )
         return
     if not found.is_import:
         check_changes(changes(found.settings, shown(config)), config.checkpoint.allow_changes, found.where)
