@@ -87,6 +87,7 @@ REQUIREMENTS = {
     "gguf": "gguf>=0.17",
     "huggingface_hub": "huggingface_hub>=0.30",
     "transformers": "transformers>=5.0",
+    "peft": "peft>=0.18",
 }
 
 

@@ -36,6 +36,11 @@ def named_state(parts: Sequence[nn.Module]) -> list[tuple[str, Tensor]]:
     return [*named_parameters(parts), *named_buffers(parts, persistent=True)]
 
 
+def all_state(parts: Sequence[nn.Module]) -> list[tuple[str, Tensor]]:
+    """As ``named_state``, with the frozen parameters."""
+    return [*all_parameters(parts), *named_buffers(parts, persistent=True)]
+
+
 def counters(parts: Sequence[nn.Module]) -> list[Tensor]:
     """The counters of the stages that this rank holds, as it has them."""
     return [local_tensor(buffer) for _, buffer in named_buffers(parts, persistent=False)]

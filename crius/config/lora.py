@@ -50,9 +50,21 @@ def scale_of(rank: int, alpha: float, *, rslora: bool) -> float:
 
 
 def saved_lora(settings: Mapping[str, Any]) -> LoraConfig:
-    """The section of the settings of a checkpoint, by dotted name; one from before there was LoRA has none."""
+    """The section of the settings of a checkpoint, by dotted name; one from before there was LoRA has none.
+
+    Raises:
+        ValueError: says in a few words which of them is none that Crius writes.
+    """
     found = {name: settings.get(f"lora.{name}", default) for name, default in vars(LoraConfig()).items()}
-    return LoraConfig(**{**found, "targets": tuple(found["targets"])})
+    found["targets"] = tuple(found["targets"]) if isinstance(found["targets"], list | tuple) else found["targets"]
+    kinds = {"rank": int, "alpha": int | float, "targets": tuple, "rslora": bool, "base": str}
+    for name, kind in kinds.items():
+        value = found[name]
+        if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool):
+            raise ValueError(f"lora.{name} is {ascii(value)[:80]}")
+    if not all(isinstance(pattern, str) for pattern in found["targets"]) or not math.isfinite(found["alpha"]):
+        raise ValueError("lora.targets or lora.alpha is not what a run has")
+    return LoraConfig(**found)
 
 
 def block_linears(model: Any) -> dict[str, tuple[int, int]]:

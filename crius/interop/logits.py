@@ -1,10 +1,11 @@
-"""Logits and token ids of an exported folder, in transformers and here: ``python -m crius.interop.logits``.
+"""Logits and token ids of an exported folder, in transformers, or PEFT, and here: ``python -m crius.interop.logits``.
 
 A process of its own, for the memory that it takes. It reads a job from stdin and prints what it found, as JSON.
 """
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ import transformers
 from torch import Tensor
 
 from crius.checkpoint.load import load_tensors
+from crius.checkpoint.pieces import TensorSource
 from crius.config.data import TokenizerConfig
 from crius.data.tokenizer import build_tokenizer
 from crius.interop.safetensors_file import read_safetensors
-from crius.interop.weights import described, hugging_face_tensors
+from crius.interop.weights import described, hugging_face_tensors, open_weights
 from crius.models.registry import build, import_models
 
 NUM_TOKENS = 48
@@ -27,31 +29,48 @@ TEXTS = (
 )
 
 
-def compare(folder: Path, model: dict[str, Any], tokenizer: str) -> dict[str, Any]:
+def compare(folder: Path, model: dict[str, Any], tokenizer: str, base: str = "", source: str = "") -> dict[str, Any]:
     """How far the logits of transformers are from ours, and texts of which its tokenizer makes other ids.
 
     Args:
         folder: of the export.
         model: settings of ``[model]`` of the source.
         tokenizer: of the source.
+        base: folder of Hugging Face that the export has adapters of; empty: it is a whole model.
+        source: of the adapters.
     """
     tokens = (torch.arange(NUM_TOKENS) * 7919 % model["vocab_size"])[None]
     with torch.inference_mode():
-        ours = _ours(folder, model, tokens)
-        loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        ours = _ours(_sources(folder, model, source), model, tokens)
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(base or folder, dtype=torch.float32)
+        version = f"transformers {transformers.__version__}"
+        if base:
+            loaded, version = _adapted(loaded, folder)
         theirs = loaded.eval()(tokens).logits
     return {
         "difference": float((ours - theirs).abs().max()),
         "largest": float(ours.abs().max()),
         "tokens": NUM_TOKENS,
-        "version": transformers.__version__,
+        "version": version,
         "texts": _differing(folder, tokenizer) if (folder / "tokenizer.json").exists() else [],
     }
 
 
-def _ours(folder: Path, model: dict[str, Any], tokens: Tensor) -> Tensor:
+def _sources(folder: Path, model: dict[str, Any], source: str) -> Mapping[str, TensorSource]:
+    """Of adapters what they make of their base, as a run that is started from them has it."""
+    return (
+        open_weights(source).tensors if source else hugging_face_tensors(read_safetensors(folder), model, str(folder))
+    )
+
+
+def _adapted(model: Any, folder: Path) -> tuple[Any, str]:
+    import peft  # noqa: PLC0415  optional package
+
+    return peft.PeftModel.from_pretrained(model, folder), f"peft {peft.__version__}"
+
+
+def _ours(sources: Mapping[str, TensorSource], model: dict[str, Any], tokens: Tensor) -> Tensor:
     decoder = build(described(model)).float().eval()
-    sources = hugging_face_tensors(read_safetensors(folder), model, str(folder))
     load_tensors(sources, dict(decoder.named_parameters()))
     logits: Tensor = decoder(tokens)
     return logits

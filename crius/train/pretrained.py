@@ -85,7 +85,7 @@ def load_base(
             f"{weights.origin} is not the base that the adapters were trained on.",
             where="--checkpoint.init_from",
             why=f"its hash is {found['digest']}, that of the base was {recorded['digest']}",
-            fix=f"--checkpoint.init_from with the place of {recorded.get('origin', 'the base')}, as it was",
+            fix=f"--checkpoint.init_from with the place of that one, which was {recorded['path']}",
         )
     rounded = 0
     for part in parts:
@@ -124,5 +124,7 @@ def _log_tokenizer(weights: Weights, config: RunConfig) -> None:
 
 def _record(weights: Weights, path: str) -> dict[str, str]:
     place = path if "://" in path else str(Path(path).expanduser().absolute())
+    if weights.saved:  # a run may save more of them
+        place = f"{weights.saved.disk.where}/{weights.saved.name}"
     origin = ascii(weights.origin)[1:-1][:MAX_TEXT]
     return {"origin": origin, "kind": weights.kind, "path": place, "digest": weights.digest}

@@ -23,7 +23,7 @@ from crius.models.description import ModelDescription
 from crius.models.layers import Linear
 from crius.parallel.init import allocate
 from crius.parallel.runtime import pick_device
-from crius.shards import named_state
+from crius.shards import all_state
 from crius.tools.generate.chat import render_chat
 from crius.tools.generate.settings import Prompt, Settings
 from crius.units import GIB
@@ -112,7 +112,7 @@ def read_source(path: str, settings: Settings, local_rank: int = 0, split: Split
     model = _build(facts, settings, device)
     split(model, facts)
     allocate(model, device)
-    load_tensors(weights.tensors, dict(named_state([model])))
+    load_tensors(weights.tensors, dict(all_state([model])))
     if settings.ranks == 1:
         store_by_columns(module.weight for module in model.modules() if isinstance(module, Linear))
     special, ends = _words(weights.tokenizer, tokenizer)
