@@ -13,7 +13,8 @@ from crius.checkpoint.pieces import Piece, TensorSource, misfits
 from crius.config.lora import LoraConfig, target_names
 from crius.errors import CheckpointError
 from crius.interop.casting import FLOATS
-from crius.models.description import Adapted, ModelDescription
+from crius.models.adapted import Adapted
+from crius.models.description import ModelDescription
 
 _ROWS = 1024
 """Of a weight that are merged at a time: always the same ones, so that a weight has the same bits each time."""

@@ -271,17 +271,17 @@ def foreign_names(model: str, ours: Sequence[str]) -> tuple[HuggingFace, dict[st
     return family, names
 
 
-def write_parts(folder: Path, parts: Sequence[Part], stem: str = "model", most: int = SHARD_BYTES) -> dict[str, str]:
+def write_parts(folder: Path, parts: Sequence[Part], stem: str = "model", most: int = 0) -> dict[str, str]:
     """Write the tensors, with an index where they are several files; returns the hash of each file.
 
     Args:
         folder: to write to.
         parts: the tensors.
         stem: of the names of the files.
-        most: bytes of a file.
+        most: bytes of a file; 0: ``SHARD_BYTES``.
     """
     by_name = {part.key: part for part in parts}
-    groups = shares(by_name, by_name, most)
+    groups = shares(by_name, by_name, most or SHARD_BYTES)
     disk, where, hashes = open_disk(str(folder)), dict[str, str](), {}
     disk.prepare(_WRITTEN)
     for number, keys in enumerate(groups, start=1):

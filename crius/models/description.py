@@ -10,6 +10,7 @@ from functools import cached_property
 from math import prod
 from typing import Any, Literal, NamedTuple
 
+from crius.models.adapted import Adapted
 from crius.models.plan import ShardingPlan
 
 Kind = Literal["embedding", "norm", "linear", "router", "expert", "output", "bias", "adapter"]
@@ -165,18 +166,6 @@ class Layer:
         return weight.numel // self.feed_forward.num_experts * self.feed_forward.top_k
 
 
-class Adapted(NamedTuple):
-    """Linear layers that have low-rank adapters, which are trained in place of all weights.
-
-    Attributes:
-        rank: of the adapters.
-        linears: names of the layers, in the model's order.
-    """
-
-    rank: int
-    linears: tuple[str, ...]
-
-
 @dataclass(frozen=True)
 class ModuleFacts:
     """One module that a pipeline stage can hold.
@@ -204,8 +193,7 @@ class ModelDescription:
         block: dotted path and class of a layer's module, imported only to build it, or the class; empty: Crius does not
             train this model yet.
         layers: every layer in order, equal ones that follow each other counted.
-        published_parameters: what its publisher counts, where the sizes do not give it exactly.
-        adapted: layers with adapters; None: all weights are trained.
+        published_parameters: the publisher's count, if sizes do not give it. adapted: layers with adapters, or none.
     """
 
     name: str
@@ -226,8 +214,8 @@ class ModelDescription:
     def _key(self) -> tuple[Any, ...]:
         return self.name, self.config, self.layers, self.published_parameters, self.adapted
 
-    @cached_property
-    def _hash(self) -> int:  # kept: the planner asks it of one model thousands of times
+    @cached_property  # the planner asks it of one model thousands of times
+    def _hash(self) -> int:
         return hash((self.name, self.config, self.published_parameters, self.adapted))
 
     @property
@@ -320,27 +308,19 @@ class ModelDescription:
 
     @cached_property
     def adapters(self) -> tuple[Weight, ...]:
-        """``lora_A`` ``(rank, in)`` and ``lora_B`` ``(out, rank)`` of each adapted layer, named within the model."""
-        if self.adapted is None:
-            return ()
-        rank, units = self.adapted.rank, {weight.name: weight.unit for weight in self.weights}
-        found = []
-        for name in self.adapted.linears:
-            out_features, in_features = self.linears[name]
-            unit = units[f"{name}.weight"]
-            found.append(Weight(f"{name}.lora_A", (rank, in_features), "adapter", unit))
-            found.append(Weight(f"{name}.lora_B", (out_features, rank), "adapter", unit))
-        return tuple(found)
+        """Both factors of the adapter of each adapted layer, named within the model."""
+        parts = self.adapted.parts(self.linears) if self.adapted else ()
+        return tuple(Weight(name, shape, "adapter", unit) for name, shape, unit in parts)
 
     @property
     def trained(self) -> tuple[Weight, ...]:
         """What the optimizer updates: the adapters where there are any, else all weights."""
-        return self.weights if self.adapted is None else self.adapters
+        return self.adapters or self.weights
 
     @cached_property
     def num_trained(self) -> int:
         """Numbers that the optimizer updates."""
-        return self.num_parameters if self.adapted is None else sum(weight.numel for weight in self.adapters)
+        return sum(weight.numel for weight in self.adapters) if self.adapted else self.num_parameters
 
     @cached_property
     def buffers(self) -> tuple[Buffer, ...]:
@@ -360,7 +340,7 @@ class ModelDescription:
 
     @cached_property
     def num_parameters(self) -> int:
-        """All trained numbers, a tied weight once."""
+        """All numbers of the weights, a tied weight once."""
         layers = sum(count * layer.num_parameters for count, layer in self.layers)
         return layers + self.dim + self.vocab_size * self.dim * (1 if self.tied_embeddings else 2)
 
@@ -377,16 +357,14 @@ class ModelDescription:
         return sum(n * layer.matmul_parameters for n, layer in self.layers) + self.vocab_size * self.dim
 
     def flops_per_token(self, mean_visible_context: float) -> float:
-        """Model FLOPs of one token's forward and backward, recompute not counted.
-
-        A frozen weight takes 4 and not 6: it has no gradient of its own.
+        """Model FLOPs of one token's forward and backward, recompute not counted; a frozen weight takes 4, not 6.
 
         Args:
             mean_visible_context: tokens that a token attends to, on average; ``(T + 1) / 2`` for causal attention.
         """
         layers = sum(n * layer.flops_per_token(mean_visible_context) for n, layer in self.layers)
-        full = layers + 6 * self.vocab_size * self.dim
-        return full if self.adapted is None else full - 2 * self.matmul_parameters + 6 * self.num_trained
+        frozen = 2 * self.matmul_parameters - 6 * self.num_trained if self.adapted else 0
+        return layers + 6 * self.vocab_size * self.dim - frozen
 
     @property
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:

@@ -119,8 +119,7 @@ def run(
                 load_initial(config, ranks, loop.state)
             keep_scales(job, loop.state.parts)  # of the weights that were loaded
         with ledger.phase("initialise"):
-            plans = tools.watch and ranks.rank == 0 and facts.adapted is None  # whose steps no plan knows
-            watch = tools.watch(decided, facts, machine, ledger, run_dir) if plans else None
+            watch = tools.watch(decided, facts, machine, ledger, run_dir) if tools.watch and ranks.rank == 0 else None
             loop.reports.sinks += [*_sinks(job, run_dir, stack, loop.state.step), *([watch] if watch else [])]
         recovery.ready()
         _run(tools.prepare(dataclasses.replace(loop, stop=stop)), run_dir, placement, watch)

@@ -17,12 +17,12 @@ from crius.checkpoint.manifest import MAX_TEXT
 from crius.checkpoint.tensors import NAMES
 from crius.config.run import RunConfig
 from crius.errors import ConfigError
+from crius.interop.initial import open_base, open_initial
 from crius.interop.weights import Weights
 from crius.optim import state as optimizer_state
 from crius.parallel.runtime import World
 from crius.quantize.frozen import fill, quantized_linears
 from crius.shards import all_parameters, named_buffers, named_parameters, named_state, plain
-from crius.train.inputs import open_base, open_initial
 from crius.train.state import TrainState
 
 log = logging.getLogger("crius.train")

@@ -46,17 +46,17 @@ LAZY_ROOMS = (
     "__main__.py",
 )
 # pyproject.toml's extras, and what comes with torch but is only for some
-OPTIONAL = {"datasets", "fsspec", "gguf", "huggingface_hub", "jinja2", "matplotlib", "tokenizers"}
+OPTIONAL = {"datasets", "fsspec", "gguf", "huggingface_hub", "jinja2", "matplotlib", "peft", "tokenizers"}
 OPTIONAL |= {"tensorboard", "torchao"}
 OPTIONAL |= {"torch.utils.tensorboard", "torch._inductor.lowering", "torch._inductor.cpp_builder"}
 
 AIM_FILE, STOP_FILE, AIM_FUNCTION, STOP_FUNCTION = 400, 500, 60, 100
 LONGER: dict[str, str] = {}  # "file" or "file:function" to the reason; still below the hard stop
 
-MOST_CODE = {"trainer": 21_200, "tools": 9_350}
+MOST_CODE = {"trainer": 21_970, "tools": 9_515}
 """Lines of code of the two houses: the aim is 15,000 and 8,500, with all models and features 22,000 and 13,000."""
 
-MOST_LOADED = {"crius": 160, "crius.tools.plan": 12}
+MOST_LOADED = {"crius": 169, "crius.tools.plan": 13}
 """Files that a run of one process loads."""
 
 NO_CODE = {getattr(tokenize, name) for name in ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER")}
