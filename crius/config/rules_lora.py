@@ -4,7 +4,7 @@ import importlib.util
 import math
 
 from crius.config.facts import Facts, Rule, Violations, without_effect
-from crius.config.lora import LoraConfig, block_linears, target_names, unmatched
+from crius.config.lora import LoraConfig, block_linears, indivisible, is_quantized, target_names, unmatched
 from crius.config.low_precision import is_enabled, kind, numberless
 from crius.config.param_groups import fits, nearest
 from crius.config.pipeline import num_stages, split_stages
@@ -115,6 +115,15 @@ def quantized_base_fits(facts: Facts) -> Violations:
             where=f"{facts.flag('lora.base')}, {facts.flag(name)}",
             why="tensor parallelism would split a weight through the blocks that share a scale",
             fix=f"--{name} 1, or --lora.base keep",
+        )
+    shapes = block_linears(facts.model) if facts.model else {}
+    if shapes and not any(is_quantized(lora, shape) for shape in shapes.values()):
+        why = "; ".join(dict.fromkeys(f"{numberless(name)}: {indivisible(shape)}" for name, shape in shapes.items()))
+        yield ConfigError(
+            f"--lora.base {lora.base} would round no layer of {facts.model_name}.",
+            where=facts.flag("lora.base"),
+            why=why,
+            fix="--lora.base int8, or --lora.base keep",
         )
     if importlib.util.find_spec("torchao") is None:
         yield ConfigError(
