@@ -13,7 +13,7 @@ from crius.models.plan import ShardingPlan
 from crius.parallel.activation_checkpoint import CheckpointedBlocks, apply_activation_checkpoint
 from crius.parallel.compile import compile_blocks
 from crius.parallel.context import apply_context_parallel
-from crius.parallel.fsdp import describe_units, needs_fsdp, plan_units, shard
+from crius.parallel.fsdp import describe_units, end_backward_at_adapters, needs_fsdp, plan_units, shard
 from crius.parallel.init import Init, allocate, init_parameters
 from crius.parallel.lora import apply_lora
 from crius.parallel.mesh import Mesh
@@ -62,6 +62,8 @@ def _shard(model: nn.Module, plan: ShardingPlan, mesh: Mesh, config: RunConfig) 
         return
     units = plan_units(plan, model, config.parallelism)
     shard(model, units, mesh, training, casts=not config.lora.is_on)
+    if config.lora.is_on:
+        end_backward_at_adapters(model, units, plan.embeddings[0])
     offloaded = ", offloaded to host memory" if training.enable_cpu_offload else ""
     yield (
         f"fsdp: {len(units)} units, weights split over {layout.fsdp} ranks, {layout.dp_replicate} replicas, "

@@ -151,6 +151,25 @@ def shard(model: nn.Module, units: list[FsdpUnit], mesh: Mesh, training: Trainin
         module.set_force_sum_reduction_for_comms(True)  # Gloo cannot pre-multiply; a plain sum is NCCL's fast path too
 
 
+def end_backward_at_adapters(model: nn.Module, units: list[FsdpUnit], embedding: str) -> None:
+    """Have FSDP gather no unit again whose backward nobody needs: those below the first with a trained weight.
+
+    Args:
+        model: sharded; a stage without the embedding sends back the gradient of its input, so that all of it is passed.
+        units: of the model, in the order of the forward.
+        embedding: name of the module that token ids go to.
+    """
+    if not any(embedding in unit.modules for unit in units):
+        return
+    for unit in units:
+        modules = [model.get_submodule(name) for name in unit.modules]
+        if any(parameter.requires_grad for module in modules for parameter in module.parameters()):
+            return
+        if len(unit.modules) == 1:  # else it is the embedding together with the output layer
+            assert isinstance(modules[0], FSDPModule)
+            modules[0].set_unshard_in_backward(False)
+
+
 def show_gradients(
     model: nn.Module, units: list[FsdpUnit], mesh: Mesh, training: TrainingConfig
 ) -> dict[str, HashedReduceScatter]:
