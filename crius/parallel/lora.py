@@ -25,7 +25,8 @@ def _adapted(linear: Any, x: Tensor, weight: Tensor | None = None) -> Tensor:
     y: Tensor = linear._frozen(x, weight)
     # in the dtype of the activations, as FSDP would gather them; their gradients are cast back
     a, b = (part.to(x.dtype) for part in local_adapters(linear))
-    return y + linear._times(linear._times(x, a), b) * linear._scale
+    # scaled where it is narrow: a product of the rank, and not of the layer's width
+    return y + linear._times(linear._times(x, a) * linear._scale, b)
 
 
 def apply_lora(model: nn.Module, facts: ModelDescription, lora: LoraConfig, dtype: torch.dtype) -> list[str]:
