@@ -30,7 +30,14 @@ def open_base(config: RunConfig, recorded: Mapping[str, str]) -> tuple[str, Weig
         CriusError: see ``open_weights``.
         ConfigError: it is not there, or of other sizes.
     """
-    path = config.checkpoint.init_from or recorded["path"]
+    path = config.checkpoint.init_from or recorded.get("path", "")
+    if not path:
+        raise ConfigError(
+            "nothing says which weights the adapters are for.",
+            where="--lora.rank",
+            why="the checkpoint that the run goes on from is of a run without adapters",
+            fix=f"{INIT_FROM} with a run, a checkpoint or a folder of Hugging Face, in a run folder of its own",
+        )
     try:
         return path, _fitting(open_weights(path, INIT_FROM), config)
     except (ConfigError, OSError) as error:

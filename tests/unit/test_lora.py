@@ -15,7 +15,8 @@ from test_rules import facts_of, repairs
 from crius.checkpoint.load import load_tensors
 from crius.config import rules, rules_lora
 from crius.config.lora import LoraConfig, saved_lora, scale_of
-from crius.errors import ConfigError
+from crius.errors import CheckpointError, ConfigError
+from crius.interop.adapters import read_adapters
 from crius.interop.weights import open_weights
 from crius.models.adapted import Adapted
 from crius.models.layers import Linear
@@ -278,6 +279,28 @@ def test_a_base_that_is_gone_or_another_one_is_refused_with_its_place(tuned, bas
     finally:
         shutil.rmtree(base, ignore_errors=True)
         shutil.move(tmp_path / "elsewhere", base)
+
+
+@pytest.mark.parametrize("key", ["layers.0.attention.wq.lora_A", "layers.3.feed_forward.w2.lora_B"])
+def test_adapters_that_are_not_those_of_the_settings_are_refused(key, tuned):
+    """One is missing, another is of another shape, or the checkpoint does not say what its base was."""
+    weights = open_weights(str(tuned))
+    adapters, facts = weights.adapters, weights.facts
+    good = dict(adapters.tensors)
+    for wrong, base in (
+        ({name: tensor for name, tensor in good.items() if name != key}, adapters.base),
+        (good | {key: replace(good[key], shape=good[key].shape[::-1])}, adapters.base),
+        (good | {"layers.0.attention.wq.weight": good[key]}, adapters.base),
+        (good, {"path": "x"}),
+    ):
+        with pytest.raises(CheckpointError, match="are not the adapters that its settings say"):
+            read_adapters(adapters.lora, wrong, facts, base, "here")
+
+
+def test_a_vocabulary_that_nothing_would_train_is_refused(base, tmp_path):
+    given = ["--checkpoint.init_from", str(base), "--model.vocab_size", "448", "--job.run_dir", str(tmp_path / "run")]
+    done = crius("train", *TUNE, *given)
+    assert done.returncode == 2 and "model.vocab_size 448, there 384" in done.stderr
 
 
 def test_a_model_without_adapters_is_no_export_for_peft(base, tmp_path):
