@@ -29,10 +29,6 @@ class _Product(torch.autograd.Function):
         """The weight ``(out, width)`` in float32."""
         raise NotImplementedError
 
-    @classmethod
-    def _times(cls, x: Tensor, kept: tuple[Tensor, ...], width: int) -> Tensor:
-        return cls.unpacked(kept, width).to(x.dtype)
-
 
 class _Int8Product(_Product):
     @staticmethod
