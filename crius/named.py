@@ -21,12 +21,22 @@ def named_buffers(parts: Sequence[nn.Module], *, persistent: bool) -> list[tuple
 
 
 def named_state(parts: Sequence[nn.Module]) -> list[tuple[str, Tensor]]:
-    """The parameters of the stages that this rank holds, then their buffers that are state, by name."""
+    """The trained parameters of the stages that this rank holds, then their buffers that are state, by name."""
     return [*named_parameters(parts), *named_buffers(parts, persistent=True)]
 
 
+def all_state(parts: Sequence[nn.Module]) -> list[tuple[str, Tensor]]:
+    """As ``named_state``, with the frozen parameters."""
+    return [*all_parameters(parts), *named_buffers(parts, persistent=True)]
+
+
 def named_parameters(parts: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter]]:
-    """The parameters of the stages that this rank holds, by their names in the whole model.
+    """The trained parameters of the stages that this rank holds, by their names in the whole model."""
+    return [(name, parameter) for name, parameter in all_parameters(parts) if parameter.requires_grad]
+
+
+def all_parameters(parts: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter]]:
+    """The parameters of the stages that this rank holds, frozen ones too, by their names in the whole model.
 
     A stage that has the copy of a tied weight has it under the weight's one name; a rank with both has that name twice.
     """

@@ -94,6 +94,7 @@ REQUIREMENTS = {
     "protobuf": "protobuf>=5.26",
     "tiktoken": "tiktoken>=0.9",
     "mistral-common": "mistral-common>=1.8",
+    "peft": "peft>=0.18",
 }
 
 

@@ -18,6 +18,8 @@ from torch.distributed.tensor._utils import (
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
+from crius.named import all_parameters as all_parameters
+from crius.named import all_state as all_state
 from crius.named import is_persistent as is_persistent
 from crius.named import named_buffers as named_buffers
 from crius.named import named_parameters as named_parameters

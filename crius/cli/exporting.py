@@ -19,20 +19,26 @@ def export(
     ] = "",
     step: Annotated[int, Parameter(help="Step of the checkpoint. -1: the newest whole one.")] = -1,
     format: Annotated[
-        Literal["hf", "dcp"], Parameter(help="hf: a folder for transformers. dcp: torch's DCP with torchtitan's names.")
-    ] = "hf",
+        Literal["", "hf", "peft", "dcp"],
+        Parameter(
+            help="hf: a folder for transformers. peft: the adapters of a LoRA run alone, for PEFT. dcp: torch's DCP "
+            "with torchtitan's names. hf and dcp merge adapters into their base. Empty: peft of a LoRA run, else hf."
+        ),
+    ] = "",
     as_json: Json = False,
 ) -> int:
-    """Export the weights of a run as a folder that transformers loads, of any layout, and prove it by reading it back.
+    """Export the weights of a run as a folder that others load, of any layout, and prove it by reading it back.
 
     Every tensor is compared with the source bit by bit; where transformers is installed, its logits are compared too.
     Where anything differs, nothing is written and the exit code is 1.
     """
     from crius.interop.exporting import export_model, open_source
 
-    write = export_model
+    opened, write = open_source(source, step), export_model
     if format == "dcp":
         from crius.interop.dcp_out import export_dcp as write
-    done = write(open_source(source, step), target, dtype)
+    if format == "peft" or (not format and opened.weights.adapters):
+        from crius.interop.peft_out import export_peft as write
+    done = write(opened, target, dtype)
     emit(json.dumps(done.as_dict(), indent=2) if as_json else "\n".join(done.lines()))
     return 0

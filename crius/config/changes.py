@@ -29,6 +29,7 @@ KINDS: tuple[tuple[str, Kind], ...] = (
     ("optimizer.*", "warn"),
     ("lr_scheduler.*", "warn"),
     ("quantize.*", "warn"),
+    ("lora.*", "refuse"),  # other weights, or another model around them
     ("stability.*", "warn"),
     ("data.prefetch", "free"),
     ("data.add_bos", "refuse"),  # other inputs for the same text

@@ -47,6 +47,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "quantize.dense.float8.precompute_scale": True,
     },
     "mxfp8": {"quantize.dense.mxfp8.enable": True},
+    "lora": {"lora.rank": 4},
+    **{base: {"lora.rank": 4, "lora.base": base} for base in ("int8", "nf4")},
 }
 """What each option behind a ``+`` sets."""
 
@@ -56,7 +58,7 @@ NUMBERED: dict[str, tuple[dict[str, Any], str]] = {
 }
 """Options that end in a number: what they set beside it, and the field that the number is for."""
 
-OTHER_LOSS = ("document", "float8", "float8_rowwise", "mxfp8")
+OTHER_LOSS = ("document", "float8", "float8_rowwise", "mxfp8", "lora", "int8", "nf4")
 """Options that change what is computed, not only where and when."""
 
 # term to the degrees that its numbers are, in canonical order

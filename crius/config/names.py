@@ -283,6 +283,11 @@ NOTHING = {
     "metrics.disable_color_printing": "nothing is printed in colours",
     "metrics.enable_wandb": _WANDB,
     "metrics.save_for_all_ranks": "rank 0 writes the metrics, which are sums over all ranks",
+    **dict.fromkeys(("lora.use_dora", "lora.dora", "use_dora"), "DoRA is not built; LoRA and rsLoRA are (lora.rslora)"),
+    **dict.fromkeys(
+        ("lora.dropout", "lora_dropout"), "adapters have no dropout, whose numbers would depend on the layout"
+    ),
+    **dict.fromkeys(("dpo.beta", "training.dpo", "dpo.enable"), "DPO is not built"),
     "metrics.save_tb_folder": "TensorBoard's files are in the run folder",
     "model.hf_assets_path": "tokenizer.path names a tokenizer; weights of Hugging Face are not read",
     "model.norm_type": "the model decides it",

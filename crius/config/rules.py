@@ -15,6 +15,7 @@ from crius.config.load import did_you_mean
 from crius.config.rules_data import DATA_RULES
 from crius.config.rules_debugging import DEBUGGING_RULES
 from crius.config.rules_layout import LAYOUT_RULES, divisors
+from crius.config.rules_lora import LORA_RULES
 from crius.config.rules_pipeline import PIPELINE_RULES
 from crius.config.rules_quantize import QUANTIZE_RULES
 from crius.config.rules_training import (
@@ -301,6 +302,7 @@ RULES: tuple[Rule, ...] = (
     *LAYOUT_RULES,
     *PIPELINE_RULES,
     *QUANTIZE_RULES,
+    *LORA_RULES,
     *KERNEL_RULES,
     *OPTIMIZER_RULES,
     *STABILITY_RULES,

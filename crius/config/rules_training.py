@@ -45,7 +45,7 @@ def param_groups_fit_parameters(facts: Facts) -> Violations:
     """Every pattern fits a parameter, and Muon gets matrices only."""
     if facts.model is None:
         return
-    shapes, specs = facts.model.parameter_shapes, _parsed(facts)
+    shapes, specs = {weight.name: weight.shape for weight in facts.model.trained}, _parsed(facts)
     for spec in specs:
         if not any(fits(spec.pattern, name) for name in shapes):
             meant = nearest(spec.pattern, list(shapes))

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from crius.config.data import DataConfig, TokenizerConfig, ValidationConfig
+from crius.config.lora import LoraConfig
 from crius.config.operation import (
     CheckpointConfig,
     DebugConfig,
@@ -105,6 +106,7 @@ class RunConfig:
     compile: CompileConfig = field(default_factory=CompileConfig)
     kernels: KernelsConfig = field(default_factory=KernelsConfig)
     quantize: QuantizeConfig = field(default_factory=QuantizeConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     stability: StabilityConfig = field(default_factory=StabilityConfig)
     sdc: SdcConfig = field(default_factory=SdcConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -152,13 +152,13 @@ def parts_of(source: Source, names: Mapping[str, str], dtype: str) -> list[Part]
     Args:
         source: of them.
         names: theirs by ours.
-        dtype: of those that are floating-point numbers, by torch's name; empty: as they are.
+        dtype: of those that are floating-point numbers, by torch's name; empty: as they are, merged ones as their base.
     """
     wanted = TORCH_NAMES[dtype] if dtype else ""
     parts = []
     for ours, theirs in names.items():
         tensor = source.weights.tensors[ours]
-        to = wanted if wanted and tensor.dtype in FLOATS else tensor.dtype
+        to = wanted if wanted and tensor.dtype in FLOATS else source.weights.rounds.get(ours, tensor.dtype)
         parts.append(Part(theirs, to, tensor.shape, partial(_read, tensor, to)))
     return parts
 
@@ -218,10 +218,10 @@ def export_model(source: Source, target: str, dtype: str = "") -> Export:
             not it: other bits, or other logits.
     """
     model, facts = source.weights.model, source.weights.facts
-    family, names = _names(model["name"], facts.state_names)
+    family, names = foreign_names(model["name"], facts.state_names)
     parts = parts_of(source, names, dtype)
     with new_folder(target) as folder:
-        files = _write(folder, parts)
+        files = write_parts(folder, parts)
         context, eos_token = longest_context(source.weights), str(source.settings.get("tokenizer.eos_token") or "")
         about, generation = write_tokenizer(folder, source.weights, eos_token, context)
         largest = max(parts, key=lambda part: part.num_bytes)
@@ -248,7 +248,7 @@ def export_model(source: Source, target: str, dtype: str = "") -> Export:
     return done
 
 
-def _names(model: str, ours: Sequence[str]) -> tuple[HuggingFace, dict[str, str]]:
+def foreign_names(model: str, ours: Sequence[str]) -> tuple[HuggingFace, dict[str, str]]:
     """What Hugging Face calls a model, and its names by ours.
 
     Raises:
@@ -271,14 +271,21 @@ def _names(model: str, ours: Sequence[str]) -> tuple[HuggingFace, dict[str, str]
     return family, names
 
 
-def _write(folder: Path, parts: Sequence[Part]) -> dict[str, str]:
-    """Write the tensors, with an index where they are several files; returns the hash of each file."""
+def write_parts(folder: Path, parts: Sequence[Part], stem: str = "model", most: int = 0) -> dict[str, str]:
+    """Write the tensors, with an index where they are several files; returns the hash of each file.
+
+    Args:
+        folder: to write to.
+        parts: the tensors.
+        stem: of the names of the files.
+        most: bytes of a file; 0: ``SHARD_BYTES``.
+    """
     by_name = {part.key: part for part in parts}
-    groups = shares(by_name, by_name, SHARD_BYTES)
+    groups = shares(by_name, by_name, most or SHARD_BYTES)
     disk, where, hashes = open_disk(str(folder)), dict[str, str](), {}
     disk.prepare(_WRITTEN)
     for number, keys in enumerate(groups, start=1):
-        name = f"model-{number:05d}-of-{len(groups):05d}{SUFFIX}" if len(groups) > 1 else f"model{SUFFIX}"
+        name = f"{stem}-{number:05d}-of-{len(groups):05d}{SUFFIX}" if len(groups) > 1 else f"{stem}{SUFFIX}"
         entry, _ = write_shard(disk, f"{_WRITTEN}/{name}", [by_name[key] for key in keys], lambda: None)
         (folder / _WRITTEN / name).rename(folder / name)
         hashes[name] = f"{ALGORITHM}:{entry.digest}"
@@ -301,26 +308,34 @@ def _logits(folder: Path, weights: Weights, num_parameters: int) -> str:
     needed = 5 * num_parameters  # in float32, one model after the other, and what passes through it
     if needed > (free := free_host_bytes()):
         return f"not compared: that takes {needed / 2**30:,.1f} GiB of memory, and {free / 2**30:,.1f} are free"
-    job = {"folder": str(folder), "model": dict(weights.model), "tokenizer": weights.tokenizer, "tolerance": TOLERANCE}
+    return compared({"folder": str(folder), "model": dict(weights.model), "tokenizer": weights.tokenizer})
+
+
+def compared(job: Mapping[str, Any]) -> str:
+    """What ``crius.interop.logits`` finds for ``job`` in a process of its own, in words.
+
+    Raises:
+        CheckpointError: transformers or PEFT does not load what was exported, or has other logits or ids.
+    """
     done = subprocess.run(
         [sys.executable, "-m", "crius.interop.logits", *IMPORTED],
-        input=json.dumps(job),
+        input=json.dumps({**job, "tolerance": TOLERANCE}),
         text=True,
         capture_output=True,
         env={**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "CUDA_VISIBLE_DEVICES": ""},
     )
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise _unproven("transformers does not load it", last)
+        raise _unproven(f"{'peft' if 'base' in job else 'transformers'} does not load it", last)
     found = json.loads(done.stdout.splitlines()[-1])
     if "difference" not in found:
-        return f"not compared: transformers {found['version']} has no such architecture"
+        return f"not compared: {found['version']} has no such architecture"
     if found["texts"]:
-        named = f'tokenizer_config.json beside {weights.tokenizer}: "tokenizer_class": "PreTrainedTokenizerFast"'
+        named = f'tokenizer_config.json beside {job["tokenizer"]}: "tokenizer_class": "PreTrainedTokenizerFast"'
         raise _unproven(f"AutoTokenizer makes other ids of {found['texts'][0]!r}", "its class is another one", named)
     scale = found["largest"] or 1.0
     share, rounding = found["difference"] / scale, found["rounding"] / scale
-    told = f"max difference {share:.1e} x max |logit| {found['largest']:.3g} from transformers {found['version']}"
+    told = f"max difference {share:.1e} x max |logit| {found['largest']:.3g} from {found['version']}"
     limit = max(TOLERANCE, min(ROUNDINGS * rounding, LIMIT))
     if not share <= limit:
         raise _unproven(told, f"more than {limit:.1e} is no order of sums")

@@ -1,10 +1,11 @@
-"""Logits and token ids of an exported folder, in transformers and here: ``python -m crius.interop.logits``.
+"""Logits and token ids of an exported folder, in transformers, or PEFT, and here: ``python -m crius.interop.logits``.
 
 A process of its own, for the memory that it takes. It reads a job from stdin and prints what it found, as JSON.
 """
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ import transformers
 from torch import Tensor
 
 from crius.checkpoint.load import load_tensors
+from crius.checkpoint.pieces import TensorSource
 from crius.config.data import TokenizerConfig
 from crius.data.tokenizer import build_tokenizer
 from crius.interop.safetensors_file import read_safetensors
-from crius.interop.weights import described, hugging_face_tensors
+from crius.interop.weights import described, hugging_face_tensors, open_weights
 from crius.models.registry import build, import_models
 
 NUM_TOKENS = 48
@@ -27,7 +29,9 @@ TEXTS = (
 )
 
 
-def compare(folder: Path, model: dict[str, Any], tokenizer: str, tolerance: float) -> dict[str, Any]:
+def compare(
+    folder: Path, model: dict[str, Any], tokenizer: str, tolerance: float, base: str = "", source: str = ""
+) -> dict[str, Any]:
     """How far the logits of transformers are from ours, and texts of which its tokenizer makes other ids.
 
     Args:
@@ -35,34 +39,53 @@ def compare(folder: Path, model: dict[str, Any], tokenizer: str, tolerance: floa
         model: settings of ``[model]`` of the source.
         tokenizer: of the source.
         tolerance: share of the largest logit beyond which it is measured, too, what rounding does to this model.
+        base: folder of Hugging Face that the export has adapters of; empty: it is a whole model.
+        source: of the adapters.
 
     Returns:
         Facts by name; ``version`` alone where transformers has no such architecture.
     """
-    if json.loads((folder / "config.json").read_bytes())["model_type"] not in transformers.CONFIG_MAPPING:
-        return {"version": transformers.__version__}
+    version = f"transformers {transformers.__version__}"
+    config = json.loads((Path(base or folder) / "config.json").read_bytes())
+    if config["model_type"] not in transformers.CONFIG_MAPPING:
+        return {"version": version}
     tokens = (torch.arange(NUM_TOKENS) * 7919 % model["vocab_size"])[None]
     with torch.inference_mode():
-        ours = _ours(folder, model, tokens, torch.float32)
-        loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        sources = _sources(folder, model, source)
+        ours = _ours(sources, model, tokens, torch.float32)
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(base or folder, dtype=torch.float32)
+        if base:
+            loaded, version = _adapted(loaded, folder)
         difference = float((ours - loaded.eval()(tokens).logits).abs().max())
         del loaded
         largest, rounding = float(ours.abs().max()), 0.0
         if difference > tolerance * largest:
-            rounding = float((ours - _ours(folder, model, tokens, torch.float64)).abs().max())
+            rounding = float((ours - _ours(sources, model, tokens, torch.float64)).abs().max())
     return {
         "difference": difference,
         "largest": largest,
         "rounding": rounding,
         "tokens": NUM_TOKENS,
-        "version": transformers.__version__,
+        "version": version,
         "texts": _differing(folder, tokenizer) if (folder / "tokenizer.json").exists() else [],
     }
 
 
-def _ours(folder: Path, model: dict[str, Any], tokens: Tensor, dtype: torch.dtype) -> Tensor:
+def _sources(folder: Path, model: dict[str, Any], source: str) -> Mapping[str, TensorSource]:
+    """Of adapters what they make of their base, as a run that is started from them has it."""
+    return (
+        open_weights(source).tensors if source else hugging_face_tensors(read_safetensors(folder), model, str(folder))
+    )
+
+
+def _adapted(model: Any, folder: Path) -> tuple[Any, str]:
+    import peft  # noqa: PLC0415  optional package
+
+    return peft.PeftModel.from_pretrained(model, folder), f"peft {peft.__version__}"
+
+
+def _ours(sources: Mapping[str, TensorSource], model: dict[str, Any], tokens: Tensor, dtype: torch.dtype) -> Tensor:
     decoder = build(described(model)).to(dtype).eval()
-    sources = hugging_face_tensors(read_safetensors(folder), model, str(folder))
     load_tensors(sources, dict(decoder.named_parameters()))
     logits: Tensor = decoder(tokens)
     return logits

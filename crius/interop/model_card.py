@@ -9,13 +9,17 @@ from crius.redact import redact
 
 _SHOWN = (
     *("model.", "tokenizer.", "data.", "training.", "parallelism.", "optimizer.", "lr_scheduler."),
-    *("quantize.", "stability.", "debug."),
+    *("quantize.", "lora.", "stability.", "debug."),
 )
 """Sections of settings that say how it was trained; others say where files lie."""
 
 
 def model_card(
-    lines: Sequence[str], facts: Mapping[str, str], settings: Mapping[str, Any], files: Mapping[str, str]
+    lines: Sequence[str],
+    facts: Mapping[str, str],
+    settings: Mapping[str, Any],
+    files: Mapping[str, str],
+    library: str = "transformers",
 ) -> str:
     """The text of a model card.
 
@@ -24,10 +28,11 @@ def model_card(
         facts: of the source, by name.
         settings: of the run, by dotted name.
         files: hashes by name.
+        library: that loads it.
     """
     default = flatten(RunConfig())
     own = {key: value for key, value in settings.items() if str(value or "") != str(default.get(key) or "")}
-    head = ("---", "library_name: transformers", "pipeline_tag: text-generation", "---", "", "# Model card", "")
+    head = ("---", f"library_name: {library}", "pipeline_tag: text-generation", "---", "", "# Model card", "")
     blocks = {
         "Written by `crius export`; all that stands here was computed or copied.": lines,
         "Settings of the run that are not the defaults:": [

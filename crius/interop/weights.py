@@ -1,7 +1,7 @@
 """Weights of a model wherever they lie: a run, a checkpoint, or a folder of Hugging Face. No torch, nothing is run."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,11 +11,14 @@ from crius.checkpoint.folder import read_manifest
 from crius.checkpoint.manifest import ALGORITHM, Hasher, Manifest, blocks_of
 from crius.checkpoint.names import MANIFEST, step_name
 from crius.checkpoint.pieces import Shape, TensorSource, misfits, stored
+from crius.checkpoint.state import read_state
 from crius.checkpoint.whereabouts import find_checkpoints
 from crius.config.load import TAKEN
+from crius.config.lora import saved_lora
 from crius.data.chat.template import LARGEST_TEXT, find_template
 from crius.data.tokenizer_files import TOKENIZER, original_file
 from crius.errors import CheckpointError, ConfigError
+from crius.interop.adapters import Adapters, merged, read_adapters, rounded_to
 from crius.interop.foreign import Foreign, open_inside, read_inside
 from crius.interop.safetensors_file import SUFFIX, json_object, read_safetensors, safetensors_names
 from crius.models.config import rope_scaling_text
@@ -27,6 +30,7 @@ CONFIG, GENERATION = "config.json", "generation_config.json"
 TOKENIZER_FOLDER = "tokenizer"
 """Of a run folder that an import wrote."""
 
+_MOST_BASES = 16
 _DERIVED = ".rotary_emb.inv_freq"  # files of older versions of transformers have it; the config says it
 
 
@@ -51,6 +55,8 @@ class Weights:
         origin: kind and place, for people.
         hash_now: computes ``digest``.
         saved: checkpoint of Crius that they are in; None where they are in none.
+        adapters: of LoRA that are merged into ``tensors``; None where there are none.
+        rounds: dtype in which an export writes a tensor that is here in a wider one.
     """
 
     model: Mapping[str, Any]
@@ -61,6 +67,8 @@ class Weights:
     origin: str
     hash_now: Callable[[], str]
     saved: Saved | None = None
+    adapters: Adapters | None = None
+    rounds: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def sizes(self) -> dict[str, Any]:
@@ -78,12 +86,15 @@ class Weights:
         return f"{ALGORITHM}:{self.hash_now()}"
 
 
-def open_weights(path: str, where: str = "command line") -> Weights:
+def open_weights(path: str, where: str = "command line", depth: int = 0) -> Weights:
     """The weights in a run folder (its newest whole checkpoint), a checkpoint, or a folder of Hugging Face.
+
+    The adapters of a LoRA run are merged into their base, which is read from where it was at the start of the run.
 
     Args:
         path: of it; of checkpoints also an fsspec URL.
         where: the path comes from, for messages.
+        depth: of runs of LoRA that were started from these weights.
 
     Raises:
         ConfigError: there is no such thing, or it is of a model that Crius does not have.
@@ -96,10 +107,10 @@ def open_weights(path: str, where: str = "command line") -> Weights:
         return _of_hugging_face(place, where)
     if not is_ours and place.suffix == ".gguf":
         raise ConfigError(f"{path} is GGUF.", where=where, fix=f"crius import {path} DIR, and give DIR")
-    return _of_checkpoint(path if "://" in path else str(place), where)
+    return _of_checkpoint(path if "://" in path else str(place), where, depth)
 
 
-def _of_checkpoint(path: str, where: str) -> Weights:
+def _of_checkpoint(path: str, where: str, depth: int) -> Weights:
     found = find_checkpoints(path, where)
     disk, name = found.folder.disk, found.name
     if not name:
@@ -115,7 +126,19 @@ def _of_checkpoint(path: str, where: str) -> Weights:
     entries = {key: entry for key, entry in manifest.tensors.items() if key.startswith("model.")}
     tensors = {key.removeprefix("model."): tensor for key, tensor in stored(disk, name, entries).items()}
     model = _saved_model(manifest, f"{disk.where}/{name}")
-    check_tensors(model, {key: tensor.shape for key, tensor in tensors.items()}, str, f"{disk.where}/{name}")
+    place, saved, told = f"{disk.where}/{name}", Saved(disk, name, manifest), dict[str, Any]()
+    try:
+        lora = saved_lora(manifest.config)
+    except ValueError as error:
+        raise CheckpointError(f"{place} has settings that no run has: {error}.") from None
+    if lora.is_on:
+        recorded = read_state(*saved).get("init_from", {})
+        adapters = read_adapters(lora, tensors, described(model), recorded, place)
+        base = _base_of(adapters, model, place, where, depth + 1)
+        tensors = merged(adapters, base.tensors)
+        told = {"adapters": adapters, "rounds": rounded_to(adapters, base.tensors)}
+    else:
+        check_tensors(model, {key: tensor.shape for key, tensor in tensors.items()}, str, place)
     own = Path(disk.where).parent / TOKENIZER_FOLDER
     is_own = disk.is_local and (own / TOKENIZER).is_file()
     tokenizer = str(own) if is_own else str(manifest.config.get("tokenizer.path", ""))
@@ -127,8 +150,40 @@ def _of_checkpoint(path: str, where: str) -> Weights:
         kind="Crius checkpoint",
         origin=f"step {manifest.step} of {disk.where}",
         hash_now=lambda: manifest.digest,
-        saved=Saved(disk, name, manifest),
+        saved=saved,
+        **told,
     )
+
+
+def _base_of(adapters: Adapters, model: Mapping[str, Any], place: str, where: str, depth: int) -> Weights:
+    """The weights that adapters were trained on, from where they were.
+
+    Raises:
+        CriusError: they are not there, or others are.
+    """
+    if depth > _MOST_BASES:
+        raise CheckpointError(f"{place} has adapters of adapters, more than {_MOST_BASES} deep.", where=where)
+    path, digest = adapters.base["path"], adapters.base["digest"]
+    fix = "put it back there, or a link to it; a run that goes on takes it from --checkpoint.init_from too"
+    try:
+        base = open_weights(path, where, depth)
+    except (ConfigError, OSError) as error:
+        what = error.what if isinstance(error, ConfigError) else str(error)
+        raise ConfigError(
+            f"the base of {place} is not at {path}: {what}",
+            where=where,
+            why="a checkpoint of LoRA has the adapters alone",
+            fix=fix,
+        ) from None
+    differs = [name for name in model if name not in ("flavor", "name") and model[name] != base.model[name]]
+    if base.digest != digest or differs:
+        raise ConfigError(
+            f"{path} is not the base that the adapters of {place} were trained on.",
+            where=where,
+            why=f"its hash is {base.digest}, that of the base was {digest}",
+            fix=fix,
+        )
+    return base
 
 
 def _saved_model(manifest: Manifest, where: str) -> dict[str, Any]:

@@ -10,9 +10,10 @@ from functools import cached_property
 from math import prod
 from typing import Any, Literal, NamedTuple
 
+from crius.models.adapted import Adapted
 from crius.models.plan import ShardingPlan
 
-Kind = Literal["embedding", "norm", "linear", "router", "expert", "output", "bias"]
+Kind = Literal["embedding", "norm", "linear", "router", "expert", "output", "bias", "adapter"]
 
 MATMULS = ("linear", "router", "expert", "output")
 """Kinds of weights that a token is multiplied with."""
@@ -192,7 +193,7 @@ class ModelDescription:
         block: dotted path and class of a layer's module, imported only to build it, or the class; empty: Crius does not
             train this model yet.
         layers: every layer in order, equal ones that follow each other counted.
-        published_parameters: what its publisher counts, where the sizes do not give it exactly.
+        published_parameters: the publisher's count, if sizes do not give it. adapted: layers with adapters, or none.
     """
 
     name: str
@@ -201,6 +202,7 @@ class ModelDescription:
     block: Any
     layers: tuple[tuple[int, Layer], ...]
     published_parameters: int | None = None
+    adapted: Adapted | None = None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ModelDescription) and self._key == other._key
@@ -210,11 +212,11 @@ class ModelDescription:
 
     @cached_property
     def _key(self) -> tuple[Any, ...]:
-        return self.name, self.config, self.layers, self.published_parameters
+        return self.name, self.config, self.layers, self.published_parameters, self.adapted
 
-    @cached_property
-    def _hash(self) -> int:  # kept: the planner asks it of one model thousands of times
-        return hash((self.name, self.config, self.published_parameters))
+    @cached_property  # the planner asks it of one model thousands of times
+    def _hash(self) -> int:
+        return hash((self.name, self.config, self.published_parameters, self.adapted))
 
     @property
     def dim(self) -> int:
@@ -305,6 +307,22 @@ class ModelDescription:
             yield Weight("output.weight", vocabulary, "output", "output")
 
     @cached_property
+    def adapters(self) -> tuple[Weight, ...]:
+        """Both factors of the adapter of each adapted layer, named within the model."""
+        parts = self.adapted.parts(self.linears) if self.adapted else ()
+        return tuple(Weight(name, shape, "adapter", unit) for name, shape, unit in parts)
+
+    @property
+    def trained(self) -> tuple[Weight, ...]:
+        """What the optimizer updates: the adapters where there are any, else all weights."""
+        return self.adapters or self.weights
+
+    @cached_property
+    def num_trained(self) -> int:
+        """Numbers that the optimizer updates."""
+        return sum(weight.numel for weight in self.adapters) if self.adapted else self.num_parameters
+
+    @cached_property
     def buffers(self) -> tuple[Buffer, ...]:
         """Every buffer in the model's order."""
         layers = [layer for count, layer in self.layers for _ in range(count)]
@@ -318,11 +336,11 @@ class ModelDescription:
     def state_names(self) -> list[str]:
         """Names of all that training changes: of the parameters, then of the buffers that are state."""
         buffers = [buffer.name for buffer in self.buffers if buffer.persistent]
-        return [*(weight.name for weight in self.weights), *buffers]
+        return [*(weight.name for weight in self.trained), *buffers]
 
     @cached_property
     def num_parameters(self) -> int:
-        """All trained numbers, a tied weight once."""
+        """All numbers of the weights, a tied weight once."""
         layers = sum(count * layer.num_parameters for count, layer in self.layers)
         return layers + self.dim + self.vocab_size * self.dim * (1 if self.tied_embeddings else 2)
 
@@ -339,13 +357,14 @@ class ModelDescription:
         return sum(n * layer.matmul_parameters for n, layer in self.layers) + self.vocab_size * self.dim
 
     def flops_per_token(self, mean_visible_context: float) -> float:
-        """Model FLOPs of one token's forward and backward, recompute not counted.
+        """Model FLOPs of one token's forward and backward, recompute not counted; a frozen weight takes 4, not 6.
 
         Args:
             mean_visible_context: tokens that a token attends to, on average; ``(T + 1) / 2`` for causal attention.
         """
         layers = sum(n * layer.flops_per_token(mean_visible_context) for n, layer in self.layers)
-        return layers + 6 * self.vocab_size * self.dim
+        frozen = 2 * self.matmul_parameters - 6 * self.num_trained if self.adapted else 0
+        return layers + 6 * self.vocab_size * self.dim - frozen
 
     @property
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:

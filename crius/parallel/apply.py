@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from crius.config.run import RunConfig
@@ -13,8 +14,9 @@ from crius.parallel.activation_checkpoint import CheckpointedBlocks, apply_activ
 from crius.parallel.allocate import allocate
 from crius.parallel.compile import compile_blocks
 from crius.parallel.context import apply_context_parallel
-from crius.parallel.fsdp import describe_units, needs_fsdp, plan_units, shard
+from crius.parallel.fsdp import describe_units, end_backward_at_adapters, needs_fsdp, plan_units, shard
 from crius.parallel.init import Init, init_parameters
+from crius.parallel.lora import apply_lora
 from crius.parallel.mesh import Mesh
 from crius.parallel.runtime import World
 from crius.parallel.tensor import apply_tensor_parallel
@@ -46,6 +48,8 @@ def parallelize(model: nn.Module, facts: ModelDescription, mesh: Mesh, config: R
         _say(apply_tensor_parallel(model, plan, facts.num_kv_heads, mesh.tp))
     if mesh.cp:
         _say(apply_context_parallel(model, mesh.cp, config.parallelism.context_parallel_method))
+    if facts.adapted:
+        _say(apply_lora(model, facts, config.lora, getattr(torch, config.training.dtype)))
     checkpointed = apply_activation_checkpoint(model, plan, config.activation_checkpoint, bool(config.compile.enable))
     compiled = compile_blocks(model, plan, config.compile) if config.compile.enable else 0
     _say(_shard(model, plan, mesh, config))
@@ -58,7 +62,9 @@ def _shard(model: nn.Module, plan: ShardingPlan, mesh: Mesh, config: RunConfig) 
         yield f"fsdp: none: one rank holds all weights, computes in their {training.dtype}, and sums with nobody"
         return
     units = plan_units(plan, model, config.parallelism)
-    shard(model, units, mesh, training)
+    shard(model, units, mesh, training, casts=not config.lora.is_on)
+    if config.lora.is_on:
+        end_backward_at_adapters(model, units, plan.embeddings[0])
     offloaded = ", offloaded to host memory" if training.enable_cpu_offload else ""
     yield (
         f"fsdp: {len(units)} units, weights split over {layout.fsdp} ranks, {layout.dp_replicate} replicas, "

@@ -51,12 +51,13 @@ def needs_fsdp(layout: Layout, config: RunConfig) -> bool:
     Where it does not, it would still copy every weight twice a microbatch and every gradient once.
     """
     training = config.training
+    casts = training.mixed_precision_param != training.dtype and not config.lora.is_on  # which keeps its base so
     stored, reduce = (getattr(torch, name) for name in (training.dtype, training.mixed_precision_reduce))
     accumulates_apart = training.gradient_sync == "deferred" and reduce != stored
     rounds_gradients = reduce.itemsize < stored.itemsize  # a wider one is cast back before it is added
     return (
         layout.num_ranks > 1
-        or training.mixed_precision_param != training.dtype
+        or casts
         or accumulates_apart
         or rounds_gradients
         or training.enable_cpu_offload
@@ -120,13 +121,15 @@ def _reshard(parallelism: ParallelismConfig, is_last: bool) -> tuple[bool | int,
     return True, "frees its weights until the backward"
 
 
-def shard(model: nn.Module, units: list[FsdpUnit], mesh: Mesh, training: TrainingConfig) -> None:
+def shard(model: nn.Module, units: list[FsdpUnit], mesh: Mesh, training: TrainingConfig, *, casts: bool = True) -> None:
     """Shard ``model`` in place. Gradients are summed over ranks, never averaged: the loss is already normalised.
 
-    Under ``training.reproducible`` FSDP knows nothing of the replicas, over which ``GradientSync`` sums.
+    Without ``casts`` weights are gathered as they are: a frozen base is in the dtype of the activations, and the layers
+    cast their adapters. Under ``training.reproducible`` FSDP knows nothing of the replicas, over which
+    ``GradientSync`` sums.
     """
     precision = MixedPrecisionPolicy(
-        param_dtype=getattr(torch, training.mixed_precision_param),
+        param_dtype=getattr(torch, training.mixed_precision_param) if casts else None,
         reduce_dtype=getattr(torch, training.mixed_precision_reduce),
         cast_forward_inputs=False,  # the only float inputs of a block are its activations and the rotary cos and sin
     )
@@ -146,6 +149,25 @@ def shard(model: nn.Module, units: list[FsdpUnit], mesh: Mesh, training: Trainin
     for module in fsdp_modules(model) if axes.size() > 1 else ():  # one rank would divide by the factor it is given
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # Gloo cannot pre-multiply; a plain sum is NCCL's fast path too
+
+
+def end_backward_at_adapters(model: nn.Module, units: list[FsdpUnit], embedding: str) -> None:
+    """Have FSDP gather no unit again whose backward nobody needs: those below the first with a trained weight.
+
+    Args:
+        model: sharded; a stage without the embedding sends back the gradient of its input, so that all of it is passed.
+        units: of the model, in the order of the forward.
+        embedding: name of the module that token ids go to.
+    """
+    if not any(embedding in unit.modules for unit in units):
+        return
+    for unit in units:
+        modules = [model.get_submodule(name) for name in unit.modules]
+        if any(parameter.requires_grad for module in modules for parameter in module.parameters()):
+            return
+        if len(unit.modules) == 1:  # else it is the embedding together with the output layer
+            assert isinstance(modules[0], FSDPModule)
+            modules[0].set_unshard_in_backward(False)
 
 
 def show_gradients(
@@ -184,7 +206,8 @@ class GradientSync:
         self, model: nn.Module, parallelism: ParallelismConfig, training: TrainingConfig, mesh: Mesh | None = None
     ) -> None:
         self._model = model if isinstance(model, FSDPModule) else None
-        self._numel = sum(parameter.numel() // num_shards(parameter, "tp") for parameter in model.parameters())
+        trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
+        self._numel = sum(parameter.numel() // num_shards(parameter, "tp") for parameter in trained)
         self._trees: list[TreeAccumulation] = []
         if training.reproducible:
             assert mesh is not None

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from crius.errors import PlanError
 from crius.models.description import ModelDescription, Weight
 from crius.models.plan import match
-from crius.shards import local_shard, named_parameters
+from crius.shards import all_parameters, local_shard
 
 BLOCK_NUMEL = 1 << 16  # elements drawn with one seed; seeding costs 10 us, a shard draws at most one block too many
 SHARES = 2
@@ -40,14 +40,22 @@ class Normal:
     limit: float = 3.0
 
 
-Init = Constant | Normal
+@dataclass(frozen=True)
+class Uniform:
+    """Elements drawn from U(-limit, limit)."""
+
+    limit: float
+
+
+Init = Constant | Normal | Uniform
 
 
 def init_rules(model: ModelDescription) -> list[tuple[str, Init]]:
     """Name patterns and how those parameters and buffers start; the first that fits counts.
 
     Matrices start at std 0.02, those that write to the residual stream smaller by ``sqrt(2 * num_layers)``
-    (GPT-2, section 2.3), the output layer and an embedding that is tied to it by ``D ** -0.5``.
+    (GPT-2, section 2.3), the output layer and an embedding that is tied to it by ``D ** -0.5``. Of adapters A starts
+    within ``in ** -0.5``, as PEFT's ``kaiming_uniform_(a=sqrt(5))``, and B at 0, so that they add nothing at first.
     """
     ends = Normal(model.dim**-0.5)
     residual = Normal(0.02 / (2 * model.num_layers) ** 0.5)
@@ -61,7 +69,14 @@ def init_rules(model: ModelDescription) -> list[tuple[str, Init]]:
     buffers = {
         f"layers.*.{buffer.name}": Constant(buffer.value) for _, layer in model.layers for buffer in layer.buffers
     }
+    adapters: dict[str, Init] = {
+        weight.name.replace(weight.unit, "layers.*", 1): Uniform(weight.shape[1] ** -0.5)
+        if weight.name.endswith("lora_A")
+        else Constant(0.0)
+        for weight in model.adapters
+    }
     return [
+        *adapters.items(),
         ("tok_embeddings.weight", ends if model.tied_embeddings else Normal(1.0)),
         ("output.weight", ends),
         *layers.items(),
@@ -83,8 +98,10 @@ def init_parameters(model: nn.Module, rules: list[tuple[str, Init]], seed: int, 
         PlanError: no rule fits a parameter.
     """
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # one for all: starting threads takes as long as a weight
-        for name, parameter in itertools.chain(named_parameters([model]), model.named_buffers()):
+        for name, parameter in itertools.chain(all_parameters([model]), model.named_buffers()):
             rule = next((rule for pattern, rule in rules if match(pattern, name)), None)
+            if rule is None and isinstance(parameter, nn.Parameter) and not parameter.requires_grad:
+                continue  # of a frozen layer in fewer bits, which is filled when its weight is known
             if rule is None:
                 raise PlanError(
                     f"no init rule fits parameter {name}.", fix="describe it: a weight of the config's layer()"
@@ -103,13 +120,21 @@ def init_parameters(model: nn.Module, rules: list[tuple[str, Init]], seed: int, 
                     local.copy_(drawn)
 
 
+def draw_weight(name: str, shape: tuple[int, ...], rules: list[tuple[str, Init]], seed: int) -> Tensor:
+    """The whole of a weight that no layer keeps as it is, as it starts by ``rules``; float32 on the CPU."""
+    rule = next(rule for pattern, rule in rules if match(pattern, name))
+    if isinstance(rule, Constant):
+        return torch.full(shape, rule.value)
+    return draw_rows(name, torch.Size(shape), 0, shape[0], seed, rule)
+
+
 def draw_rows(
     name: str,
     shape: torch.Size,
     first: int,
     last: int,
     seed: int,
-    rule: Normal,
+    rule: Normal | Uniform,
     columns: tuple[slice, ...] = (),
     out: Tensor | None = None,
     pool: ThreadPoolExecutor | None = None,
@@ -141,9 +166,14 @@ def draw_rows(
         for block in blocks:
             start, stop = block * block_rows, min((block + 1) * block_rows, shape[0])
             low, high = max(start, first), min(stop, last)
-            scratch[: stop - start].normal_(generator=_generator(f"{seed}/{name}/{block}"))
+            drawn, generator = scratch[: stop - start], _generator(f"{seed}/{name}/{block}")
             # numpy stays in this thread; torch's operators would call threads of their own
             wanted = scratch.numpy()[(slice(low - start, high - start), *columns)]
+            if isinstance(rule, Uniform):
+                drawn.uniform_(-rule.limit, rule.limit, generator=generator)
+                np.copyto(target[low - first : high - first], wanted)
+                continue
+            drawn.normal_(generator=generator)
             np.clip(wanted, -rule.limit, rule.limit, out=wanted)
             np.multiply(wanted, np.float32(rule.std), out=target[low - first : high - first])
 

@@ -78,6 +78,8 @@ class TiedStages:
     def sum_gradients(self) -> None:
         """Each copy's gradient becomes the sum of both. The ranks with either end call this, others may."""
         for pair in self._pairs:
+            if not any(parameter.requires_grad for parameter in pair):  # frozen
+                continue
             gradients = [local_tensor(parameter.grad) for parameter in pair if parameter.grad is not None]
             assert len(gradients) == len(pair), "a copy of a tied weight has no gradient"
             if len(gradients) == 2:  # this rank has both ends

@@ -240,6 +240,33 @@ def _split(
         setattr(module, "multiply", F.linear)  # noqa: B010  not by oneDNN, whose last bits differ
 
 
+def split_adapters(linear: nn.Module) -> None:
+    """Place ``lora_A`` ``(rank, in)`` and ``lora_B`` ``(out, rank)`` as their layer's weight ``(out, in)`` is split."""
+    weight = getattr(linear, "weight", None)
+    if not isinstance(weight, DTensor):
+        return
+    [placement] = weight.placements
+    for name, dim in (("lora_A", 1), ("lora_B", 0)):
+        place = placement if placement == Shard(dim) else Replicate()
+        part = distribute_tensor(getattr(linear, name), weight.device_mesh, [place], src_data_rank=None)
+        setattr(linear, name, nn.Parameter(part))
+
+
+def local_adapters(linear: Any) -> tuple[Tensor, Tensor]:
+    """``lora_A`` and ``lora_B`` of a layer as this rank multiplies them: its rows of B, or its columns of A."""
+    parts = (linear.lora_A, linear.lora_B)
+    if not isinstance(parts[0], DTensor):
+        return parts[0], parts[1]
+    a, b = (
+        part.to_local(grad_placements=[Partial()]) if part.placements[0].is_replicate() else part.to_local()
+        for part in parts
+    )
+    if hasattr(linear, "_head"):  # of fewer heads than ranks
+        head, num_heads = linear._head
+        b = b.chunk(num_heads)[head]
+    return a, b
+
+
 def _rounding(name: str, module: nn.Module, plan: ShardingPlan) -> Linear | None:
     """One of the linears that read the gathered input of ``module``, if all of them round it with one scale."""
     inner = {f"{name}.{child}": linear for child, linear in module.named_modules() if isinstance(linear, Linear)}

@@ -33,13 +33,14 @@ from crius.parallel.apply import Applied, materialize, parallelize
 from crius.parallel.compile import compile_loss
 from crius.parallel.fsdp import GradientSync
 from crius.parallel.gradients import Gradients
-from crius.parallel.init import init_rules
+from crius.parallel.init import draw_weight, init_rules
 from crius.parallel.mesh import Mesh
 from crius.parallel.pipeline import Pipeline
 from crius.parallel.reproducible import ReproducibleGradients
 from crius.parallel.runtime import World
 from crius.parallel.stages import order_of, prune, simulate, stage_costs, stage_indices, stage_table
 from crius.quantize.convert import Converted, convert, missing_matmuls, precompute_scales
+from crius.quantize.frozen import fill, quantize_base, quantized_linears
 from crius.train.inputs import run_batch_sizes, run_modules
 from crius.train.step import Accumulation, Pipelined, Runner
 
@@ -81,8 +82,9 @@ class Job:
 
     @property
     def copied(self) -> list[str]:
-        """The weights of which two stages of a pipeline have a copy each."""
-        return list(self.facts.config.ties.values()) if self.mesh.layout.pp > 1 else []
+        """The trained weights of which two stages of a pipeline have a copy each."""
+        is_trained = self.mesh.layout.pp > 1 and self.facts.adapted is None
+        return list(self.facts.config.ties.values()) if is_trained else []
 
 
 @dataclass(frozen=True)
@@ -192,7 +194,7 @@ class Built:
         parts: its stages, one without pipeline parallelism, laid out on the mesh.
         stages: their places in the pipeline, ascending.
         modules: of every stage of the pipeline, in order.
-        names: the parameters of the whole model, in order.
+        names: the trained parameters of the whole model, in order.
         applied: what the passes did to each part.
         precision: which linear layers of the model run in low precision; None where none is to.
         converted: what became of those of each part.
@@ -213,8 +215,8 @@ def build_parts(job: Job) -> Built:
     all_stages = split_stages(run_modules(config, facts), num_stages(config.parallelism), config.parallelism)
     indices = stage_indices(config.parallelism, mesh.pp.get_local_rank() if mesh.pp else 0)
     model = on_meta(config, facts)
-    names = [name for name, _ in model.named_parameters()]
     check_decoder(model, facts)
+    names = [weight.name for weight in facts.trained]
     precision = low_precision(config, facts, mesh.fsdp.device_type)
     built = [build_part(job, all_stages[index], precision) for index in indices]
     parts, applied, converted = map(list, zip(*built, strict=True))
@@ -222,11 +224,13 @@ def build_parts(job: Job) -> Built:
 
 
 def on_meta(config: RunConfig, facts: ModelDescription) -> nn.Module:
-    """The whole model, with shapes and no numbers."""
+    """The whole model, with shapes and no numbers. What is frozen is kept as it is multiplied."""
+    training = config.training
+    dtype = getattr(torch, training.mixed_precision_param if config.lora.is_on else training.dtype)
     with torch.device("meta"):
         model = registry.build(facts)
     for parameter in model.parameters():  # not model.to: a buffer keeps its dtype
-        parameter.data = parameter.data.to(getattr(torch, config.training.dtype))
+        parameter.data = parameter.data.to(dtype)
     return model
 
 
@@ -237,6 +241,7 @@ def build_part(
     part = on_meta(job.config, job.facts)
     prune(part, modules)
     converted = precision.convert(part, job.mesh.fsdp.size(-1)) if precision else Converted(0)
+    quantize_base(part, job.facts, job.config.lora)
     set_up_loss(part, run_loss(job, precision), job.config)
     applied = parallelize(part, job.facts, job.mesh, job.config)
     return part, applied, converted
@@ -255,6 +260,10 @@ def build_model(job: Job) -> Built:
     begin, rules = time.monotonic(), init_rules(job.facts)
     for part in built.parts:
         materialize(part, rules, job.ranks, job.config, draws=not job.is_loaded)
+        if not (job.is_loaded or job.config.checkpoint.init_from):
+            for name, linear in quantized_linears(part):
+                shape, weight = (linear.out_features, linear.in_features), f"{name}.weight"
+                fill(name, linear, draw_weight(weight, shape, rules, job.config.debug.seed))
     how = "not drawn, for a checkpoint will be loaded" if job.is_loaded else f"drawn from seed {job.config.debug.seed}"
     log.info("init: weights %s, %.1f s", how, time.monotonic() - begin)
     return built

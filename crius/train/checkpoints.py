@@ -33,7 +33,7 @@ from crius.shards import named_buffers, named_parameters, named_state, plain
 from crius.train.build import Job
 from crius.train.guard import UpdateGuard
 from crius.train.inputs import check_steps_left, checkpoint_folder
-from crius.train.pretrained import load_initial
+from crius.train.pretrained import load_base, load_initial
 from crius.train.state import TrainState, restore_streams, seed_streams, streams
 
 log = logging.getLogger("crius.checkpoint")
@@ -162,6 +162,8 @@ class Checkpoints:
         self._last_saved = step if found.folder is self.folder else -1
         self._last_time = time.monotonic()
         self._run_id, self._initial = found.manifest.run_id, found.state.get("init_from", {})
+        if self._config.lora.is_on:
+            self._initial = load_base(self._config, self._ranks, parts.state.parts, self._initial)
         ledger = found.state.get("ledger", {})
         is_ours = self._command and ledger.get("command") == self._command
         return dict(ledger["seconds"]) if is_ours else {}

@@ -12,6 +12,7 @@ from crius.checkpoint.folder import CheckpointFolder, read_manifest
 from crius.checkpoint.names import step_name
 from crius.checkpoint.state import read_state
 from crius.config.changes import FIRST_BOUNDARIES, changes, check_changes
+from crius.config.lora import target_names
 from crius.config.pipeline import microbatch_unit, settle_stages, splits_backward
 from crius.config.resolve import ITEMSIZE, BatchSizes, Resolved, auto_dtype, batch_sizes, compares_bits
 from crius.config.run import RunConfig, replace_fields
@@ -21,7 +22,8 @@ from crius.data.meta import META, TokenMeta
 from crius.data.tokenizer import build_tokenizer
 from crius.errors import CheckpointError, ConfigError, CriusError, EnvironmentError, LayoutError
 from crius.host import Machine
-from crius.interop.weights import Weights, open_weights, settled
+from crius.interop.initial import INIT_FROM, open_base, open_initial
+from crius.models.adapted import Adapted
 from crius.models.description import ModelDescription, ModuleFacts
 from crius.models.registry import SPECS, find_spec
 
@@ -32,7 +34,7 @@ ROWS = 64
 
 
 def describe_model(config: RunConfig) -> ModelDescription:
-    """The flavor of ``config``, with the sizes that it overrides.
+    """The flavor of ``config``, with the sizes that it overrides and the layers that get adapters.
 
     Raises:
         ConfigError: see ``ModelSpec.describe``.
@@ -41,7 +43,9 @@ def describe_model(config: RunConfig) -> ModelDescription:
     spec = find_spec(model.name)
     if spec is None:
         raise ConfigError(f"no model is called {model.name}.", where="model.name", fix=f"use one of {', '.join(SPECS)}")
-    return spec.describe(model.flavor, attention_mask=model.attention_mask, **model.sizes)
+    facts = spec.describe(model.flavor, attention_mask=model.attention_mask, **model.sizes)
+    names = target_names(config.lora, facts)
+    return replace(facts, adapted=Adapted(config.lora.rank, names)) if names else facts
 
 
 def describe_known_model(config: RunConfig) -> ModelDescription | None:
@@ -293,37 +297,21 @@ def check_resume(config: RunConfig, run_dir: Path) -> None:
     if found is None:
         if config.checkpoint.init_from:
             open_initial(config)
+        elif config.lora.is_on and config.checkpoint.is_enabled:
+            raise ConfigError(
+                "LoRA has no weights to adapt: they would be drawn at random.",
+                where="--lora.rank",
+                why="a checkpoint has the adapters alone, which are of no use without what they were trained on",
+                fix=f"{INIT_FROM} with a run, a checkpoint or a folder of Hugging Face; or --checkpoint.no_enable to "
+                "measure a run that saves nothing",
+            )
         return
     if not found.is_import:
         check_changes(changes(found.settings, shown(config)), config.checkpoint.allow_changes, found.where)
+        if config.lora.is_on and found.initial:
+            open_base(config, found.initial)
     if not found.is_own:
         check_steps_left(found.step, config)
-
-
-def open_initial(config: RunConfig) -> Weights:
-    """The weights of ``checkpoint.init_from``, which fit the model; it may have more rows for its vocabulary.
-
-    Raises:
-        CriusError: see ``open_weights``.
-        ConfigError: the model has other sizes; names all of them.
-    """
-    path, name = config.checkpoint.init_from, "--checkpoint.init_from"
-    weights = open_weights(path, name)
-    ours = settled({"name": config.model.name, "flavor": config.model.flavor, **config.model.sizes})
-    differing = [
-        field
-        for field, value in weights.model.items()
-        if ours[field] != value and field != "flavor" and not (field == "vocab_size" and ours[field] > value)
-    ]
-    if differing:
-        raise ConfigError(
-            f"the model is not that of {weights.origin}:"
-            + "".join(f"\n  model.{field} {ours[field]}, there {weights.model[field]}" for field in differing),
-            where=name,
-            why="weights fit the sizes that they were trained with",
-            fix=f"leave out {', '.join(f'model.{field}' for field in differing)} and model.flavor",
-        )
-    return weights
 
 
 def check_steps_left(step: int, config: RunConfig) -> None:
@@ -358,6 +346,7 @@ class _Resumed:
         step: of it.
         is_import: whether another trainer saved it.
         is_own: whether it is in the run's own folder, and not in ``checkpoint.load_path``.
+        initial: what it says of the weights that the run started from.
     """
 
     settings: Mapping[str, Any]
@@ -365,6 +354,7 @@ class _Resumed:
     step: int
     is_import: bool
     is_own: bool
+    initial: Mapping[str, str]
 
 
 def _resumed(config: RunConfig, run_dir: Path) -> _Resumed | None:
@@ -382,9 +372,10 @@ def _resumed(config: RunConfig, run_dir: Path) -> _Resumed | None:
                 continue
             name = step_name(wanted[-1])
             manifest = read_manifest(folder.disk, name)
-            is_import = bool(read_state(folder.disk, name, manifest).get("imported"))
+            state = read_state(folder.disk, name, manifest)
         except CheckpointError:
             return None
-        settings = {} if is_import else manifest.config
-        return _Resumed(settings, f"{folder.disk.where}/{name}", manifest.step, is_import, place == own)
+        is_import, where = bool(state.get("imported")), f"{folder.disk.where}/{name}"
+        settings, initial = {} if is_import else manifest.config, state.get("init_from", {})
+        return _Resumed(settings, where, manifest.step, is_import, place == own, initial)
     return None

@@ -1,18 +1,28 @@
-"""``checkpoint.init_from``: the weights that a run starts from, and nothing else of where they come from."""
+"""``checkpoint.init_from``: the weights that a run starts from, and nothing else of where they come from.
+
+Under LoRA they are the frozen base, which no checkpoint of the run has: each resume reads it again from its place.
+"""
 
 import logging
 from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
 
 from crius.checkpoint.load import load_tensors
 from crius.checkpoint.manifest import MAX_TEXT
 from crius.checkpoint.plain import NAMES
 from crius.config.run import RunConfig
+from crius.errors import ConfigError
+from crius.interop.initial import open_base, open_initial
 from crius.interop.weights import Weights
 from crius.optim import state as optimizer_state
 from crius.parallel.runtime import World
-from crius.shards import named_parameters, named_state, plain
-from crius.train.inputs import open_initial
+from crius.quantize.frozen import fill, quantized_linears
+from crius.shards import all_parameters, named_buffers, named_parameters, named_state, plain
 from crius.train.state import TrainState
 
 log = logging.getLogger("crius.train")
@@ -29,7 +39,9 @@ def load_initial(config: RunConfig, ranks: World, state: TrainState) -> dict[str
     """
     if not config.checkpoint.init_from:
         return {}
-    weights = open_initial(config)
+    if config.lora.is_on:
+        return load_base(config, ranks, state.parts, {})
+    path, weights = config.checkpoint.init_from, open_initial(config)
     names = {parameter: name for name, parameter in named_parameters(state.parts)}
     targets = {name: plain(tensor) for name, tensor in named_state(state.parts)}
     grown = {}
@@ -39,20 +51,80 @@ def load_initial(config: RunConfig, ranks: World, state: TrainState) -> dict[str
             grown[name] = replace(source, shape=tuple(target.shape))
     load_tensors({**weights.tensors, **grown}, targets)
     optimizer_state.fill_copies(state.optimizer, names)
-    initial: dict[str, str] = ranks.gather_json(_record(weights) if ranks.rank == 0 else None)[0]
+    initial: dict[str, str] = ranks.gather_json(_record(weights, path) if ranks.rank == 0 else None)[0]
     log.info("init: weights of %s, %s; step 0, fresh optimizer state", weights.origin, initial["digest"])
-    dtypes = Counter(f"{weights.tensors[name].dtype} -> {NAMES[target.dtype]}" for name, target in targets.items())
+    _log_dtypes(weights, targets.items())
+    if (rows := config.model.vocab_size - weights.model["vocab_size"]) > 0:
+        log.info("init: %d rows more for the vocabulary than there: drawn from seed %d", rows, config.debug.seed)
+    _log_tokenizer(weights, config)
+    return initial
+
+
+def load_base(
+    config: RunConfig, ranks: World, parts: Sequence[nn.Module], recorded: Mapping[str, str]
+) -> dict[str, str]:
+    """Fill the frozen weights of a LoRA run, each rank its shards.
+
+    Args:
+        config: of the run.
+        ranks: all of them.
+        parts: the stages of this rank.
+        recorded: origin, path and hash of the base in the checkpoint that the run goes on from; empty at its start.
+
+    Returns:
+        The same of what was loaded.
+
+    Raises:
+        CriusError: it cannot be read, see ``open_weights``.
+        ConfigError: its hash is not the recorded one.
+    """
+    path, weights = open_base(config, recorded)
+    found: dict[str, str] = ranks.gather_json(_record(weights, path) if ranks.rank == 0 else None)[0]
+    if recorded and found["digest"] != recorded["digest"]:
+        raise ConfigError(
+            f"{weights.origin} is not the base that the adapters were trained on.",
+            where="--checkpoint.init_from",
+            why=f"its hash is {found['digest']}, that of the base was {recorded['digest']}",
+            fix=f"--checkpoint.init_from with the place of that one, which was {recorded['path']}",
+        )
+    rounded = 0
+    for part in parts:
+        targets = {name: plain(weight) for name, weight in all_parameters([part]) if not weight.requires_grad}
+        targets |= {name: plain(buffer) for name, buffer in named_buffers([part], persistent=True)}
+        targets = {name: target for name, target in targets.items() if name in weights.tensors}
+        load_tensors(weights.tensors, targets)
+        _log_dtypes(weights, targets.items())
+        for name, linear in quantized_linears(part):
+            source = weights.tensors[f"{name}.weight"]
+            whole = torch.empty(source.shape)
+            load_tensors({name: source}, {name: whole})
+            fill(name, linear, whole)
+            rounded += 1
+    log.info("init: frozen base of %s, %s", weights.origin, found["digest"])
+    if rounded:
+        log.info("init: %d linears of this rank rounded to %s", rounded, config.lora.base)
+    if not recorded:
+        _log_tokenizer(weights, config)
+    return found
+
+
+def _log_dtypes(weights: Weights, targets: Iterable[tuple[str, Tensor]]) -> None:
+    dtypes = Counter(f"{weights.tensors[name].dtype} -> {NAMES[target.dtype]}" for name, target in targets)
     for change, count in dtypes.items():
         if len({*change.split(" -> ")}) > 1:
             log.info("init: %d tensors change dtype: %s", count, change)
-    if (rows := config.model.vocab_size - weights.model["vocab_size"]) > 0:
-        log.info("init: %d rows more for the vocabulary than there: drawn from seed %d", rows, config.debug.seed)
+
+
+def _log_tokenizer(weights: Weights, config: RunConfig) -> None:
     if not weights.tokenizer:
         log.warning("init: the weights come without a tokenizer: %s is taken", config.tokenizer.path)
     elif weights.tokenizer != config.tokenizer.path:
         log.warning("init: tokenizer %s, the weights came with %s", config.tokenizer.path, weights.tokenizer)
-    return initial
 
 
-def _record(weights: Weights) -> dict[str, str]:
-    return {"origin": ascii(weights.origin)[1:-1][:MAX_TEXT], "kind": weights.kind, "digest": weights.digest}
+def _record(weights: Weights, path: str) -> dict[str, str]:
+    place = path if "://" in path else str(Path(path).expanduser().absolute())
+    if weights.saved:  # a run may save more of them
+        place = f"{weights.saved.disk.where}/{weights.saved.name}"
+    origin = ascii(weights.origin)[1:-1][:MAX_TEXT]
+    return {"origin": origin, "kind": weights.kind, "path": place, "digest": weights.digest}

@@ -104,9 +104,9 @@ def check_space(config: RunConfig, run_dir: Path) -> None:
 
 
 def checkpoint_bytes(config: RunConfig, facts: ModelDescription) -> int:
-    """Bytes of a checkpoint, about: the weights and the moments of the optimizer; the rest is small."""
+    """Bytes of a checkpoint, about: what is trained and the moments of the optimizer; the rest is small."""
     moment = 2 if config.optimizer.state_dtype == "bfloat16" else 4  # those in 8 bits are saved as float32
-    total = facts.num_parameters
+    total = facts.num_trained
     moments = 2 * total
     if config.optimizer.name == "muon":  # it has one for the matrices of the layers
         moments -= facts.matmul_parameters - facts.vocab_size * facts.dim

@@ -105,6 +105,9 @@ CASES = {
     "skip_what_is_not_finite": Case(f"{FSDP} --stability.nonfinite skip", may_wait=True),
     "reproducible": Case(f"{FSDP} --training.reproducible", {"flash": 2}),
     "reproducible_hsdp": Case(f"{HSDP} --training.reproducible", {"flash": 2}, is_slow=True),
+    "lora": Case(f"{FSDP} --lora.rank 4"),
+    "lora_nf4": Case(f"{FSDP} --lora.rank 4 --lora.base nf4"),
+    "lora_tp2": Case("--p.data_parallel_shard_degree 4 --p.tensor_parallel_degree 2 --lora.rank 4", is_slow=True),
     "qwen3": Case(f"--model.name qwen3 --model.flavor debug {FSDP}"),
     "qwen3_tp2": Case(
         "--model.name qwen3 --model.flavor debug --p.data_parallel_shard_degree 4 --p.tensor_parallel_degree 2",

@@ -99,7 +99,7 @@ def run(flags: list[str], rank: int, folder: str, *, stages: bool = False) -> di
         stack.enter_context(choice.applied(run_kernels(config, CUDA)))
         mesh, facts = build_mesh(layout, "cuda"), describe_model(config)
         config = decide(config, facts, Machine(device="cuda"), ranks, None)
-        part = job.Job(config, facts, mesh, ranks)
+        part = job.Job(config, facts, mesh, ranks, is_loaded=True)  # weights are allocated alone
         timeline = Timeline()
         axes = _axes(mesh)
         watch = Watch(timeline, functools.partial(_on_axis, axes))

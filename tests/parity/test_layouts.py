@@ -31,7 +31,7 @@ CORE = (
     *("accum4", "ddp4", "fsdp2", "fsdp8", "hsdp2x2_accum4+deferred", "fsdp2_accum4+immediate", "fsdp4+reshard2"),
     *("fsdp2+document", "fsdp2+offload", "tp4", "fsdp2_tp2", "pp2+interleave_zero_bubble", "pp2+1f1b", "pp4+1f1b"),
     *("pp2_tp2", "pp2+zbv_zero_bubble", "pp2+dualpipev", "cp2", "cp2+ulysses", "fsdp2_cp2", "cp2+document"),
-    "fsdp2+full",
+    *("fsdp2+full", "fsdp2_tp2+lora", "pp2+lora", "fsdp3+nf4"),
 )
 # what the matrix lacks: a rank with fewer rows than the others, the other modes, microbatches of a pipeline with shards
 # norms of heads: as many ranks as query heads, fewer key/value heads than ranks, heads dealt out over a sequence

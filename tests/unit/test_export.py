@@ -149,14 +149,14 @@ def test_a_tokenizer_class_that_makes_other_ids_is_refused(tmp_path):
 
 
 def test_a_bit_that_is_read_back_otherwise_is_found(run_dir, tmp_path, alone, monkeypatch):
-    def flipped(folder, parts, write=exporting._write):
+    def flipped(folder, parts, write=exporting.write_parts):
         done = write(folder, parts)
         with (folder / "model.safetensors").open("r+b") as file:
             file.seek(-1, 2)
             file.write(b"\x55")
         return done
 
-    monkeypatch.setattr(exporting, "_write", flipped)
+    monkeypatch.setattr(exporting, "write_parts", flipped)
     with pytest.raises(CheckpointError, match=r"1 of 21 tensors of .* the first is lm_head.weight"):
         export_model(open_source(str(run_dir), -1), str(tmp_path / "hf"))
     assert list(tmp_path.iterdir()) == []

@@ -51,7 +51,7 @@ LAZY_ROOMS = (
     "__main__.py",
 )
 # pyproject.toml's extras, and what comes with torch but is only for some
-OPTIONAL = {"datasets", "fsspec", "gguf", "huggingface_hub", "jinja2", "lm_eval", "matplotlib", "tokenizers"}
+OPTIONAL = {"datasets", "fsspec", "gguf", "huggingface_hub", "jinja2", "lm_eval", "matplotlib", "peft", "tokenizers"}
 OPTIONAL |= {"mistral_common", "pyarrow", "sentencepiece", "tensorboard", "tiktoken", "torchao", "transformers"}
 OPTIONAL |= {
     "torch.nn.attention.varlen",

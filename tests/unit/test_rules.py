@@ -13,6 +13,7 @@ from crius import cli
 from crius.config import rules
 from crius.config.facts import Facts
 from crius.config.rules_layout import open_files_suffice
+from crius.config.rules_lora import LORA_RULES
 from crius.config.rules_pipeline import PIPELINE_RULES
 from crius.config.rules_quantize import QUANTIZE_RULES
 from crius.config.rules_training import KERNEL_RULES, OPTIMIZER_RULES, REPRODUCIBLE_RULES, STABILITY_RULES
@@ -88,6 +89,7 @@ def test_every_rule_has_a_case_and_an_untouched_run_breaks_none():
     elsewhere = {
         *PIPELINE_RULES,
         *QUANTIZE_RULES,
+        *LORA_RULES,
         *OPTIMIZER_RULES,
         *STABILITY_RULES,
         *REPRODUCIBLE_RULES,

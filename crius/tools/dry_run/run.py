@@ -59,6 +59,8 @@ def dry_run(config: RunConfig, num_ranks: int, rank: int, started: float, *, ext
         facts = describe_model(config)
         check_decoder(on_meta(config, facts), facts)
         precision, lines = _precision(config, facts)
+        if facts.adapted:
+            lines.append(f"lora: parameters are the {facts.num_trained:,} that are trained, params GiB is of all")
         job = DryJob(config, facts, mesh, world, precision)
         groups = _axes(mesh)
         if layout.pp > 1:

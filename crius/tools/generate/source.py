@@ -23,7 +23,7 @@ from crius.models import registry
 from crius.models.decoder import Decoder
 from crius.models.description import ModelDescription
 from crius.models.layers import Linear
-from crius.named import named_state
+from crius.named import all_state
 from crius.parallel.allocate import allocate
 from crius.parallel.runtime import pick_device
 from crius.tools.generate.settings import Prompt, Settings
@@ -120,7 +120,7 @@ def read_source(
     model = _build(facts, settings, device)
     split(model, facts)
     allocate(model, device)
-    load(weights.tensors, dict(named_state([model])))
+    load(weights.tensors, dict(all_state([model])))
     if settings.ranks == 1:
         store_by_columns(module.weight for module in model.modules() if isinstance(module, Linear))
     special, ends = _words(weights.tokenizer, tokenizer)

@@ -192,15 +192,7 @@ def weights(
     """
 
     def part(tensors: Iterable[_Tensor], matrix_moments: int = 2) -> Part:
-        pairs = [(tensor, -(-tensor.rows // shards) * tensor.columns) for tensor in tensors if tensor.rows]
-        return Part(
-            whole=sum(tensor.rows * tensor.columns for tensor, _ in pairs),
-            own=sum(own for _, own in pairs),
-            state=sum(
-                (matrix_moments if tensor.is_matrix else 2) * _moment(tensor, own, moment_bytes) + _STEP_BYTES
-                for tensor, own in pairs
-            ),
-        )
+        return part_of(tensors, shards, moment_bytes, matrix_moments)
 
     def unit(layer: Layer | None) -> Part:
         if layer is None:
@@ -227,6 +219,26 @@ def weights(
     )
 
 
+def part_of(tensors: Iterable["_Tensor"], shards: int, moment_bytes: float, matrix_moments: int = 2) -> Part:
+    """A unit of weights that tensor parallelism has split, by rows over ``shards``.
+
+    Args:
+        tensors: of the unit.
+        shards: ranks that store a part of each.
+        moment_bytes: of one number of the optimizer's running means.
+        matrix_moments: running means of a matrix.
+    """
+    pairs = [(tensor, -(-tensor.rows // shards) * tensor.columns) for tensor in tensors if tensor.rows]
+    return Part(
+        whole=sum(tensor.rows * tensor.columns for tensor, _ in pairs),
+        own=sum(own for _, own in pairs),
+        state=sum(
+            (matrix_moments if tensor.is_matrix else 2) * _moment(tensor, own, moment_bytes) + _STEP_BYTES
+            for tensor, own in pairs
+        ),
+    )
+
+
 class _Tensor(NamedTuple):
     """One weight on a tensor-parallel rank, ``(rows, columns)``, and how many numbers the whole has."""
 
@@ -245,17 +257,23 @@ def _moment(tensor: _Tensor, own: int, moment_bytes: float) -> float:
 
 def _tensors(model: ModelDescription, layer: Layer, tp: int) -> list[_Tensor]:
     """The weights of a layer but its routed experts."""
-    return [_tensor(model, weight, tp) for weight in layer.weights if weight.shape[0] and not weight.is_routed]
+    own = [weight.within("layers.0") for weight in layer.weights if weight.shape[0] and not weight.is_routed]
+    return [split_tensor(model, weight, tp) for weight in own]
 
 
-def _tensor(model: ModelDescription, weight: Weight, tp: int) -> _Tensor:
+def split_tensor(model: ModelDescription, weight: Weight, tp: int) -> _Tensor:
+    """A weight or adapter, by its name in the model, on one of ``tp`` ranks."""
     if len(weight.shape) == 1:
         return _Tensor(weight.shape[0], 1, weight.numel, is_matrix=False)
     rows, columns = weight.shape
-    style = model.plan.style_of(f"layers.0.{weight.name.removesuffix('.weight')}")
+    module, _, part = weight.name.rpartition(".")
+    if weight.kind == "embedding":
+        return _Tensor(-(-rows // tp), columns, weight.numel)
+    style = model.plan.style_of(module)
     over_rows, over_columns = parts(style, model.num_kv_heads, tp)
     if style == "colwise_heads" and model.num_kv_heads < tp:
         over_rows = 1  # each rank holds all of them, and computes one
+    over_rows, over_columns = over_rows if part != "lora_A" else 1, over_columns if part != "lora_B" else 1
     return _Tensor(-(-rows // over_rows), -(-columns // over_columns), weight.numel)
 
 

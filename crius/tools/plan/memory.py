@@ -13,6 +13,15 @@ from typing import Literal
 
 from crius.host import ATTENTION_BLOCK
 from crius.models.description import FeedForward, Layer
+from crius.tools.plan.adapters import (
+    adapted_peak,
+    adapters_held,
+    casts,
+    every_other,
+    frozen,
+    kept_by,
+    waiting,
+)
 from crius.tools.plan.hardware import Hardware
 from crius.tools.plan.holdings import Held, held_by
 from crius.tools.plan.peaks import Activations, LayerKind, LossBytes, Moment, parts_between, peak, waits_for_loss
@@ -85,7 +94,9 @@ def layer_bytes(workload: Workload, layer: Layer) -> LayerBytes:
     per_hidden = 3 + (pointwise in ("operators", "silu")) if ffn.gated else 2
     routed = ffn.top_k * ffn.expert_width / tp
     headwise = (queries + num_kv_heads * attention.head_dim) * attention.has_head_norms  # what the norms of heads read
-    none = 2 * source + 2 * gathered + queries + keys + values + headwise + per_hidden * dense_width
+    kept = kept_by(workload)
+    none = 2 * source + kept.inputs * gathered + queries + keys + values + headwise + per_hidden * dense_width
+    none += kept.adapters - (1 - kept.products) * dense_width
     if (
         cp > 1 and trainer.gathers_keys
     ):  # and attention's results for the early and the late tokens of a rank are joined
@@ -94,20 +105,28 @@ def layer_bytes(workload: Workload, layer: Layer) -> LayerBytes:
     # of seven matmuls wq, wv, w1 and w2; attention; two reduce-scatters
     w2 = source * (tp > 1) + (d + source * (tp > 1)) * (not trainer.is_traced)
     selective = source + queries + num_kv_heads * attention.value_dim + dense_width + w2 + values
+    if workload.model.adapted:
+        selective += every_other(workload, layer)
     if ffn.num_experts:
         dispatched = ffn.top_k * d / tp
         none += 2 * dispatched + per_hidden * routed
         selective = min(none, selective + 3 * dispatched + routed)  # sent, computed and sent back
-    normed = (itemsize + 4 * (itemsize < 4)) * (2 * source + headwise) * (pointwise in ("operators", "norms"))
+    normed = _norm_bytes(workload) * (2 * source + headwise) * (pointwise in ("operators", "norms"))
     # the gradients of a gate's factors; in bfloat16 what its operators cast too
     widest = (2 if itemsize == 4 else 3) * max(dense_width, routed)
-    every = none * itemsize + normed + scores
+    every = none * itemsize + normed + scores - kept.first * (source * itemsize + normed / 2)
     return LayerBytes(
         full=source * itemsize,
         selective=selective * itemsize + scores if trainer.selects_ops else every,
         none=every,
         backward=widest * itemsize,
     )
+
+
+def _norm_bytes(workload: Workload) -> float:
+    """Of a number that a norm's operators keep beyond its input; less where its weight is frozen."""
+    itemsize, is_trained = workload.param_bytes, workload.model.adapted is None
+    return itemsize * (is_trained or itemsize < 4) + 4 * (itemsize < 4) * is_trained
 
 
 _PRODUCT_PARTS = 8  # of what a chunk adds to the output layer's gradient (crius/kernels/linear_cross_entropy.py)
@@ -117,27 +136,27 @@ def loss_bytes(workload: Workload, constants: MemoryConstants) -> LossBytes:
     """On a rank that has the output layer."""
     model, itemsize, tokens = workload.model, workload.param_bytes, workload.tokens
     vocabulary = model.vocab_size / workload.layout.tp
-    embedding = vocabulary * model.dim
+    trained = vocabulary * model.dim * (model.adapted is None)  # of the output layer
     hidden = model.dim * tokens * itemsize
     part = hidden / workload.layout.tp if workload.sequence_parallel else hidden
-    wide = (1 + 4 / itemsize * (itemsize < 4)) * (workload.pointwise in ("operators", "norms"))  # of the norm's input
+    wide = _norm_bytes(workload) / itemsize * (workload.pointwise in ("operators", "norms"))  # of the norm's input
     normed = hidden + part * (1 + wide)
     if workload.loss_tokens is not None:
         # stays: the gradients of the hidden state and of the weight, which several chunks sum in float32
         has_chunks = tokens > workload.loss_tokens
-        kept = normed + embedding * (4 if has_chunks else itemsize)
+        kept = normed + trained * (4 if has_chunks else itemsize)
         chunk = min(tokens, workload.loss_tokens)  # they are cut alike, so that one may be smaller, but no larger
         wide = 8 * (itemsize < 4)  # logits and probabilities in float32, which else lie over the logits
         work = vocabulary * chunk * itemsize
         work += max(vocabulary * min(workload.score_tokens, chunk) * wide, model.dim * chunk * itemsize)
-        work += embedding * itemsize / _PRODUCT_PARTS * (has_chunks and itemsize < 4)
-        rounded = embedding * 4 / _PRODUCT_PARTS * (not has_chunks and itemsize < 4)
-        return LossBytes(kept, work, kept + embedding * itemsize + rounded)
+        work += trained * itemsize / _PRODUCT_PARTS * (has_chunks and itemsize < 4)
+        rounded = trained * 4 / _PRODUCT_PARTS * (not has_chunks and itemsize < 4)
+        return LossBytes(kept, work, kept + trained * itemsize + rounded)
     logits = vocabulary * tokens
     if workload.loss == "eager":  # stays: log-probabilities in float32, which the backward takes
         nbytes = _eager_logit_bytes(workload) * logits
         kept = min(nbytes / 2, 4 * logits)
-        return LossBytes(normed + kept, nbytes - kept, embedding * itemsize)
+        return LossBytes(normed + kept, nbytes - kept, trained * itemsize)
     nbytes = (
         logits
         * {
@@ -147,7 +166,7 @@ def loss_bytes(workload: Workload, constants: MemoryConstants) -> LossBytes:
         }[workload.loss]
     )
     stays = (normed + nbytes) * (workload.loss == "fused")
-    return LossBytes(normed + nbytes / 2, nbytes / 2, stays + embedding * itemsize)
+    return LossBytes(normed + nbytes / 2, nbytes / 2, stays + trained * itemsize)
 
 
 def _eager_logit_bytes(workload: Workload) -> float:
@@ -218,6 +237,8 @@ def _rank(workload: Workload, rank: int, constants: MemoryConstants, *, is_cache
     """The moment at which pipeline rank ``rank`` holds most."""
     held = held_by(workload, rank)
     loss = loss_bytes(workload, constants) if held.layers.has_head else LossBytes()
+    if workload.model.adapted:
+        return adapted_peak(workload, rank, loss, _activations(workload, held, constants))
     return peak(workload, held, loss, _activations(workload, held, constants), is_cached=is_cached)
 
 
@@ -227,6 +248,14 @@ def rank_bytes(workload: Workload, rank: int, constants: MemoryConstants = MEMOR
     """
     held = held_by(workload, rank)
     loss = loss_bytes(workload, constants) if held.layers.has_head else LossBytes()
+    if workload.model.adapted:
+        trained, activations = adapters_held(workload, rank), _activations(workload, held, constants).all
+        return {
+            "parameters": frozen(workload, rank)[0] + trained.own * workload.weight_bytes,
+            "gradients": trained.own * workload.weight_bytes,
+            "optimizer": trained.state,
+            "activations": activations + loss.kept + casts(workload, trained) + waiting(workload, rank),
+        }
     last = held.layer(held.layers.layers - 1).whole * workload.param_bytes
     return {
         "parameters": held.own * workload.weight_bytes,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from crius.config.pipeline import stages_of_ranks
 from crius.tools.plan.hardware import Hardware
 from crius.tools.plan.holdings import stage_layers
-from crius.tools.plan.rates import TIME, Compute, TimeConstants, forward, head, numbers, rates, recomputed
+from crius.tools.plan.rates import TIME, Compute, TimeConstants, forward, head, numbers, passes, rates, recomputed
 from crius.tools.plan.workload import Estimate, Workload
 
 
@@ -105,7 +105,9 @@ class Communication:
         self.weights = self._dense + self._experts
         layout, zero = self._layout, workload.zero_stage
         over = layout.fsdp if zero >= 2 else layout.batch * layout.cp if zero == 1 else 1
-        self.own_weights = self._dense / over + self._experts / max(1.0, over * layout.tp / layout.ep)
+        self._trained = self._model.num_trained / self._model.num_parameters  # of the weights, in numbers
+        own = self._dense / over + self._experts / max(1.0, over * layout.tp / layout.ep)
+        self.own_weights = self._trained * own
 
     def _count(self) -> tuple[float, float]:
         """Weights of a rank: all but routed experts, and routed experts."""
@@ -156,7 +158,7 @@ class Communication:
         if work.zero_stage < 2 or size == 1:
             return 0.0, 0.0, 0.0
         gather = self._collect(size, 1 if work.float8_all_gather else work.param_bytes)
-        reduce = self._collect(size, work.reduce_bytes)
+        reduce = self._collect(size, self._trained * work.reduce_bytes)
         again = gather
         if work.reshard == "never" or work.zero_stage == 2:
             again = 0.0
@@ -281,7 +283,7 @@ class _Step:
         matmuls, attention = recomputed(workload)
         by_op = workload.activation_checkpoint != "none" and workload.selective_layers is None
         layers = Compute(
-            matmul=once.matmul * (3 + matmuls),
+            matmul=once.matmul * (passes(workload) + matmuls),
             attention=once.attention * (1 + ATTENTION_BACKWARD + attention),
             elementwise=once.elementwise * (3 + (1.0 if by_op else matmuls)),
         )

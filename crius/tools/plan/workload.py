@@ -144,6 +144,7 @@ class Workload:
         keeps_mask: attention under context parallelism keeps an explicit mask, as a CPU's kernels do.
         keeps_probabilities: attention keeps its probabilities, as a CPU's kernel for short sequences does.
         snapshot: a copy of weights and optimizer state is kept beside them, to go back to.
+        lora_base: of a model with adapters: how its frozen layers are kept, as ``lora.base`` has it.
     """
 
     model: ModelDescription
@@ -180,6 +181,7 @@ class Workload:
     keeps_mask: bool = False
     keeps_probabilities: bool = False
     snapshot: bool = False
+    lora_base: Literal["keep", "int8", "nf4"] = "keep"
 
     @property
     def is_tied(self) -> bool:
@@ -273,6 +275,7 @@ def from_config(config: RunConfig, facts: ModelDescription, num_ranks: int, *, d
         keeps_mask=device != "cuda" and layout.cp > 1,
         keeps_probabilities=_on_cpu(config, device) and keeps_probabilities(config),
         snapshot=config.stability.nonfinite == "rollback" and device != "cuda",
+        lora_base=config.lora.base,
     )
 
 

@@ -29,6 +29,15 @@ PARITY = (
     *("1+compile", "fsdp2+compile", "tp2+compile", "pp2+compile", "fsdp2+compile+full", "1+memory_budget+compile"),
     *("fsdp4+float8", "pp2_tp2+float8", "fsdp2_tp2+float8+float8_all_gather", "cp2+float8"),
     *("fsdp4+float8_rowwise", "tp2+float8_rowwise", "pp2_tp2+mxfp8"),
+    *(
+        "ddp2+lora",
+        "fsdp2_tp2+lora",
+        "hsdp2x2_accum4+lora+deferred",
+        "tp8+lora",
+        "pp2+lora",
+        "pp2+zbv_zero_bubble+lora",
+    ),
+    *("cp2+lora", "fsdp2+lora+full", "fsdp2+lora+compile", "fsdp3+nf4", "pp2+nf4", "fsdp2+int8", "cp2+int8"),
 )
 INIT = (
     *("1", "ddp2", "fsdp2", "fsdp3", "fsdp8", "hsdp2x2", "hsdp2x4", "tp2", "tp4", "tp8", "fsdp2_tp2", "hsdp2x2_tp2"),

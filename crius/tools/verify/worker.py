@@ -33,9 +33,10 @@ from crius.launch.report import log_path
 from crius.metrics.device import machine_of
 from crius.metrics.ledger import TimeLedger
 from crius.metrics.record import Record, StepMetrics
+from crius.models.description import ModelDescription
 from crius.models.layers import CausalAttention, Linear
 from crius.models.plan import match
-from crius.parallel.init import Init, Normal, init_rules
+from crius.parallel.init import Init, Normal, init_parameters, init_rules
 from crius.parallel.mesh import build_mesh
 from crius.parallel.runtime import World, world
 from crius.shards import local_tensor, named_state
@@ -102,6 +103,8 @@ def train(task: Task, placement: Placement) -> None:
     with _session(task, placement) as (job, stack):
         config, facts, ranks = task.config, job.facts, job.ranks
         loop = _loop(task, job, stack, recorder)
+        if config.lora.is_on:
+            uneven_adapters(loop.state.parts, facts, config.debug.seed)
         if not is_enabled(config.quantize.dense):  # it would carry roundings to 8 bits as far as a fault
             uneven_attention(loop.state.parts, init_rules(facts))
         place = functools.partial(_place, config, job.sizes.total, loop.place)
@@ -257,6 +260,19 @@ def uneven_documents(batch: Batch) -> Batch:
     return moved if batch.ends_BM is None else moved.with_ends(length)
 
 
+def uneven_adapters(parts: Sequence[nn.Module], facts: ModelDescription, seed: int) -> None:
+    """Draw the second factor of each adapter too, so that adapters add something, and both factors have gradients.
+
+    Args:
+        parts: the stages of this rank; all weights that are no codes are drawn again, as they were.
+        facts: of the whole model.
+        seed: of the run.
+    """
+    drawn = [("layers.*.*.*.lora_B", Normal(facts.dim**-0.5))]
+    for part in parts:
+        init_parameters(part, [*drawn, *init_rules(facts)], seed)
+
+
 @torch.no_grad()
 def uneven_attention(parts: Sequence[nn.Module], rules: Sequence[tuple[str, Init]]) -> None:
     """Enlarge the weights of attention in place, so that it depends on positions from the first step.
@@ -272,6 +288,6 @@ def uneven_attention(parts: Sequence[nn.Module], rules: Sequence[tuple[str, Init
         for prefix, module in part.named_modules():
             if any(isinstance(child, CausalAttention) for child in module.children()):
                 for name, weight in module.named_parameters(prefix):
-                    rule = next(rule for pattern, rule in rules if match(pattern, name))
+                    rule = next((rule for pattern, rule in rules if match(pattern, name)), None)
                     if isinstance(rule, Normal):
                         local_tensor(weight).mul_(max(1.0, ATTENTION_GAIN / (rule.std * weight.shape[-1] ** 0.5)))

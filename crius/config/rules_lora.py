@@ -1,0 +1,164 @@
+"""Rules about LoRA: which layers there are, and what it does not go with."""
+
+import importlib.util
+import math
+
+from crius.config.facts import Facts, Rule, Violations, without_effect
+from crius.config.lora import LoraConfig, block_linears, indivisible, is_quantized, target_names, unmatched
+from crius.config.low_precision import is_enabled, kind, numberless
+from crius.config.param_groups import fits, nearest
+from crius.config.pipeline import num_stages, split_stages
+from crius.config.rules_pipeline import modules_split
+from crius.errors import ConfigError, LayoutError
+from crius.plugins import REQUIREMENTS, install_line
+
+_TARGETS = "lora.targets"
+
+
+def lora_flags_have_effect(facts: Facts) -> Violations:
+    """Settings of LoRA that were given on the command line are those of a run that has it."""
+    if facts.config.lora.is_on:
+        return
+    names = [name for name in vars(LoraConfig()) if name != "rank"]
+    yield from without_effect(facts, [(f"--lora.{name}", " without --lora.rank", "--lora.rank 16") for name in names])
+
+
+def adapters_have_a_size(facts: Facts) -> Violations:
+    """A rank is 0 or more and below the layers' dims, and alpha is a number above 0."""
+    lora = facts.config.lora
+    if lora.rank < 0:
+        yield ConfigError(f"lora.rank {lora.rank} is below 0.", where=facts.flag("lora.rank"), fix="--lora.rank 16")
+    if not 0 < lora.alpha < math.inf:
+        yield ConfigError(
+            f"lora.alpha {lora.alpha} is no number above 0.", where=facts.flag("lora.alpha"), fix="--lora.alpha 16"
+        )
+    if facts.model is None or not lora.is_on:
+        return
+    least = min((min(block_linears(facts.model)[name]) for name in target_names(lora, facts.model)), default=0)
+    if least and lora.rank > least:
+        yield ConfigError(
+            f"lora.rank {lora.rank} is more than {least}, the smaller dim of a linear layer of {facts.model_name}.",
+            where=facts.flag("lora.rank"),
+            why="an adapter of the rank of its layer is as large as the layer",
+            fix=f"--lora.rank {max(1, least // 4)}, or leave it out to train all weights",
+        )
+
+
+def targets_fit_layers(facts: Facts) -> Violations:
+    """Every pattern fits a linear layer of the blocks."""
+    if facts.model is None:
+        return
+    linears = block_linears(facts.model)
+    names = ", ".join(dict.fromkeys(map(numberless, linears)))
+    others = [weight.name.removesuffix(".weight") for weight in facts.model.weights] + ["output"]
+    for pattern in unmatched(facts.config.lora, facts.model):
+        near, why = nearest(pattern, list(linears)), "adapters are for the linear layers of the blocks"
+        if any(fits(pattern, name) for name in others):
+            why += ", not for embedding, output layer, norms and experts"
+        yield ConfigError(
+            f"--{_TARGETS} {pattern} matches no linear layer of the blocks of {facts.model_name}"
+            + (f", did you mean {near}?" if near else "."),
+            where=facts.flag(_TARGETS),
+            why=why,
+            fix=f"--{_TARGETS} {near}; they are {names}" if near else f"they are {names}",
+        )
+
+
+def lora_goes_with(facts: Facts) -> Violations:
+    """What would touch the frozen weights, or the adapters in a way that was never tried, is refused."""
+    config, lora = facts.config, facts.config.lora
+    if not lora.is_on:
+        return
+    dense = config.quantize.dense
+    rows = [
+        (
+            is_enabled(dense),
+            f"quantize.dense.{kind(dense)}.enable",
+            "adapters are added to what is multiplied in high precision",
+            f"leave out --quantize.dense.{kind(dense)}.enable",
+        ),
+        (
+            config.optimizer.name == "muon",
+            "optimizer.name",
+            "Muon makes the momentum of a whole weight orthogonal, and an adapter is a factor of one",
+            "--optimizer.name adamw",
+        ),
+        (
+            config.training.reproducible,
+            "training.reproducible",
+            "its trees sum the gradients of whole units, most of which have none",
+            "--training.no_reproducible",
+        ),
+        (
+            config.sdc.recompute_interval > 0,
+            "sdc.recompute_interval",
+            "it compares the gradients of whole units, most of which have none",
+            "--sdc.recompute_interval 0",
+        ),
+    ]
+    for is_asked, name, why, fix in rows:
+        if is_asked:
+            where = f"{facts.flag('lora.rank')}, {facts.flag(name)}"
+            yield ConfigError(f"--{name} does not go with --lora.rank {lora.rank}.", where=where, why=why, fix=fix)
+
+
+def quantized_base_fits(facts: Facts) -> Violations:
+    """A base in fewer bits is not split by tensor parallelism, and torchao rounds it."""
+    config, lora = facts.config, facts.config.lora
+    if not lora.is_on or lora.base == "keep":
+        return
+    degree = config.parallelism.tensor_parallel_degree
+    if degree > 1:
+        name = "parallelism.tensor_parallel_degree"
+        yield LayoutError(
+            f"--lora.base {lora.base} does not go with tensor_parallel_degree {degree}.",
+            where=f"{facts.flag('lora.base')}, {facts.flag(name)}",
+            why="tensor parallelism would split a weight through the blocks that share a scale",
+            fix=f"--{name} 1, or --lora.base keep",
+        )
+    shapes = block_linears(facts.model) if facts.model else {}
+    if shapes and not any(is_quantized(lora, shape) for shape in shapes.values()):
+        why = "; ".join(dict.fromkeys(f"{numberless(name)}: {indivisible(shape)}" for name, shape in shapes.items()))
+        yield ConfigError(
+            f"--lora.base {lora.base} would round no layer of {facts.model_name}.",
+            where=facts.flag("lora.base"),
+            why=why,
+            fix="--lora.base int8, or --lora.base keep",
+        )
+    if importlib.util.find_spec("torchao") is None:
+        yield ConfigError(
+            f"--lora.base {lora.base} needs the package torchao, which is not installed.",
+            where=facts.flag("lora.base"),
+            fix=install_line(REQUIREMENTS["torchao"]),
+        )
+
+
+def every_stage_has_adapters(facts: Facts) -> Violations:
+    """Each stage of a pipeline trains something: gradients flow back through all of them."""
+    parallelism, model, lora = facts.config.parallelism, facts.model, facts.config.lora
+    if model is None or not lora.is_on or parallelism.pipeline_parallel_degree < 2 or list(modules_split(facts)):
+        return
+    names = target_names(lora, model)
+    stages = split_stages(model.modules(1.0), num_stages(parallelism), parallelism)
+    empty = [
+        number
+        for number, modules in enumerate(stages)
+        if not any(name.startswith(f"{module}.") for name in names for module in modules)
+    ]
+    if names and empty:
+        yield LayoutError(
+            f"stage {empty[0]} of {len(stages)} of the pipeline has no adapter.",
+            where=f"{facts.flag(_TARGETS)}, {facts.flag('parallelism.pipeline_parallel_degree')}",
+            why="a stage sends back the gradients of what it trains and of what comes before",
+            fix=f"--{_TARGETS} with patterns that fit layers of each stage, or leave it out",
+        )
+
+
+LORA_RULES: tuple[Rule, ...] = (
+    lora_flags_have_effect,
+    adapters_have_a_size,
+    targets_fit_layers,
+    lora_goes_with,
+    quantized_base_fits,
+    every_stage_has_adapters,
+)

@@ -1,0 +1,128 @@
+"""``crius export`` of the adapters of a LoRA run: a folder that PEFT loads, proven by reading it back. No torch."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from crius import __version__
+from crius.errors import ConfigError
+from crius.host import free_host_bytes
+from crius.interop.adapters import Adapters
+from crius.interop.exporting import Export, Source, compared, foreign_names, parts_of, write_parts, written
+from crius.interop.model_card import model_card
+from crius.interop.new_folder import new_folder
+from crius.interop.safetensors_file import read_safetensors
+from crius.interop.tokenizer_out import write_tokenizer
+from crius.interop.weights import Weights
+from crius.plugins import REQUIREMENTS, install_line
+
+_CONFIG, _STEM, _PREFIX = "adapter_config.json", "adapter_model", "base_model.model."
+
+
+def export_peft(source: Source, target: str, dtype: str = "") -> Export:
+    """Write the adapters of ``source`` as the folder ``target`` of PEFT.
+
+    Args:
+        source: see ``crius.interop.exporting.open_source``; a LoRA run.
+        target: folder; not there yet, or empty. All of it is written, or nothing.
+        dtype: of the adapters; empty: as they are.
+
+    Raises:
+        CriusError: it has no adapters, the target is taken, Hugging Face has no such model, the source is damaged, or
+            what was written is not it: other bits, or other logits.
+    """
+    weights, adapters = source.weights, source.weights.adapters
+    if adapters is None:
+        raise ConfigError(
+            f"{weights.origin} has no adapters.",
+            where="--format peft",
+            why="its weights were all trained, or come from elsewhere",
+            fix="leave out --format",
+        )
+    own = replace(source, weights=replace(weights, tensors=adapters.tensors, rounds={}))
+    modules = foreign_names(weights.model["name"], [f"{name}.weight" for name in adapters.linears])[1]
+    modules = {name.removesuffix(".weight"): theirs.removesuffix(".weight") for name, theirs in modules.items()}
+    names = {
+        f"{name}.{part}": f"{_PREFIX}{theirs}.{part}.weight"
+        for name, theirs in modules.items()
+        for part in ("lora_A", "lora_B")
+    }
+    parts = parts_of(own, names, dtype)
+    with new_folder(target) as folder:
+        files = write_parts(folder, parts, _STEM, most=1 << 62)  # PEFT reads one file
+        eos_token, trained = (source.settings.get(name) for name in ("tokenizer.eos_token", "training.seq_len"))
+        about = write_tokenizer(folder, weights, str(eos_token or ""), int(trained or 0))[0]
+        config = adapter_config(adapters, weights, list(modules.values()))
+        (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        done = written(
+            target,
+            own,
+            parts,
+            read_safetensors(folder).tensors,
+            kind=f"LoRA of rank {adapters.lora.rank} for PEFT",
+            files=files,
+            tokenizer=about,
+            logits=_logits(folder, weights, adapters),
+        )
+        told = {"written by Crius": __version__, "parameters": f"{adapters.num_parameters:,}", **source.facts}
+        told |= {"base": adapters.base["path"], "hash of the base": adapters.base["digest"]}
+        text = model_card(done.lines(), told, source.settings, files, library="peft")
+        (folder / "README.md").write_text(text, encoding="utf-8")
+    return done
+
+
+def adapter_config(adapters: Adapters, weights: Weights, modules: Sequence[str]) -> dict[str, Any]:
+    """What PEFT calls the settings of ``adapters``, of ``modules`` by their names there."""
+    lora = adapters.lora
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": adapters.base["path"],
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "use_rslora": lora.rslora,
+        "target_modules": _shortened(modules, weights.facts.num_layers),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+        "inference_mode": True,
+    }
+
+
+def _shortened(modules: Sequence[str], num_layers: int) -> list[str]:
+    """Last parts of the names where every layer has them, else the whole names."""
+    counts: dict[str, int] = {}
+    for module in modules:
+        last = module.rpartition(".")[2]
+        counts[last] = counts.get(last, 0) + 1
+    return sorted(counts) if set(counts.values()) <= {num_layers} else list(modules)
+
+
+def _logits(folder: Path, weights: Weights, adapters: Adapters) -> str:
+    """Compare logits with those of PEFT, in a process of its own.
+
+    Raises:
+        CheckpointError: PEFT does not load it, or has others.
+    """
+    if adapters.base.get("kind") != "Hugging Face":
+        return "not compared: PEFT takes a base of Hugging Face, and this one is a checkpoint of Crius"
+    missing = [REQUIREMENTS[name] for name in ("transformers", "peft") if find_spec(name) is None]
+    if missing:
+        return f"not compared: {' and '.join(missing)} not installed ({install_line(*missing)})"
+    needed = 9 * weights.facts.num_parameters  # in float32, and one copy more while adapters are added
+    if needed > (free := free_host_bytes()):
+        return f"not compared: that takes {needed / 2**30:,.1f} GiB of memory, and {free / 2**30:,.1f} are free"
+    assert weights.saved is not None
+    job: Mapping[str, Any] = {
+        "folder": str(folder),
+        "model": dict(weights.model),
+        "tokenizer": weights.tokenizer,
+        "base": adapters.base["path"],
+        "source": f"{weights.saved.disk.where}/{weights.saved.name}",
+    }
+    return compared(job)
