@@ -64,7 +64,7 @@ OPTIONAL |= {
 AIM_FILE, STOP_FILE, AIM_FUNCTION, STOP_FUNCTION = 400, 500, 60, 100
 LONGER: dict[str, str] = {}  # "file" or "file:function" to the reason; still below the hard stop
 
-MOST_CODE = {"trainer": 24_200, "tools": 10_400}
+MOST_CODE = {"trainer": 24_250, "tools": 10_400}
 """Lines of code of the two houses: the aim is 15,000 and 8,500, with all models and features 22,000 and 13,000."""
 
 MOST_LOADED = {"crius": 185, "crius.tools.plan": 13}
