@@ -24,7 +24,7 @@ SAMPLE_SECONDS = 0.002
 
 _CHILD = """
 import sys
-from crius.interop import exporting, importing
+from crius.tools.convert import exporting, importing
 exporting.find_spec = lambda name: None  # no logits
 verb, source, target = sys.argv[1:]
 print("ready", flush=True)

@@ -11,7 +11,7 @@ import zipfile
 import torch
 import torch.distributed.checkpoint as dcp
 
-from crius.interop.dcp import METADATA
+from crius.tools.convert.dcp import METADATA
 
 ENTRY = "__0_0.distcp"
 GIB = 1 << 30

@@ -181,7 +181,7 @@ def convert(
 
     Exit code 1, and nothing written, where a key has no place in a Crius checkpoint and no --skip names it.
     """
-    from crius.interop.convert import convert
+    from crius.tools.convert.convert import convert
 
     done = convert(source, target, renames=rename, skips=skip, step=step, rotary_pairs=rotary_pairs)
     emit(json.dumps(done.as_dict(), indent=2) if as_json else "\n".join(done.lines()))

@@ -32,13 +32,13 @@ def export(
     Every tensor is compared with the source bit by bit; where transformers is installed, its logits are compared too.
     Where anything differs, nothing is written and the exit code is 1.
     """
-    from crius.interop.exporting import export_model, open_source
+    from crius.tools.convert.exporting import export_model, open_source
 
     opened, write = open_source(source, step), export_model
     if format == "dcp":
-        from crius.interop.dcp_out import export_dcp as write
+        from crius.tools.convert.dcp_out import export_dcp as write
     if format == "peft" or (not format and opened.weights.adapters):
-        from crius.interop.peft_out import export_peft as write
+        from crius.tools.convert.peft_out import export_peft as write
     done = write(opened, target, dtype)
     emit(json.dumps(done.as_dict(), indent=2) if as_json else "\n".join(done.lines()))
     return 0

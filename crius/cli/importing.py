@@ -22,7 +22,7 @@ def import_weights(
     The weights keep their bits. Where a tensor does not fit the model that config.json says, all of those are named,
     nothing is written and the exit code is 1.
     """
-    from crius.interop.importing import import_model
+    from crius.tools.convert.importing import import_model
 
     done = import_model(source, target)
     emit(json.dumps(done.as_dict(), indent=2) if as_json else "\n".join(done.lines()))

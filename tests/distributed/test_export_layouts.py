@@ -6,8 +6,8 @@ import pytest
 from checkpoint_runs import flags
 from harness import train
 
-from crius.interop import exporting
-from crius.interop.exporting import export_model, open_source
+from crius.tools.convert import exporting
+from crius.tools.convert.exporting import export_model, open_source
 
 SAVED = ["--checkpoint.interval", "1", "--validation.interval", "0"]
 

@@ -10,9 +10,9 @@ from harness import read_metrics, run, steps_of, train
 from pretrained_samples import save
 
 from crius.checkpoint.names import step_name
-from crius.interop import exporting, peft_out
-from crius.interop.exporting import export_model, open_source
-from crius.interop.peft_out import export_peft
+from crius.tools.convert import exporting, peft_out
+from crius.tools.convert.exporting import export_model, open_source
+from crius.tools.convert.peft_out import export_peft
 
 # 6 heads: tensor parallelism of 2 and of 3 divides them
 SIZES = {

@@ -16,7 +16,7 @@ from crius.data.chat.mask import ChatEncoder
 from crius.data.chat.render import Template
 from crius.data.chat.template import read_template, special_tokens
 from crius.data.tokenizer import build_tokenizer
-from crius.interop.gguf_file import open_gguf
+from crius.tools.convert.gguf_file import open_gguf
 
 pytestmark = pytest.mark.real
 

@@ -11,10 +11,10 @@ from harness import TEXT
 from safetensors.torch import load_file
 
 from crius.checkpoint.load import load_tensors
-from crius.interop.exporting import export_model, open_source
-from crius.interop.importing import import_model
 from crius.interop.weights import open_weights
 from crius.models import registry
+from crius.tools.convert.exporting import export_model, open_source
+from crius.tools.convert.importing import import_model
 
 pytestmark = pytest.mark.real
 

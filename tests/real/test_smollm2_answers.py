@@ -12,9 +12,9 @@ from harness import TEXT
 from smollm2 import gguf_file, of_transformers
 
 from crius.cli import main
-from crius.interop.importing import import_model
 from crius.kernels import choice
 from crius.models.layers import rotary_frequencies
+from crius.tools.convert.importing import import_model
 from crius.tools.generate.run import answer
 from crius.tools.generate.settings import Prompt, Settings
 from crius.tools.generate.source import read_source

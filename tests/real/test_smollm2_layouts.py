@@ -10,7 +10,7 @@ from harness import TEXT, layout_flags, read_metrics, run, steps_of
 from smollm2 import gguf_file
 
 from crius.cli import main
-from crius.interop.importing import import_model
+from crius.tools.convert.importing import import_model
 
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(1800)]
 

@@ -17,12 +17,12 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from crius.checkpoint.disk import open_disk
 from crius.checkpoint.folder import damages, read_manifest
 from crius.errors import CheckpointError, ConfigError
-from crius.interop.convert import convert
-from crius.interop.dcp import read_dcp
 from crius.kernels.cpu.pointwise import rotary
 from crius.launch.local import run_workers
 from crius.models.layers import rotary_cos_sin, rotary_frequencies
 from crius.parallel.runtime import world
+from crius.tools.convert.convert import convert
+from crius.tools.convert.dcp import read_dcp
 
 HEAD_DIM = 8
 RUN = [
@@ -247,7 +247,7 @@ def test_an_import_does_not_import_torch_and_holds_one_tensor(tmp_path):
     save_dcp({"model": tensors}, tmp_path / "source")
     code = (
         "import resource, sys\n"
-        "from crius.interop.convert import convert\n"
+        "from crius.tools.convert.convert import convert\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "convert(sys.argv[1], sys.argv[2])\n"
         "assert 'torch' not in sys.modules\n"

@@ -21,14 +21,14 @@ from crius import cli
 from crius.checkpoint.plain import DTYPES
 from crius.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from crius.errors import CheckpointError, ConfigError
-from crius.interop import exporting
 from crius.interop.casting import cast
-from crius.interop.dcp_out import export_dcp
-from crius.interop.exporting import export_model, open_source
-from crius.interop.tokenizer_out import byte_tokenizer
 from crius.interop.weights import open_weights
 from crius.models.config import RopeScaling, rope_scaling_text
 from crius.models.registry import SPECS
+from crius.tools.convert import exporting
+from crius.tools.convert.dcp_out import export_dcp
+from crius.tools.convert.exporting import export_model, open_source
+from crius.tools.convert.tokenizer_out import byte_tokenizer
 
 OF_HF = {"max_position_embeddings": 16384, "bos_token_id": None, "eos_token_id": [256, 7]}
 LLAMA3 = {

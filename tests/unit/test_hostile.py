@@ -23,15 +23,15 @@ from torch.distributed.checkpoint.metadata import (
 from crius.config.data import DataConfig
 from crius.data import huggingface
 from crius.errors import CheckpointError, DataError
-from crius.interop.convert import convert
-from crius.interop.dcp import METADATA, read_dcp
 from crius.interop.safetensors_file import INDEX, read_safetensors
+from crius.tools.convert.convert import convert
+from crius.tools.convert.dcp import METADATA, read_dcp
 
 PLACES = ("metadata", "before_metadata", "after_metadata", "tensor", "value", "bare")
 
 WATCHED = """
 import encodings.cp437, json, os, sys  # the first is how zipfile reads names
-from crius.interop.convert import convert
+from crius.tools.convert.convert import convert
 from crius.config.data import DataConfig
 from crius.data import huggingface
 from crius.errors import CheckpointError, DataError

@@ -16,9 +16,9 @@ from hostile_samples import ENTRY, GIB, archive, call, entry, name, put, replace
 
 from crius.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry, digest_of
 from crius.errors import CheckpointError
-from crius.interop.convert import convert
-from crius.interop.dcp import METADATA, read_dcp
 from crius.interop.safetensors_file import MAX_HEADER, read_safetensors
+from crius.tools.convert.convert import convert
+from crius.tools.convert.dcp import METADATA, read_dcp
 
 BOMBS = {
     "memo_of_2**31": b"\x80\x02Nr\xff\xff\xff\x7f.",

@@ -15,9 +15,9 @@ from pretrained_samples import save, save_tokenizer
 from crius.cli import main
 from crius.cli.app import SOURCES
 from crius.errors import ConfigError, CriusError
-from crius.interop import importing
 from crius.interop.weights import open_weights
 from crius.kernels import choice
+from crius.tools.convert import importing
 from crius.train.inputs import describe_model, open_initial
 
 pytest.importorskip("transformers")

@@ -7,9 +7,9 @@ import pytest
 from pretrained_samples import SIZES, save
 
 from crius.cli import main
-from crius.interop.gguf_file import _translated
 from crius.interop.weights import open_weights
 from crius.models import registry
+from crius.tools.convert.gguf_file import _translated
 
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("transformers")

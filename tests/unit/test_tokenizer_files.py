@@ -20,9 +20,9 @@ from crius.data.tokenizer import build_tokenizer
 from crius.data.tokenizer_conversion import TEXTS, convert, probes
 from crius.data.tokenizer_files import tokenizer_file
 from crius.errors import CheckpointError, CriusError, DataError, EnvironmentError
-from crius.interop.importing import import_model
-from crius.interop.tokenizer_out import write_tokenizer
 from crius.interop.weights import open_weights
+from crius.tools.convert.importing import import_model
+from crius.tools.convert.tokenizer_out import write_tokenizer
 from crius.tools.generate.stream import TextStream
 
 sentencepiece = pytest.importorskip("sentencepiece")

@@ -21,11 +21,7 @@ from crius.data.chat.template import TEMPLATE
 from crius.data.tokenizer import build_tokenizer
 from crius.data.tokenizer_files import ADDED_TOKENS, TOKENIZER, TOKENIZER_CONFIG, original_file, tokenizer_file
 from crius.errors import ConfigError, EnvironmentError
-from crius.interop.convert import write_checkpoint
-from crius.interop.dcp import METADATA
 from crius.interop.foreign import open_inside, read_inside
-from crius.interop.gguf_file import SUFFIX, open_gguf
-from crius.interop.new_folder import new_folder
 from crius.interop.weights import (
     CONFIG,
     GENERATION,
@@ -34,6 +30,10 @@ from crius.interop.weights import (
     open_weights,
 )
 from crius.plugins import REQUIREMENTS, install_line
+from crius.tools.convert.convert import write_checkpoint
+from crius.tools.convert.dcp import METADATA
+from crius.tools.convert.gguf_file import SUFFIX, open_gguf
+from crius.tools.convert.new_folder import new_folder
 
 TOKENIZER_FILES = (
     *(TOKENIZER, TOKENIZER_CONFIG, TEMPLATE, "special_tokens_map.json", ADDED_TOKENS),

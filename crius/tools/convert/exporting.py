@@ -23,15 +23,15 @@ from crius.errors import CheckpointError, ConfigError
 from crius.host import free_host_bytes
 from crius.interop.casting import FLOATS, cast
 from crius.interop.context import longest_context
-from crius.interop.convert import shares
-from crius.interop.model_card import model_card
-from crius.interop.new_folder import new_folder
 from crius.interop.safetensors_file import INDEX, SUFFIX, read_safetensors
-from crius.interop.tokenizer_out import write_tokenizer
 from crius.interop.weights import CONFIG, Weights, open_weights
 from crius.models.huggingface import HuggingFace, config_of
 from crius.models.registry import IMPORTED, families
 from crius.plugins import REQUIREMENTS, install_line
+from crius.tools.convert.convert import shares
+from crius.tools.convert.model_card import model_card
+from crius.tools.convert.new_folder import new_folder
+from crius.tools.convert.tokenizer_out import write_tokenizer
 
 SHARD_BYTES = 5 * 10**9
 TOLERANCE = 1e-5
@@ -312,13 +312,13 @@ def _logits(folder: Path, weights: Weights, num_parameters: int) -> str:
 
 
 def compared(job: Mapping[str, Any]) -> str:
-    """What ``crius.interop.logits`` finds for ``job`` in a process of its own, in words.
+    """What ``crius.tools.convert.logits`` finds for ``job`` in a process of its own, in words.
 
     Raises:
         CheckpointError: transformers or PEFT does not load what was exported, or has other logits or ids.
     """
     done = subprocess.run(
-        [sys.executable, "-m", "crius.interop.logits", *IMPORTED],
+        [sys.executable, "-m", "crius.tools.convert.logits", *IMPORTED],
         input=json.dumps({**job, "tolerance": TOLERANCE}),
         text=True,
         capture_output=True,

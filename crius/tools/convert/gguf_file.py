@@ -11,11 +11,11 @@ import numpy as np
 
 from crius.checkpoint.pieces import Piece, TensorSource
 from crius.errors import ConfigError, CriusError, EnvironmentError
-from crius.interop.convert import in_halves
 from crius.interop.foreign import check_key, check_shape, open_inside
 from crius.interop.unpickle import refusal
 from crius.interop.weights import Weights, check_tensors, hash_files, settled
 from crius.plugins import REQUIREMENTS, install_line
+from crius.tools.convert.convert import in_halves
 
 SUFFIX = ".gguf"
 

@@ -10,9 +10,9 @@ from crius.data.tokenizer import build_tokenizer
 from crius.data.tokenizer_files import TOKENIZER, TOKENIZER_CONFIG, tokenizer_file
 from crius.errors import ConfigError
 from crius.interop.foreign import read_inside
-from crius.interop.importing import TOKENIZER_FILES, copy_file
 from crius.interop.safetensors_file import json_object
 from crius.interop.weights import CONFIG, GENERATION, Weights
+from crius.tools.convert.importing import TOKENIZER_FILES, copy_file
 
 _END = "<|endoftext|>"
 _LARGEST = 1 << 22

@@ -16,10 +16,10 @@ from crius.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry
 from crius.checkpoint.names import MANIFEST, parse_step, step_name
 from crius.checkpoint.pieces import TensorSource, as_array
 from crius.errors import CheckpointError, ConfigError
-from crius.interop.dcp import METADATA, read_dcp
 from crius.interop.foreign import Foreign
-from crius.interop.foreign_names import SKIPPED, KeyRow, Rename, assign, folded, is_rotated, step_of
 from crius.interop.safetensors_file import SUFFIX, read_safetensors
+from crius.tools.convert.dcp import METADATA, read_dcp
+from crius.tools.convert.foreign_names import SKIPPED, KeyRow, Rename, assign, folded, is_rotated, step_of
 
 FILE_BYTES = 4 << 30
 """Bytes of a file that an import writes, about: many files let the ranks of a run share the check of them."""

@@ -13,12 +13,12 @@ from crius.checkpoint.files import Part
 from crius.checkpoint.manifest import ALGORITHM
 from crius.checkpoint.pieces import as_array
 from crius.checkpoint.plain import DTYPES
-from crius.interop.convert import in_pairs
-from crius.interop.dcp import read_dcp
-from crius.interop.exporting import Export, Source, parts_of, written
-from crius.interop.foreign_names import is_rotated
-from crius.interop.new_folder import new_folder
 from crius.interop.weights import hash_files
+from crius.tools.convert.convert import in_pairs
+from crius.tools.convert.dcp import read_dcp
+from crius.tools.convert.exporting import Export, Source, parts_of, written
+from crius.tools.convert.foreign_names import is_rotated
+from crius.tools.convert.new_folder import new_folder
 
 _IN_PAIRS = ("llama3",)
 """Models whose rotary embedding turns neighbouring dims in torchtitan; that of the others turns halves, as here."""
@@ -42,7 +42,7 @@ def export_dcp(source: Source, target: str, dtype: str = "") -> Export:
     """Write ``source`` as the folder ``target`` of DCP, one tensor at a time in memory.
 
     Args:
-        source, target, dtype: see ``crius.interop.exporting.export_model``.
+        source, target, dtype: see ``crius.tools.convert.exporting.export_model``.
 
     Raises:
         CriusError: the target is taken, the source is damaged, or what was read back is not it.

@@ -11,13 +11,13 @@ from crius import __version__
 from crius.errors import ConfigError
 from crius.host import free_host_bytes
 from crius.interop.adapters import Adapters
-from crius.interop.exporting import Export, Source, compared, foreign_names, parts_of, write_parts, written
-from crius.interop.model_card import model_card
-from crius.interop.new_folder import new_folder
 from crius.interop.safetensors_file import read_safetensors
-from crius.interop.tokenizer_out import write_tokenizer
 from crius.interop.weights import Weights
 from crius.plugins import REQUIREMENTS, install_line
+from crius.tools.convert.exporting import Export, Source, compared, foreign_names, parts_of, write_parts, written
+from crius.tools.convert.model_card import model_card
+from crius.tools.convert.new_folder import new_folder
+from crius.tools.convert.tokenizer_out import write_tokenizer
 
 _CONFIG, _STEM, _PREFIX = "adapter_config.json", "adapter_model", "base_model.model."
 
@@ -26,7 +26,7 @@ def export_peft(source: Source, target: str, dtype: str = "") -> Export:
     """Write the adapters of ``source`` as the folder ``target`` of PEFT.
 
     Args:
-        source: see ``crius.interop.exporting.open_source``; a LoRA run.
+        source: see ``crius.tools.convert.exporting.open_source``; a LoRA run.
         target: folder; not there yet, or empty. All of it is written, or nothing.
         dtype: of the adapters; empty: as they are.
 

@@ -17,8 +17,8 @@ from crius.interop.foreign import (
     overlapping,
     size_of,
 )
-from crius.interop.torch_file import OTHER_DTYPES, Archive
 from crius.interop.unpickle import MAX_BYTES, Name, Record, Table, read_pickle, refusal
+from crius.tools.convert.torch_file import OTHER_DTYPES, Archive
 
 METADATA = ".metadata"
 

@@ -1,4 +1,4 @@
-"""Logits and token ids of an exported folder, in transformers, or PEFT, and here: ``python -m crius.interop.logits``.
+"""Logits and token ids of an export, in transformers or PEFT, and here: ``python -m crius.tools.convert.logits``.
 
 A process of its own, for the memory that it takes. It reads a job from stdin and prints what it found, as JSON.
 """

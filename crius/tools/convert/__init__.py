@@ -1,0 +1,1 @@
+"""Weights in and out: ``crius import``, ``crius export`` and ``crius checkpoint convert``."""
