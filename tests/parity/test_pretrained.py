@@ -75,6 +75,7 @@ def test_every_layout_starts_from_the_same_weights(source, folders, tmp_path):
     assert state["init_from"] == {
         "origin": f"Hugging Face folder {folder}",
         "kind": "Hugging Face",
+        "path": str(folder),
         "digest": open_weights(str(folder)).digest,
     }
     assert state["train"]["step"] == 1 and state["data"]["next_sample"] == 8
