@@ -109,6 +109,14 @@ def user_cache() -> Path:
     return (Path(base) if base else Path("~/.cache").expanduser()) / "crius"
 
 
+def python_path() -> str:
+    """PYTHONPATH for ``python -P -m crius...``: where this package lies, then what is set.
+
+    Without -P such a process looks for each module in the current folder first, which may be a stranger's.
+    """
+    return os.pathsep.join(filter(None, [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")]))
+
+
 def free_host_bytes() -> int:
     """What programs can have without swapping, or a container's limit where that is less."""
     free = _of_host()

@@ -39,9 +39,8 @@ def evaluate(
     from crius.tools.evaluate.run import evaluate as score
 
     if theirs:
-        from crius.tools.evaluate.lm_eval_tasks import need_lm_eval, scorer
+        from crius.tools.evaluate.lm_eval_tasks import scorer
 
-        need_lm_eval()
         done = score(source, read, settings, scorer(theirs))
     else:
         done = score(source, read, settings)

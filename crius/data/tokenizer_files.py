@@ -22,7 +22,7 @@ from typing import Any
 
 from crius.data.lock import locked
 from crius.errors import DataError, EnvironmentError
-from crius.host import user_cache
+from crius.host import python_path, user_cache
 from crius.plugins import REQUIREMENTS, install_line
 
 VERSION = 1
@@ -81,8 +81,9 @@ def original_file(place: Path) -> Path | None:
         DataError: the folder holds several.
     """
     if place.is_file():
-        is_tekken = "tekken" in place.name and place.suffix == ".json"
-        return place if is_tekken or {".model", ".tiktoken"} & {*place.suffixes} else None
+        if place.suffix == ".json":
+            return place if "tekken" in place.name and not _is_converted(place) else None
+        return place if {".model", ".tiktoken"} & {*place.suffixes} else None
     if not place.is_dir():
         return None
     named = [place / name for name in _NAMES if (place / name).is_file()]
@@ -91,6 +92,15 @@ def original_file(place: Path) -> Path | None:
         what = f"tokenizer {place} is a folder with {len(found)} .tiktoken files."
         raise DataError(what, where="--tokenizer.path", fix=f"name one of them: --tokenizer.path {found[0]}")
     return found[0] if found else None
+
+
+def _is_converted(file: Path) -> bool:
+    """Whether a JSON file begins as a tokenizer.json does."""
+    try:
+        with file.open("rb") as opened:
+            return b'"added_tokens"' in opened.read(4096)
+    except OSError:
+        return False
 
 
 def refused(file: Path, why: str, fix: str = _OTHERS) -> DataError:
@@ -210,13 +220,13 @@ def _in_a_process(file: Path, kind: str, folder: Path) -> dict[str, Any]:
     quiet = {"TIKTOKEN_CACHE_DIR": "", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
     try:
         done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-m", "crius.data.tokenizer_conversion"],
+            [sys.executable, "-P", "-W", "ignore", "-m", "crius.data.tokenizer_conversion"],
             input=json.dumps({"file": str(file), "kind": kind, "folder": str(folder)}),
             text=True,
             errors="replace",
             capture_output=True,
             timeout=_MOST_SECONDS,
-            env={**os.environ, **offline, **quiet},
+            env={**os.environ, **offline, **quiet, "PYTHONPATH": python_path()},
         )
     except subprocess.TimeoutExpired:
         raise refused(file, f"the conversion took more than {_MOST_SECONDS} s") from None

@@ -16,7 +16,7 @@ _LARGEST = 1 << 28
 def longest_context(weights: Weights) -> int:
     """Tokens of the longest context that is known.
 
-    What the run was trained with or ``config.json`` beside the tokenizer says, whichever is longer, else
+    What the run was trained with or ``config.json`` beside weights or tokenizer says, whichever is longer, else
     ``model_max_length`` of the tokenizer, else ``UNKNOWN``. A model with stretched rotary frequencies reads at least as
     much as they were stretched to.
 
@@ -33,12 +33,10 @@ def longest_context(weights: Weights) -> int:
 
 
 def _named(weights: Weights, file: str, key: str) -> int:
-    """A number in a file beside the tokenizer; 0: there is none."""
-    if weights.tokenizer in ("", "byte"):
-        return 0
-    place = Path(weights.tokenizer).expanduser()
-    folder = place if place.is_dir() else place.parent
-    if not (folder / file).exists():
+    """A number in a file beside the weights or the tokenizer; 0: there is none."""
+    place = Path(weights.tokenizer).expanduser() if weights.tokenizer not in ("", "byte") else None
+    folder = weights.folder or (place if place is None or place.is_dir() else place.parent)
+    if folder is None or not (folder / file).exists():
         return 0
     return _number(json_object(read_inside(folder, file, _LARGEST), f"{folder}/{file}").get(key))
 

@@ -50,6 +50,8 @@ class Weights:
         model: settings of ``[model]``: name, flavor and all sizes.
         tensors: by our name of the parameter, such as ``layers.0.attention.wq.weight``; a tied weight once.
         tokenizer: for ``--tokenizer.path``: ``byte``, a file or a folder; empty where there is none.
+        eos_token: for ``--tokenizer.eos_token``; empty where the tokenizer says it.
+        folder: of Hugging Face that they lie in; None elsewhere.
         chat_template: jinja2 text; empty where there is none.
         kind: of the source, for people.
         origin: kind and place, for people.
@@ -67,6 +69,8 @@ class Weights:
     origin: str
     hash_now: Callable[[], str]
     saved: Saved | None = None
+    eos_token: str = ""
+    folder: Path | None = None
     adapters: Adapters | None = None
     rounds: Mapping[str, str] = field(default_factory=dict)
 
@@ -233,6 +237,7 @@ def _of_hugging_face(folder: Path, where: str) -> Weights:
         chat_template=read_chat_template(folder),
         kind="Hugging Face",
         origin=f"Hugging Face folder {folder}",
+        folder=folder,
         hash_now=partial(hash_files, folder, [CONFIG, *names]),
     )
 

@@ -1,8 +1,10 @@
 """``crius evaluate``: tasks, tokens, windows, figures, the record, and the command on a small model."""
 
+import fcntl
 import gzip
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -12,12 +14,15 @@ from crius import cli
 from crius.data.tokenizer import ByteTokenizer
 from crius.errors import ConfigError, DataError
 from crius.kernels import choice
-from crius.tools.evaluate.encode import Encoder
+from crius.tools.evaluate import run
+from crius.tools.evaluate.encode import Encoder, Row
 from crius.tools.evaluate.metrics import Score, figures
 from crius.tools.evaluate.run import open_model
+from crius.tools.evaluate.score import saves
 from crius.tools.evaluate.settings import Settings
 from crius.tools.evaluate.tasks import Document, Request, Task, read_tasks
 
+PREFIX = 258  # <|im_end|>, which tokenizer_config.json names as EOS; for Crius a document ends with <|endoftext|>
 CHOICES = [
     {"context": "The sky is", "choices": ["blue", "a very long answer"], "gold": 0},
     {"context": "One and", "choices": ["two", "x", "yes"], "gold": 1},
@@ -36,9 +41,9 @@ def source(tmp_path_factory):
 def evaluate(capsys, source):
     """Run ``crius evaluate`` on ``source`` in this process; gives exit code, stdout and stderr."""
 
-    def run(*argv):
+    def run(*argv, src=source):
         with choice.applied(choice.current()):
-            code = cli.main(["evaluate", str(source), *map(str, argv)])
+            code = cli.main(["evaluate", str(src), *map(str, argv)])
         return code, *capsys.readouterr()
 
     return run
@@ -76,7 +81,7 @@ def test_scores_are_those_of_each_text_alone(evaluate, tasks, source, tmp_path):
 
     for number, row in enumerate(CHOICES):
         for at, text in enumerate(row["choices"]):
-            context = ids(row["context"]) or [tokenizer.eos_id]
+            context = ids(row["context"]) or [PREFIX]
             targets = ids(f" {text}" if row["context"] else text)
             want = reference(source, context + targets, len(targets))
             assert found["choices.jsonl", number, at]["log_prob"] == pytest.approx(want, abs=1e-5)
@@ -88,7 +93,7 @@ def test_scores_are_those_of_each_text_alone(evaluate, tasks, source, tmp_path):
     want, size = 0.0, 64
     for begin in range(0, len(text), size):
         end = min(begin + size, len(text))
-        want += reference(source, ([tokenizer.eos_id, *text])[max(0, end - size) : end + 1], end - begin)
+        want += reference(source, ([PREFIX, *text])[max(0, end - size) : end + 1], end - begin)
     row = found["text.txt", 0, 0]
     assert row["tokens"] == len(text) and row["log_prob"] == pytest.approx(want, abs=1e-4)
     by_task = {result["task"].split("/")[-1]: result["metrics"] for result in json.loads(out)["results"]}
@@ -130,9 +135,12 @@ def test_a_record_of_something_else_is_left_alone(evaluate, tasks, tmp_path):
     record, mine = tmp_path / "record.jsonl", tmp_path / "mine.txt"
     evaluate("--tasks", tasks, "--out", record)
     mine.write_text("my notes\n")
+    (tmp_path / "one_line.json").write_text('{"my": "notes"}')
     before = record.read_bytes()
     for flags, words in (
         (["--max_length", 50, "--out", record], "max_length 50, there 2048"),
+        (["--out", tmp_path / "one_line.json"], "not a record"),
+        (["--out", "/dev/null"], "not a regular file"),
         (["--out", mine], "not a record"),
     ):
         code, out, err = evaluate("--tasks", tasks, *flags)
@@ -141,6 +149,7 @@ def test_a_record_of_something_else_is_left_alone(evaluate, tasks, tmp_path):
     code, _, err = evaluate("--tasks", tasks, "--out", record)
     assert code == 2 and "choices.jsonl" in err
     assert record.read_bytes() == before and mine.read_text() == "my notes\n"
+    assert (tmp_path / "one_line.json").read_text() == '{"my": "notes"}'
 
 
 def test_figures_are_as_defined():
@@ -161,12 +170,13 @@ def test_figures_are_as_defined():
 
 
 def test_every_token_is_a_target_once_and_the_last_window_is_full():
-    encoder = Encoder(ByteTokenizer(), 4)
+    encoder = Encoder(ByteTokenizer(), 4, prefix=256)
     ids = list(range(10))
     rows = list(encoder.windows(ids))
     assert [row.targets for row in rows] == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9)]
     assert [row.tokens for row in rows] == [(256, 0, 1, 2), (3, 4, 5, 6), (5, 6, 7, 8)]
-    assert encoder.row([1, 2, 3, 4, 5], [6, 7]).tokens == (3, 4, 5, 6), "the end of a long context"
+    assert encoder.row([1, 2, 3, 4, 5], [6, 7], "").tokens == (3, 4, 5, 6), "the end of a long context"
+    assert encoder.row([], [6, 7], "").tokens == (256, 6)
 
 
 def test_request_files_have_documents_by_their_number(tmp_path):
@@ -192,6 +202,7 @@ def test_request_files_have_documents_by_their_number(tmp_path):
         ("{}", "no text to score"),
         ('{"text": 3}', "no text to score"),
         ('{"text": ""}', "no text to score"),
+        ('{"text": "a\\ud800b"}', "surrogate"),
         ('{"context": 1, "continuation": "a"}', "context is not text"),
         ('{"context": "a", "choices": [], "gold": 0}', "no text to score"),
         ('{"context": "a", "choices": ["b", "c"], "gold": 2}', "gold 2 is not the number"),
@@ -236,3 +247,57 @@ def test_a_continuation_that_is_longer_than_the_context_is_refused(evaluate, tas
     (tmp_path / "long.jsonl").write_text(json.dumps({"context": "a", "continuation": "b" * 99}))
     code, out, err = evaluate("--tasks", tmp_path / "long.jsonl", "--max_length", 50)
     assert (code, out) == (1, "") and "100 tokens, the model reads 50" in err and "long.jsonl, document 0" in err
+
+
+def test_two_files_of_one_name_are_refused(tmp_path):
+    for folder in ("A", "B"):
+        (tmp_path / folder / "quiz" / "rc").mkdir(parents=True)
+        with gzip.open(tmp_path / folder / "quiz" / "rc" / "requests.jsonl.gz", "wt") as file:
+            file.write(json.dumps({"doc_id": 0, "label": 0, "request": {"context": "a", "continuation": " b"}}))
+    with pytest.raises(ConfigError, match="2 files are called quiz:rc"):
+        read_tasks([str(tmp_path / folder / "quiz" / "rc") for folder in ("A", "B")], 0)
+
+
+def test_choices_whose_contexts_are_cut_differently_are_scored_as_each_alone(evaluate, source, tmp_path):
+    row = {"context": "a long context, of which only the end is read", "choices": ["b", "c" * 9, "d" * 20], "gold": 0}
+    (tmp_path / "cut.jsonl").write_text(json.dumps(row))
+    record = tmp_path / "record.jsonl"
+    assert evaluate("--tasks", tmp_path / "cut.jsonl", "--max_length", 24, "--out", record)[0] == 0
+    rows = [json.loads(line) for line in record.read_text().splitlines()[1:]]
+    tokenizer = open_model(str(source), Settings())[0].tokenizer
+    for found in rows:
+        text = f"{row['context']} {row['choices'][found['request']]}"
+        ids = tokenizer.encode(text).tolist()[-25:]
+        assert found["log_prob"] == pytest.approx(reference(source, ids, found["tokens"]), abs=1e-5)
+    assert not saves([Row((1, 2, 3), (3,)), Row((2, 3, 4), (4,))]) and saves([Row((1,) * 9, (2,)), Row((1,) * 9, (3,))])
+
+
+def test_logits_that_are_not_finite_are_an_error(evaluate, tasks, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        run, "score", lambda model, groups: [[Score(math.nan, False, 1)] * len(rows) for rows in groups]
+    )
+    code, out, err = evaluate("--tasks", tasks, "--out", tmp_path / "record.jsonl")
+    assert (code, out) == (1, "") and "log-probability is nan" in err and "document 0" in err
+    assert len((tmp_path / "record.jsonl").read_text().splitlines()) == 1, "the header"
+
+
+def test_another_tokenizer_and_a_second_writer_do_not_get_a_record(evaluate, tasks, source, tmp_path):
+    record = tmp_path / "record.jsonl"
+    assert evaluate("--tasks", tasks, "--out", record)[0] == 0
+    other = shutil.copytree(source, tmp_path / "other")
+    text = (
+        (other / "tokenizer.json").read_text().replace('"a":', '"?":').replace('"b":', '"a":').replace('"?":', '"b":')
+    )
+    (other / "tokenizer.json").write_text(text)
+    code, _, err = evaluate("--tasks", tasks, "--out", record, src=other)
+    assert code == 2 and "tokenizer" in err
+    with record.open("rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        code, _, err = evaluate("--tasks", tasks, "--out", record)
+    assert code == 1 and "another command writes" in err
+
+
+def test_a_model_without_a_tokenizer_is_refused(evaluate, tasks, source, tmp_path):
+    other = shutil.copytree(source, tmp_path / "other", ignore=shutil.ignore_patterns("tokenizer*"))
+    code, _, err = evaluate("--tasks", tasks, src=other)
+    assert code == 2 and "has no tokenizer" in err

@@ -4,6 +4,7 @@ import json
 import shutil
 import tracemalloc
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -335,3 +336,10 @@ def test_a_card_cannot_be_written_by_the_settings_of_a_stranger(run_dir, tmp_pat
     export_model(replace(source, settings={**source.settings, **evil}, facts=facts), str(tmp_path / "hf"))
     card = (tmp_path / "hf" / "README.md").read_text()
     assert card.count("```") == 4 and card.count("\n# ") == 1 and "a1a1" not in card and "| a / b" in card
+
+
+def test_modules_in_the_current_folder_are_not_run(run_dir, tmp_path, monkeypatch):
+    (tmp_path / "transformers.py").write_text("import pathlib; pathlib.Path('ran').touch()")
+    monkeypatch.chdir(tmp_path)
+    assert "tokens, at most" in export_model(open_source(str(run_dir), -1), str(tmp_path / "out")).logits
+    assert not Path("ran").exists()

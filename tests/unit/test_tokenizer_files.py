@@ -353,6 +353,16 @@ def test_a_tekken_file_has_its_special_tokens_first_and_its_own_ids(tmp_path, he
         built(tmp_path)
 
 
+def test_modules_in_the_current_folder_are_not_run(samples, tmp_path, here, monkeypatch):
+    (tmp_path / "cwd").mkdir()
+    shutil.copy(samples / "bpe.model", tmp_path / "cwd" / "tokenizer.model")
+    for name in ("random", "transformers", "sentencepiece"):
+        (tmp_path / "cwd" / f"{name}.py").write_text("import pathlib; pathlib.Path('ran').touch()")
+    monkeypatch.chdir(tmp_path / "cwd")
+    built(Path("."))
+    assert not Path("ran").exists()
+
+
 def test_a_model_comes_in_and_goes_out_with_its_converted_tokenizer(samples, tmp_path, here, caplog):
     source = tmp_path / "hub"
     save("llama", source, vocab_size=512)
@@ -363,7 +373,7 @@ def test_a_model_comes_in_and_goes_out_with_its_converted_tokenizer(samples, tmp
     caplog.clear()
     for weights, folder in ((open_weights(str(tmp_path / "run")), "a"), (open_weights(str(source)), "b")):
         (tmp_path / folder).mkdir()
-        write_tokenizer(tmp_path / folder, weights, "", 0)
+        write_tokenizer(tmp_path / folder, weights, 2048)
         assert built(tmp_path / folder).fingerprint == built(weights.tokenizer).fingerprint == want.fingerprint
         assert built(tmp_path / folder).adds_bos
     assert caplog.records == []  # nobody converts twice

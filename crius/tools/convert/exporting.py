@@ -20,7 +20,7 @@ from crius.checkpoint.pieces import TensorSource
 from crius.checkpoint.state import read_state
 from crius.checkpoint.whereabouts import find_checkpoints
 from crius.errors import CheckpointError, ConfigError
-from crius.host import free_host_bytes
+from crius.host import free_host_bytes, python_path
 from crius.interop.casting import FLOATS, cast
 from crius.interop.context import longest_context
 from crius.interop.safetensors_file import INDEX, SUFFIX, read_safetensors
@@ -42,6 +42,7 @@ ROUNDINGS, LIMIT = 3, 1e-3
 then, and may be so many times as far from those of transformers, but no farther than the limit."""
 
 _WRITTEN = "tensors"
+_QUIET = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "CUDA_VISIBLE_DEVICES": ""}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,8 +223,8 @@ def export_model(source: Source, target: str, dtype: str = "") -> Export:
     parts = parts_of(source, names, dtype)
     with new_folder(target) as folder:
         files = write_parts(folder, parts)
-        context, eos_token = longest_context(source.weights), str(source.settings.get("tokenizer.eos_token") or "")
-        about, generation = write_tokenizer(folder, source.weights, eos_token, context)
+        context = longest_context(source.weights)
+        about, generation = write_tokenizer(folder, source.weights, context)
         largest = max(parts, key=lambda part: part.num_bytes)
         config = {
             **config_of(family, model),
@@ -308,7 +309,13 @@ def _logits(folder: Path, weights: Weights, num_parameters: int) -> str:
     needed = 5 * num_parameters  # in float32, one model after the other, and what passes through it
     if needed > (free := free_host_bytes()):
         return f"not compared: that takes {needed / 2**30:,.1f} GiB of memory, and {free / 2**30:,.1f} are free"
-    return compared({"folder": str(folder), "model": dict(weights.model), "tokenizer": weights.tokenizer})
+    return compared({"folder": str(folder), **job_of(weights)})
+
+
+def job_of(weights: Weights) -> dict[str, Any]:
+    """What ``crius.tools.convert.logits`` has to know of the source."""
+    told = {"tokenizer": weights.tokenizer, "eos_token": weights.eos_token}
+    return {"model": dict(weights.model), **told}
 
 
 def compared(job: Mapping[str, Any]) -> str:
@@ -318,11 +325,11 @@ def compared(job: Mapping[str, Any]) -> str:
         CheckpointError: transformers or PEFT does not load what was exported, or has other logits or ids.
     """
     done = subprocess.run(
-        [sys.executable, "-m", "crius.tools.convert.logits", *IMPORTED],
+        [sys.executable, "-P", "-m", "crius.tools.convert.logits", *IMPORTED],
         input=json.dumps({**job, "tolerance": TOLERANCE}),
         text=True,
         capture_output=True,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "CUDA_VISIBLE_DEVICES": ""},
+        env={**os.environ, **_QUIET, "PYTHONPATH": python_path()},
     )
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]

@@ -11,10 +11,20 @@ from crius import __version__
 from crius.errors import ConfigError
 from crius.host import free_host_bytes
 from crius.interop.adapters import Adapters
+from crius.interop.context import longest_context
 from crius.interop.safetensors_file import read_safetensors
 from crius.interop.weights import Weights
 from crius.plugins import REQUIREMENTS, install_line
-from crius.tools.convert.exporting import Export, Source, compared, foreign_names, parts_of, write_parts, written
+from crius.tools.convert.exporting import (
+    Export,
+    Source,
+    compared,
+    foreign_names,
+    job_of,
+    parts_of,
+    write_parts,
+    written,
+)
 from crius.tools.convert.model_card import model_card
 from crius.tools.convert.new_folder import new_folder
 from crius.tools.convert.tokenizer_out import write_tokenizer
@@ -53,8 +63,7 @@ def export_peft(source: Source, target: str, dtype: str = "") -> Export:
     parts = parts_of(own, names, dtype)
     with new_folder(target) as folder:
         files = write_parts(folder, parts, _STEM, most=1 << 62)  # PEFT reads one file
-        eos_token, trained = (source.settings.get(name) for name in ("tokenizer.eos_token", "training.seq_len"))
-        about = write_tokenizer(folder, weights, str(eos_token or ""), int(trained or 0))[0]
+        about = write_tokenizer(folder, weights, longest_context(weights))[0]
         config = adapter_config(adapters, weights, list(modules.values()))
         (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         done = written(
@@ -119,9 +128,8 @@ def _logits(folder: Path, weights: Weights, adapters: Adapters) -> str:
         return f"not compared: that takes {needed / 2**30:,.1f} GiB of memory, and {free / 2**30:,.1f} are free"
     assert weights.saved is not None
     job: Mapping[str, Any] = {
+        **job_of(weights),
         "folder": str(folder),
-        "model": dict(weights.model),
-        "tokenizer": weights.tokenizer,
         "base": adapters.base["path"],
         "source": f"{weights.saved.disk.where}/{weights.saved.name}",
     }

@@ -37,13 +37,12 @@ def byte_tokenizer() -> dict[str, Any]:
     }
 
 
-def write_tokenizer(folder: Path, weights: Weights, eos_token: str, context: int) -> tuple[str, dict[str, Any]]:
+def write_tokenizer(folder: Path, weights: Weights, context: int) -> tuple[str, dict[str, Any]]:
     """Write the files of the tokenizer into ``folder``.
 
     Args:
         folder: of the export.
         weights: that say which tokenizer.
-        eos_token: setting of the run.
         context: tokens of the longest context.
 
     Returns:
@@ -57,7 +56,7 @@ def write_tokenizer(folder: Path, weights: Weights, eos_token: str, context: int
     if weights.tokenizer != "byte" and not Path(weights.tokenizer).expanduser().exists():
         return f"none: {weights.tokenizer} is not there", {}
     origin = _copy(folder, weights.tokenizer)
-    built = build_tokenizer(TokenizerConfig(path=weights.tokenizer, eos_token=eos_token))
+    built = build_tokenizer(TokenizerConfig(path=weights.tokenizer, eos_token=weights.eos_token))
     if built.vocab_size > weights.model["vocab_size"]:
         what = f"tokenizer {weights.tokenizer} has {built.vocab_size:,} ids, the model {weights.model['vocab_size']:,}"
         raise ConfigError(f"{what} rows.", where="tokenizer.path", fix="export with the tokenizer of this model")

@@ -28,15 +28,12 @@ class Encoder:
     Attributes:
         tokenizer: of the model.
         max_length: tokens of a row, at most.
+        prefix: the token before a text without a context.
     """
 
     tokenizer: Tokenizer
     max_length: int
-
-    @property
-    def prefix(self) -> int:
-        """The token before a text without a context: BOS, or EOS where there is none."""
-        return self.tokenizer.eos_id if self.tokenizer.bos_id is None else self.tokenizer.bos_id
+    prefix: int
 
     def rows(self, request: Request, kind: Kind, where: str) -> list[Row]:
         """The rows of a request: one, or the windows of a whole text.
@@ -47,31 +44,36 @@ class Encoder:
             where: the request comes from, for messages.
 
         Raises:
-            DataError: nothing of it can be scored.
+            DataError: nothing of it can be scored, or more than the model reads at once.
         """
-        if kind == "text":
-            rows = list(self.windows(self.encode(request.continuation)))
-        else:
-            context, targets = self.pair(request)
-            rows = [self.row(context, targets)] if targets else []
+        if kind != "text":
+            return [self.row(*self.pair(request), where)]
+        rows = list(self.windows(self.encode(request.continuation)))
         if not rows:
             raise DataError(f"{request.continuation[:50]!r} has no token to score.", where=where)
-        if len(rows[0].targets) > self.max_length:
+        return rows
+
+    def row(self, context: list[int], targets: list[int], where: str) -> Row:
+        """A continuation behind its context, of which the end is read where both are too long.
+
+        Raises:
+            DataError: the continuation has no token, or more than the model reads at once.
+        """
+        if not targets:
+            raise DataError("a continuation has no token to score.", where=where, why="it joins the text before it")
+        if len(targets) > self.max_length:
             raise DataError(
-                f"a continuation has {len(rows[0].targets):,} tokens, the model reads {self.max_length:,} at once.",
+                f"a continuation has {len(targets):,} tokens, the model reads {self.max_length:,} at once.",
                 where=where,
                 fix='a larger --max_length, or {"text": ...}, which is scored in windows',
             )
-        return rows
-
-    def row(self, context: list[int], targets: list[int]) -> Row:
-        """A continuation behind its context, of which the end is read where both are too long."""
-        return Row(tuple((context + targets)[-self.max_length - 1 : -1]), tuple(targets))
+        return Row(tuple(((context or [self.prefix]) + targets)[-self.max_length - 1 : -1]), tuple(targets))
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, behind a BOS where the tokenizer puts one. Names of special tokens are plain text."""
         ids = self._plain(text)
-        return [self.prefix, *ids] if self.tokenizer.adds_bos else ids
+        bos = self.tokenizer.bos_id if self.tokenizer.adds_bos else None
+        return ids if bos is None else [bos, *ids]
 
     def pair(self, request: Request) -> tuple[list[int], list[int]]:
         """Ids of context and continuation: of both together, cut where those of the context alone end.
@@ -87,7 +89,7 @@ class Encoder:
         kept = context.rstrip()
         first = self.encode(kept)
         whole = self.encode(context + continuation)
-        return first or [self.prefix], whole[len(first) :]
+        return first, whole[len(first) :]
 
     def windows(self, ids: list[int]) -> Iterator[Row]:
         """Rows in which each of ``ids`` is a target once: full windows, the last one with as much context as fits."""

@@ -9,11 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from crius.errors import ConfigError, DataError, EnvironmentError
+from crius.errors import ConfigError, CriusError, DataError, EnvironmentError
 from crius.plugins import REQUIREMENTS, install_line
 from crius.tools.evaluate.encode import Encoder, Row
 from crius.tools.evaluate.metrics import Figure, Score, Z
 from crius.tools.evaluate.run import Others, Result, score_groups
+from crius.tools.evaluate.score import saves
 from crius.tools.evaluate.settings import Settings
 from crius.tools.evaluate.tasks import LM_EVAL
 from crius.tools.generate.run import answer
@@ -25,29 +26,19 @@ _MAX_NEW_TOKENS = 256  # where a task does not say it, as lm-eval has it
 _BATCH = 8
 
 
-def need_lm_eval() -> None:
-    """Raise EnvironmentError where lm-eval is not installed."""
+def scorer(names: Sequence[str]) -> Others:
+    """What scores the tasks ``names``: those that lm-eval knows, or YAML files of one's own.
+
+    Raises:
+        ConfigError: lm-eval has no such task.
+        EnvironmentError: lm-eval is not installed.
+    """
     if importlib.util.find_spec("lm_eval") is None:
         raise EnvironmentError(
             f"tasks that begin with {LM_EVAL} need the lm-eval package, which is not installed.",
             where="--tasks",
             fix=install_line(REQUIREMENTS["lm_eval"]),
         )
-
-
-def scorer(names: Sequence[str]) -> Others:
-    """What scores the tasks ``names``: those that lm-eval knows, or YAML files of one's own."""
-    return partial(_score, names)
-
-
-def _score(names: Sequence[str], source: Source, encoder: Encoder, settings: Settings) -> list[Result]:
-    """Figures of tasks.
-
-    Raises:
-        ConfigError: lm-eval has no such task.
-        DataError: a task cannot be scored, for example for want of its data.
-    """
-    import lm_eval  # noqa: PLC0415  optional package
     from lm_eval.tasks import TaskManager  # noqa: PLC0415  optional package
 
     files = [Path(name) for name in names if Path(name).is_file()]
@@ -60,29 +51,51 @@ def _score(names: Sequence[str], source: Source, encoder: Encoder, settings: Set
             why="a YAML file has the name of its task" if files else "",
             fix="lm-eval ls tasks lists its tasks; a file of your own is given as lm_eval:FILE.yaml",
         )
+    return partial(_score, wanted, manager)
+
+
+def _score(wanted: Sequence[str], manager: Any, source: Source, encoder: Encoder, settings: Settings) -> list[Result]:
+    """Figures of tasks.
+
+    Raises:
+        DataError: a task cannot be scored, for example for want of its data.
+    """
+    import lm_eval  # noqa: PLC0415  optional package
+
     try:
         found = lm_eval.simple_evaluate(
             model=_model(source, encoder, settings),
-            tasks=wanted,
+            tasks=list(wanted),
             limit=settings.limit or None,
             task_manager=manager,
             bootstrap_iters=1000,
             log_samples=False,
         )
+    except CriusError:
+        raise
     except Exception as error:  # of the package, of datasets, of the hub
         is_offline = os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE")
+        is_data = isinstance(error, OSError) or type(error).__module__.startswith(("datasets", "huggingface_hub"))
         raise DataError(
             f"lm-eval failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}",
             where=f"--tasks {LM_EVAL}{wanted[0]}",
-            why="HF_HUB_OFFLINE is set, and the data of most tasks comes from the hub" if is_offline else "",
-            fix="the data of the task has to be in the cache of datasets, or within reach",
+            why="HF_HUB_OFFLINE is set, and the data of most tasks comes from the hub"
+            if is_data and is_offline
+            else "",
+            fix="the data of the task has to be in the cache of datasets, or within reach" if is_data else "",
         ) from error
     samples = found["n-samples"]
-    return [
+    tasks = [
         Result(f"{LM_EVAL}{name}", samples[name]["effective"], samples[name]["original"], _figures(metrics))
         for name, metrics in found["results"].items()
         if name in samples
     ]
+    for name, metrics in found.get("groups", {}).items():
+        parts = [samples[part] for part in found.get("group_subtasks", {}).get(name, ()) if part in samples]
+        scored, total = (sum(part[count] for part in parts) for count in ("effective", "original"))
+        if figures := _figures(metrics):
+            tasks.append(Result(f"{LM_EVAL}{name}", scored, total, figures))
+    return tasks
 
 
 def _figures(metrics: Mapping[str, Any]) -> dict[str, Figure]:
@@ -114,11 +127,13 @@ def _model(source: Source, encoder: Encoder, settings: Settings) -> Any:
             return encoder.encode(string)
 
         def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
-            groups = [
-                [encoder.row(context, targets) for _, context, targets in group]
-                for _, group in itertools.groupby(requests, key=lambda request: request[0][0])  # choices of a context
-            ]
-            return [(score.log_prob, score.is_greedy) for score in _scores(groups)]
+            where = "a request of lm-eval"
+            rows = [encoder.row(context, targets, where) for _, context, targets in requests]
+            numbers = iter(range(len(rows)))  # of the choices of one context; a text without one has no others
+            contexts = [request[0][0] or number for number, request in enumerate(requests)]
+            groups = [[rows[next(numbers)] for _ in same] for _, same in itertools.groupby(contexts)]
+            apart = [part for group in groups for part in ([group] if saves(group) else [[row] for row in group])]
+            return [(score.log_prob, score.is_greedy) for score in _scores(apart)]
 
         def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
             windows = [list(encoder.windows(encoder.encode(request.args[0]))) for request in requests]

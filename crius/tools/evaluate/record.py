@@ -1,6 +1,8 @@
 """A file with what was scored, one text a line, from which the same command continues. No torch."""
 
+import fcntl
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import IO, Any, NamedTuple
 from crius.errors import ConfigError, DataError
 from crius.tools.evaluate.metrics import Score
 
-_WRITER = "written by"
+_FIRST = b'{"written by": "crius evaluate"'
 
 
 class Key(NamedTuple):
@@ -26,37 +28,34 @@ class Record:
 
     Args:
         path: of it; empty: none.
-        header: what has to be equal for scores to be taken over, where a record has it already.
+        header: what has to be equal for scores to be taken over.
+        tasks: hashes by the names of tasks; those of a record that have another hash are refused.
 
     Attributes:
         scores: that were in the file.
 
     Raises:
         ConfigError: the file is not a record, or one of another model, task or setting.
-        DataError: it cannot be read or written.
+        DataError: it cannot be read or written, or another command writes it.
     """
 
-    def __init__(self, path: str, header: Mapping[str, Any]) -> None:
+    def __init__(self, path: str, header: Mapping[str, Any], tasks: Mapping[str, str]) -> None:
         self.scores: dict[Key, Score] = {}
+        self._path = path
         self._file: IO[bytes] | None = None
-        self._is_new = True
-        header = {_WRITER: "crius evaluate", **header}
         if not path:
             return
-        place = Path(path).expanduser()
         try:
-            lines = place.read_bytes().split(b"\n")[:-1] if place.exists() else []  # the last line may be cut
-            if lines:
-                self._is_new = False
-                self._take(lines, header, place)
+            place = Path(path).expanduser()
+            if place.exists() and not place.is_file():
+                raise ConfigError(f"{path} is not a regular file.", where="--out", fix="name a file")
             place.parent.mkdir(parents=True, exist_ok=True)
-            self._file = place.open("r+b" if lines else "wb")
-            self._file.seek(sum(len(line) + 1 for line in lines))
-            self._file.truncate()
-            if self._is_new:
-                self._write([header])
-        except OSError as error:
-            raise DataError(f"{path} cannot be used: {error.strerror or error}.", where="--out") from None
+            self._file = os.fdopen(os.open(place, os.O_RDWR | os.O_CREAT, 0o644), "r+b")
+            self._begin(dict(header), dict(tasks))
+        except BlockingIOError:
+            raise DataError(f"another command writes {path}.", where="--out", fix="name another file") from None
+        except (OSError, RuntimeError) as error:
+            raise self._unusable(error) from None
 
     def __enter__(self) -> "Record":
         return self
@@ -68,36 +67,71 @@ class Record:
             self._file.close()
 
     def add(self, scores: Iterable[tuple[Key, Score]]) -> None:
-        """Write scores, whole lines each, before anything else is computed."""
+        """Write scores, whole lines each, before anything else is computed.
+
+        Raises:
+            DataError: the disk does not take them.
+        """
         self._write([key._asdict() | score._asdict() for key, score in scores])
 
-    def _write(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        if self._file:
-            self._file.write(b"".join(json.dumps(row).encode() + b"\n" for row in rows))
-            self._file.flush()
-            os.fsync(self._file.fileno())
+    def _write(self, rows: list[dict[str, Any]]) -> None:
+        if self._file and rows:
+            try:
+                self._file.write(b"".join(json.dumps(row).encode() + b"\n" for row in rows))
+                self._file.flush()
+                os.fsync(self._file.fileno())
+            except OSError as error:
+                raise self._unusable(error) from None
 
-    def _take(self, lines: list[bytes], header: Mapping[str, Any], place: Path) -> None:
-        found: dict[str, Any] = {}
-        try:
-            for row in map(json.loads, lines):
-                if "log_prob" in row:
-                    key = Key(*(row[name] for name in Key._fields))
-                    self.scores[key] = Score(*(row[name] for name in Score._fields))
-                else:
-                    found |= row
-        except (ValueError, KeyError, TypeError):
-            found = {}
-        if found.get(_WRITER) != header[_WRITER]:
-            what = f"{place} is there, and is not a record of crius evaluate."
-            raise ConfigError(what, where="--out", fix="name another file")
-        differing = sorted(key for key in header.keys() & found.keys() if header[key] != found[key])
-        if differing:
+    def _unusable(self, error: Exception) -> DataError:
+        why = getattr(error, "strerror", None) or error
+        return DataError(f"{self._path} cannot be used: {why}.", where="--out", fix="name a file on another disk")
+
+    def _begin(self, header: dict[str, Any], tasks: dict[str, str]) -> None:
+        """Take over what is there, and leave the file at the end of its last whole line."""
+        assert self._file is not None
+        fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        start = self._file.read(len(_FIRST))
+        if not _FIRST.startswith(start):  # one that was killed at its first line may have part of it
+            raise self._foreign()
+        rest = self._file.read() if start == _FIRST else b""
+        whole, _, cut = (start + rest).rpartition(b"\n")
+        found = self._take(whole) if whole else {}
+        differing = {key: value for key, value in header.items() if found and found["settings"].get(key) != value}
+        told = [f"{key} {value}, there {found['settings'].get(key)}" for key, value in differing.items()]
+        told += [
+            f"task {name} of {digest}, there of {found['tasks'][name]}"
+            for name, digest in tasks.items()
+            if found and found["tasks"].get(name, digest) != digest
+        ]
+        if told:
             raise ConfigError(
-                f"{place} is a record of another evaluation:"
-                + "".join(f"\n  {key} {header[key]}, there {found[key]}" for key in differing),
+                f"{self._path} is a record of another evaluation:" + "".join(f"\n  {line}" for line in told),
                 where="--out",
                 fix="name another file, or remove this one",
             )
-        if not header.items() <= found.items():  # with tasks that are new
-            self._is_new = True
+        self._file.seek(len(whole) + 1 if whole else 0)
+        self._file.truncate()
+        if not found or not tasks.keys() <= found["tasks"].keys():
+            self._write([{"written by": "crius evaluate", "settings": header, "tasks": tasks}])
+
+    def _take(self, whole: bytes) -> dict[str, Any]:
+        """Settings and tasks of a record; its scores are kept."""
+        found: dict[str, Any] = {"settings": {}, "tasks": {}}
+        try:
+            for row in map(json.loads, whole.split(b"\n")):
+                if "log_prob" not in row:
+                    found["settings"] |= row["settings"]
+                    found["tasks"] |= row["tasks"]
+                    continue
+                score = Score(float(row["log_prob"]), bool(row["is_greedy"]), int(row["tokens"]))
+                if not math.isfinite(score.log_prob):
+                    raise ValueError
+                self.scores[Key(str(row["task"]), int(row["document"]), int(row["request"]))] = score
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise self._foreign() from None
+        return found
+
+    def _foreign(self) -> ConfigError:
+        what = f"{self._path} is there, and is not a record of crius evaluate."
+        return ConfigError(what, where="--out", fix="name another file")

@@ -1,18 +1,20 @@
 """Tasks to figures: a model, its rows, their scores."""
 
 import itertools
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from crius.errors import DataError
 from crius.interop.context import longest_context
 from crius.table import aligned
 from crius.tools.evaluate.encode import Encoder, Row
 from crius.tools.evaluate.metrics import Figure, Score, as_json, figures
 from crius.tools.evaluate.record import Key, Record
-from crius.tools.evaluate.score import batches, join, score
+from crius.tools.evaluate.score import batches, join, saves, score
 from crius.tools.evaluate.settings import Settings
 from crius.tools.evaluate.tasks import Task
 from crius.tools.generate.settings import Settings as SourceSettings
@@ -93,7 +95,17 @@ def open_model(path: str, settings: Settings) -> tuple[Source, Encoder]:
         CriusError: see ``read_source``.
     """
     source = read_source(path, SourceSettings(device=settings.device, dtype=settings.dtype), linear="torch")
-    return source, Encoder(source.tokenizer, settings.max_length or longest_context(source.weights))
+    max_length = settings.max_length or longest_context(source.weights)
+    return source, Encoder(source.tokenizer, max_length, _prefix(source))
+
+
+def _prefix(source: Source) -> int:
+    """BOS, or EOS where there is none, as the tokenizer of transformers that an export writes has them."""
+    for name in ("bos_token", "eos_token"):
+        for found in source.tokenizer.special_ids([source.special.get(name, "")]):
+            return found
+    bos = None if source.special else source.tokenizer.bos_id
+    return source.tokenizer.eos_id if bos is None else bos
 
 
 Others = Callable[[Source, Encoder, Settings], list[Result]]
@@ -127,8 +139,10 @@ def evaluate(
             for number, request in enumerate(document.requests):
                 where = f"{task.name}, document {document.number}"
                 rows[Key(task.name, document.number, number)] = encoder.rows(request, task.kind, where)
-    header = facts | ({"digest": source.weights.digest} if settings.out else {})
-    with Record(settings.out, header | {task.name: task.digest for task in tasks}) as record:
+    theirs = others(source, encoder, settings)  # first: what is scored here is recorded, whatever comes
+    words = {"tokenizer": source.tokenizer.fingerprint, "prefix": encoder.prefix, "bos": source.tokenizer.adds_bos}
+    header = facts | words | ({"digest": source.weights.digest} if settings.out else {})
+    with Record(settings.out, header, {task.name: task.digest for task in tasks}) as record:
         began = time.perf_counter()
         scores, tokens = _score(source, rows, record, settings.batch_tokens)
         seconds = time.perf_counter() - began
@@ -147,8 +161,7 @@ def evaluate(
         )
         for task in tasks
     ]
-    results += others(source, encoder, settings)
-    return Evaluation(source.weights.origin, facts, results, len(rows), tokens, seconds)
+    return Evaluation(source.weights.origin, facts, [*results, *theirs], len(rows), tokens, seconds)
 
 
 def score_groups(
@@ -192,6 +205,13 @@ def _score(
     def done(number: int, found: Sequence[Score]) -> None:
         whole = []
         for (key, _), one in zip(groups[number], found, strict=True):
+            if not math.isfinite(one.log_prob):
+                raise DataError(
+                    f"the log-probability is {one.log_prob}.",
+                    where=f"{key.task}, document {key.document}",
+                    why="the model's logits are not finite",
+                    fix="evaluate an earlier checkpoint, or --dtype float32",
+                )
             mine = parts.setdefault(key, [])
             mine.append(one)
             if len(mine) == len(rows[key]) and key not in known:
@@ -213,10 +233,10 @@ def _score(
 
 
 def _grouped(rows: Mapping[Key, Sequence[Row]]) -> Iterator[list[tuple[Key, Row]]]:
-    """The choices of a document together, each window of a text by itself."""
+    """The choices of a document together where that saves anything, each window of a text by itself."""
     for _, keys in itertools.groupby(rows, key=lambda key: (key.task, key.document)):
         parts = [(key, row) for key in keys for row in rows[key]]
-        if len({key for key, _ in parts}) > 1:
+        if len({key for key, _ in parts}) > 1 and saves([row for _, row in parts]):
             yield parts
         else:
             yield from ([part] for part in parts)

@@ -19,6 +19,7 @@ from crius.models.decoder import Decoder
 from crius.tools.evaluate.encode import Row
 from crius.tools.evaluate.metrics import Score
 
+_WORTH = 0.9
 _LOGIT_BYTES = 1 << 26
 """Logits of so many bytes, in float32, are made at once."""
 
@@ -51,6 +52,11 @@ def join(rows: Sequence[Row]) -> Joined:
         first = len(row.tokens) - len(row.targets)
         joined.places.append([*range(first, shared), *range(max(first, shared) + offset, len(row.tokens) + offset)])
     return joined
+
+
+def saves(rows: Sequence[Row]) -> bool:
+    """Whether rows share enough for one sequence: a mask and long sequences cost, too."""
+    return len(join(rows).tokens) < _WORTH * sum(len(row.tokens) for row in rows)
 
 
 def batches(groups: Sequence[Sequence[Row]], batch_tokens: int) -> Iterator[list[int]]:

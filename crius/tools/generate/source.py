@@ -113,7 +113,7 @@ def read_source(
     """
     weights = open_weights(path)
     facts = weights.facts
-    tokenizer = build_tokenizer(TokenizerConfig(path=weights.tokenizer or "byte"))
+    tokenizer = build_tokenizer(TokenizerConfig(path=weights.tokenizer or "byte", eos_token=weights.eos_token))
     _check(path, weights, facts, tokenizer, settings)
     device = pick_device(settings.device, local_rank)
     _choose_kernels(device, linear)
@@ -155,7 +155,7 @@ def _words(place: str, tokenizer: Tokenizer) -> tuple[dict[str, str], frozenset[
 
 def _check(path: str, weights: Weights, facts: ModelDescription, tokenizer: Tokenizer, settings: Settings) -> None:
     problems = []
-    if facts.vocab_size < tokenizer.vocab_size:
+    if not weights.tokenizer or facts.vocab_size < tokenizer.vocab_size:
         problems.append(
             ConfigError(
                 f"the tokenizer of {path} has {tokenizer.vocab_size:,} ids, and the model {facts.vocab_size:,} rows."
