@@ -170,8 +170,16 @@ def _check_corpus(data: DataConfig, tokenizer: TokenizerConfig) -> None:
     run = RunConfig(data=data, tokenizer=tokenizer)
     values, defaults = flatten(run), flatten(RunConfig())
     facts = Facts(
-        **{"asked": run, "config": run, "reasons": {}, "model": None, "specs": {}},
-        **{"num_ranks": 1, "asked_ranks": 0, "asked_by": "", "num_gpus": 0, "num_cores": 1, "local_ranks": 1},
+        asked=run,
+        config=run,
+        reasons={},
+        specs={},
+        num_ranks=1,
+        asked_ranks=0,
+        asked_by="",
+        num_gpus=0,
+        num_cores=1,
+        local_ranks=1,
         origin=lambda name: "default" if values[name] == defaults[name] else "command line",
     )
     if problems := [problem for rule in CORPUS_RULES for problem in rule(facts)]:

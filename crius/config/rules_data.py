@@ -112,7 +112,8 @@ def length_is_said_once(facts: Facts) -> Violations:
     epochs, steps = facts.config.training.epochs, facts.config.training.steps
     if epochs != -1 and epochs < 1:
         return  # out of its range
-    if epochs > 0 and facts.origin("training.steps") != "default":
+    # of two sources the stronger one has won: the other's is a default, or what a plan makes of it
+    if epochs > 0 and facts.origin("training.steps") == facts.origin("training.epochs") != "default":
         yield ConfigError(
             f"training.epochs {epochs} and training.steps {steps} both say how long the run is.",
             where=f"{facts.flag('training.epochs')}, {facts.flag('training.steps')}",
