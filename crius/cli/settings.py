@@ -173,6 +173,7 @@ def _check_corpus(data: DataConfig, tokenizer: TokenizerConfig) -> None:
         asked=run,
         config=run,
         reasons={},
+        model=None,
         specs={},
         num_ranks=1,
         asked_ranks=0,
