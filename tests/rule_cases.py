@@ -120,6 +120,14 @@ CASES = [
     ),
     (
         rules_data.length_is_said_once,
+        ["--training.epochs", "1", "--training.steps", "10000"],
+        {},
+        "training.epochs 1 and training.steps 10000 both say",
+        "--training.epochs (command line), --training.steps (command line)",
+        "leave out one of them",
+    ),
+    (
+        rules_data.length_is_said_once,
         ["--training.epochs", "2", "--data.source", "huggingface", "--data.path", "x"],
         {},
         "training.epochs 2 does not go with a stream",

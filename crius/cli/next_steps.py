@@ -27,6 +27,7 @@ _LEFT = ("metrics.jsonl", "summary.json", "run.toml", "logs/")
 """What a run leaves in its folder, where that can be written."""
 
 _PROMPT = ("--prompt", "def ", "--temperature", "0.7")
+_CHAT = ("--chat", "--prompt", "Hi", "--temperature", "0.7")
 _SHARD = "parallelism.data_parallel_shard_degree"
 
 
@@ -146,7 +147,8 @@ def _next_commands(facts: Facts, folder: Path) -> Iterator[tuple[str, str]]:
         yield "this run, twice as long", continued(run, folder, None, *longer)
         where = checkpoint_folder(run, folder)
         yield "the saved model, byte by byte", _joined([*_program("checkpoint"), "verify", where])
-        yield "text from it", _joined([*_program("generate"), str(folder if _keeps_own(run) else where), *_PROMPT])
+        asks = _CHAT if run.data.format == "chat" else _PROMPT
+        yield "text from it", _joined([*_program("generate"), str(folder if _keeps_own(run) else where), *asks])
     else:
         yield "twice as long", command(*longer)
         if number:

@@ -41,7 +41,7 @@ from crius.config.changes import flag
 from crius.config.data import DataConfig, TokenizerConfig
 from crius.config.facts import Facts
 from crius.config.load import OF_MODEL, recipe_names
-from crius.config.rules_data import DATA_RULES
+from crius.config.rules_data import CORPUS_RULES, DATA_RULES
 from crius.config.run import RunConfig, replace_fields
 from crius.config.toml_file import differences, flatten
 from crius.errors import ConfigError, CriusError
@@ -151,6 +151,7 @@ def prepare(
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _leave)
+    _check_corpus(data, tokenizer)
     started = time.monotonic()
     meta = preparation.prepare(data, tokenizer, out, num_workers or os.cpu_count() or 1)
     what = "conversations" if meta.is_chat else "documents"
@@ -158,6 +159,32 @@ def prepare(
     crius = "crius" if shutil.which("crius") else f"{sys.executable} -m crius"
     emit(f"train on it: {crius} train {shlex.join(_train_flags(out, data, tokenizer))}")
     return 0
+
+
+def _check_corpus(data: DataConfig, tokenizer: TokenizerConfig) -> None:
+    """Hold a corpus against the rules that a run of it is held against.
+
+    Raises:
+        ConfigError: names all settings that do not go together, or do nothing.
+    """
+    run = RunConfig(data=data, tokenizer=tokenizer)
+    values, defaults = flatten(run), flatten(RunConfig())
+    facts = Facts(
+        asked=run,
+        config=run,
+        reasons={},
+        model=None,
+        specs={},
+        num_ranks=1,
+        asked_ranks=0,
+        asked_by="",
+        num_gpus=0,
+        num_cores=1,
+        local_ranks=1,
+        origin=lambda name: "default" if values[name] == defaults[name] else "command line",
+    )
+    if problems := [problem for rule in CORPUS_RULES for problem in rule(facts)]:
+        raise ConfigError.together(problems)
 
 
 def _leave(number: int, frame: FrameType | None) -> NoReturn:

@@ -1,6 +1,7 @@
 """What differs between the settings of a checkpoint and those of the run that goes on from it, and what that means."""
 
 import json
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -47,6 +48,7 @@ more. ``warn``: the curve changes, as it may be meant to. ``free``: it stays, up
 SHAPES = (
     *("model.name", "model.flavor", "model.vocab_size", "model.dim", "model.num_layers", "model.num_heads"),
     *("model.num_kv_heads", "model.head_dim", "model.ffn_dim", "model.tied_embeddings"),
+    *("lora.rank", "lora.targets"),
 )
 """Of weights: a checkpoint of others cannot be read, whoever allows it."""
 
@@ -92,6 +94,8 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
         missing |= FIRST_BOUNDARIES
     plain_old = missing | plain_old
     names = [*plain_new, *(name for name in plain_old if name not in plain_new)]
+    if all(isinstance(epochs := one.get("training.epochs"), int) and epochs > 0 for one in (plain_old, plain_new)):
+        names = [name for name in names if name != "training.steps"]  # it is what the epochs come to
     return [
         Change(name, plain_old.get(name), plain_new.get(name), kind_of(name))
         for name in names
@@ -124,9 +128,8 @@ def check_changes(found: Iterable[Change], allowed: Iterable[str], where: str) -
         return
     # another fingerprint of the data, which a refused setting of data brings, is allowed under the name data
     sections = ("data" if change.name.startswith("data.") else change.name for change in refused)
-    names = " ".join(dict.fromkeys([*patterns, *sections]))
-    allow = f", or --checkpoint.allow_changes {names}"
-    back = " ".join(part for change in refused if change.old is not None for part in flag(change.name, change.old))
+    allow = f", or {shlex.join(flag('checkpoint.allow_changes', list(dict.fromkeys([*patterns, *sections]))))}"
+    back = shlex.join(part for change in refused if change.old is not None for part in flag(change.name, change.old))
     raise ConfigError(
         f"the run cannot go on from its checkpoint with {'another setting' if len(refused) == 1 else 'other settings'}:"
         + "".join(f"\n  {_plain(change.name)}: {_shown(change.old)} -> {_shown(change.new)}" for change in refused),
@@ -153,4 +156,6 @@ def flag(name: str, value: Any) -> list[str]:
     if isinstance(value, bool):
         section, _, field = name.rpartition(".")
         return [f"--{section}.{field if value else f'no_{field}'}"]
-    return [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    if isinstance(value, list | tuple):
+        return [part for one in value for part in (f"--{name}", str(one))] or [f"--{name}="]
+    return [f"--{name}", str(value)]

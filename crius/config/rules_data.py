@@ -4,7 +4,6 @@ import shlex
 
 from crius.config.data import SOURCES
 from crius.config.facts import Facts, Rule, Violations, without_effect
-from crius.config.training import TrainingConfig
 from crius.errors import ConfigError
 
 CHAT_SOURCES = ("jsonl", "parquet", "tokens")
@@ -80,9 +79,13 @@ def chat_reads_conversations(facts: Facts) -> Violations:
             fix=f"--data.source {' or '.join(CHAT_SOURCES)}, or --data.format documents",
         )
     if config.tokenizer.path == "byte":
+        is_drawn = not config.checkpoint.init_from
         yield ConfigError(
             "data.format chat needs a tokenizer with a chat template; tokenizer.path byte has none.",
             where=facts.flag("tokenizer.path"),
+            why="weights to fine-tune bring theirs: --checkpoint.init_from. Without it all weights are drawn at random"
+            if is_drawn
+            else "",
             fix="--tokenizer.path DIR, with tokenizer.json and chat_template.jinja",
         )
     if len(data.columns) > 2 or len({*data.columns}) < len(data.columns):
@@ -109,8 +112,8 @@ def length_is_said_once(facts: Facts) -> Violations:
     epochs, steps = facts.config.training.epochs, facts.config.training.steps
     if epochs != -1 and epochs < 1:
         return  # out of its range
-    is_given = facts.origin("training.steps") != "default" and steps != TrainingConfig().steps
-    if epochs > 0 and is_given:
+    # of two sources the stronger one has won: the other's is a default, or what a plan makes of it
+    if epochs > 0 and facts.origin("training.steps") == facts.origin("training.epochs") != "default":
         yield ConfigError(
             f"training.epochs {epochs} and training.steps {steps} both say how long the run is.",
             where=f"{facts.flag('training.epochs')}, {facts.flag('training.steps')}",
@@ -152,12 +155,17 @@ def sample_flags_have_effect(facts: Facts) -> Violations:
     yield from without_effect(facts, [(f"data.{name}", reason, fix) for name in names], why)
 
 
-DATA_RULES: tuple[Rule, ...] = (
-    data_path_given,
+CORPUS_RULES: tuple[Rule, ...] = (
     data_flags_have_effect,
-    virtual_shards_split,
     chat_reads_conversations,
     chat_flags_have_effect,
+)
+"""Of what ``crius data prepare`` reads."""
+
+DATA_RULES: tuple[Rule, ...] = (
+    data_path_given,
+    *CORPUS_RULES,
+    virtual_shards_split,
     length_is_said_once,
     packed_samples_keep_apart,
     sample_flags_have_effect,

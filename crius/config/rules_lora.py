@@ -96,10 +96,26 @@ def lora_goes_with(facts: Facts) -> Violations:
             "--sdc.recompute_interval 0",
         ),
     ]
+    values = {"optimizer.name": " muon", "sdc.recompute_interval": f" {config.sdc.recompute_interval}"}
     for is_asked, name, why, fix in rows:
         if is_asked:
             where = f"{facts.flag('lora.rank')}, {facts.flag(name)}"
-            yield ConfigError(f"--{name} does not go with --lora.rank {lora.rank}.", where=where, why=why, fix=fix)
+            what = f"--{name}{values.get(name, '')} does not go with --lora.rank {lora.rank}."
+            yield ConfigError(what, where=where, why=why, fix=fix)
+
+
+def the_model_has_no_state(facts: Facts) -> Violations:
+    """A checkpoint of LoRA has the adapters alone, and what a layer counts while it is trained is neither those nor the
+    base."""
+    state = [buffer.name for buffer in facts.model.buffers if buffer.persistent] if facts.model else []
+    if state and facts.config.lora.is_on:
+        yield ConfigError(
+            f"--lora.rank {facts.config.lora.rank} does not go with {facts.model_name}: its layers have state that "
+            f"training changes, such as {state[0]}.",
+            where=facts.flag("lora.rank"),
+            why="beside a frozen base it would be neither the base's nor that of the adapters",
+            fix="--lora.rank 0 trains all weights",
+        )
 
 
 def quantized_base_fits(facts: Facts) -> Violations:
@@ -159,6 +175,7 @@ LORA_RULES: tuple[Rule, ...] = (
     adapters_have_a_size,
     targets_fit_layers,
     lora_goes_with,
+    the_model_has_no_state,
     quantized_base_fits,
     every_stage_has_adapters,
 )

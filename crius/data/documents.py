@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from crius import plugins
 from crius.config.data import DataConfig, check_source
+from crius.data.chat.conversations import LISTS, PAIRS
 from crius.data.rows import COMPRESSED, checked_text, decode, json_kind, json_lines, parquet_rows, reading
 from crius.errors import CriusError, DataError
 
@@ -215,10 +216,11 @@ def document_text(row: object, field: str, where: str) -> str:
     if field not in row:
         texts = [key for key, value in row.items() if isinstance(value, str)]
         choice = difflib.get_close_matches(field, list(map(str, row)), n=1, cutoff=0.5) or texts
+        fix = f"--data.text_field {choice[0]}" if choice else "--data.text_field KEY, with the key that has the text"
+        if any({*keys} <= {*row} for keys in (*zip(LISTS), *PAIRS)):
+            fix = f"--data.format chat if these are conversations, in jsonl or parquet files; else {fix}"
         raise DataError(
-            f"the record has no key {field!r}; its keys: {', '.join(map(str, row)) or 'none'}.",
-            where=where,
-            fix=f"--data.text_field {choice[0]}" if choice else "--data.text_field KEY, with the key that has the text",
+            f"the record has no key {field!r}; its keys: {', '.join(map(str, row)) or 'none'}.", where=where, fix=fix
         )
     text = row[field]
     return checked_text(text, f"the value of {field!r}", where)

@@ -48,9 +48,10 @@ class ShownDocument:
     def text(self, *, in_colour: bool, limit: int = 0) -> str:
         """The text, printable, what is trained on marked; cut to ``limit`` characters, 0: whole."""
         marks = (_GREEN, _PLAIN) if in_colour else (OPEN, CLOSE)
+        forged = str.maketrans({mark: f"\\u{ord(mark):04x}" for mark in (OPEN, CLOSE)})  # text must not make a mark
         shown, left = [], limit or sum(len(text) for text, _ in self.parts)
         for text, is_trained in self.parts:
-            piece = printable(text[:left])
+            piece = printable(text[:left]).translate(forged)
             shown.append(f"{marks[0]}{piece}{marks[1]}" if is_trained and piece else piece)
             left -= min(left, len(text))
         rest = sum(len(text) for text, _ in self.parts) - (limit or 0)

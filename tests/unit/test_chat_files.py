@@ -1,5 +1,7 @@
 """Conversations in files: the forms that they have, and that each way to be bad is one error with file and row."""
 
+import datetime
+import decimal
 import gzip
 import json
 import sys
@@ -73,6 +75,7 @@ FORMS = {
     ),
     "keys of null": ({"messages": [HI[0] | {"tool_calls": None, "name": None}, HI[1]]}, {}, [USER, ASSISTANT]),
     "an empty turn": ({"messages": [HI[0], {"role": "assistant", "content": ""}]}, {}, [USER, ("assistant", "")]),
+    "an empty list of tools": (GOOD | {"tools": "  "}, {}, [USER, ASSISTANT]),
     "a call of a tool": (
         {"messages": [HI[0], {"role": "assistant", "content": None, "tool_calls": CALL}]},
         {},
@@ -121,7 +124,10 @@ BAD = {
     "no column": ({"text": "Hi"}, "cannot be told; the columns: text"),
     "two pairs": ({"prompt": "a", "completion": "b", "response": "c"}, "prompt and completion or prompt and response"),
     "a pair of a number": ({"prompt": "a", "completion": 5}, "'completion' is a number (5), not text"),
-    "an instruction with an input": ({"instruction": "a", "input": "b", "output": "c"}, "an instruction and an input"),
+    **{
+        f"a pair beside {name}": ({"instruction": "a", name: ["b"], "output": "c"}, f"has 'instruction' and {name!r}")
+        for name in ("input", "context", "history", "system_prompt")
+    },
     "broken JSON": ('{"messages": [', "not JSON"),
 }
 
@@ -205,6 +211,14 @@ def test_parquet_has_what_its_rows_have_and_no_more(tmp_path):
     assert (shown(first), first.tools) == ([USER, ("assistant", None, CALL)], ({"name": "f"},))
     assert (shown(second), second.tools) == ([USER, ("assistant", None, other)], None)
     assert [found.where for found in (plain, second)] == [f"{file}, row 1", f"{file}, row 3"]
+
+
+def test_what_a_template_cannot_take_is_named_in_a_message_of_parquet(tmp_path):
+    for value in (datetime.datetime(2024, 1, 2), b"x", decimal.Decimal("1.5")):
+        file = parquet(tmp_path / "a.parquet", [{"messages": [HI[0] | {"at": value}, HI[1] | {"at": value}]}])
+        with pytest.raises(DataError, match=f"'at' of message 1 is of type {type(value).__name__}") as caught:
+            read(file, source="parquet")
+        assert caught.value.where == f"{file}, row 1"
 
 
 def test_a_bad_row_of_parquet_is_named(tmp_path):

@@ -1,5 +1,6 @@
 """What of a conversation is trained on, by small templates of every kind; and that no template gets away with more."""
 
+import os
 import time
 from itertools import groupby
 
@@ -214,6 +215,20 @@ REFUSED = {
         "{% if add_generation_prompt %}assistant\n{% endif %}",
         4,
     ),
+    "another header than the prompt's": (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}channel: final\n{% endif %}"
+        "{{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\nchannel: analysis\n{% endif %}",
+        2,
+    ),
+    "a block around every message": (
+        "{% for m in messages %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% endfor %}",
+        1,
+    ),
+    "a block around the loop": (
+        "{% generation %}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}{% endgeneration %}",
+        1,
+    ),
     "marks that are cut": (
         "{% set t %}{% generation %}{{ messages[1].content }}{% endgeneration %}{% endset %}{{ t[:1] }}",
         2,
@@ -248,6 +263,19 @@ def test_a_template_that_marks_nothing_is_refused(encode):
     with pytest.raises(DataError, match="marks nothing") as caught:
         encode("{% if false %}{% generation %}{% endgeneration %}{% endif %}x", CHAT)
     assert caught.value.where == "row 1"
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{% for m in messages %}{% generation %}{% endgeneration %}{% endfor %}", "makes no token"),
+        (CHATML + "{{ '\\ud83d' }}", r"half of a surrogate pair, '\\ud83d'"),
+    ],
+)
+def test_what_gives_no_text_is_refused_with_the_row(template, words, encode):
+    with pytest.raises(DataError, match=words) as caught:
+        encode(template, CHAT)
+    assert caught.value.where == "row 1" and "chat_template.jinja" in caught.value.fix
 
 
 def before_turns(text):
@@ -353,6 +381,27 @@ def test_a_template_is_found_beside_the_tokenizer(files, template, tmp_path):
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     assert read_template(str(tmp_path)) == read_template(str(tmp_path / "tokenizer.json")) == template
+
+
+def a_pipe(file):
+    os.mkfifo(file)
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json"])
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (a_pipe, "no regular file"),
+        (lambda file: os.truncate(file.open("wb").name, (1 << 24) + 1), "more than"),
+        (lambda file: file.write_bytes(b'"caf\xe9"'), "not UTF-8|not JSON"),
+    ],
+)
+def test_a_file_that_is_no_text_is_one_error_and_never_a_wait(name, make, words, tmp_path):
+    make(tmp_path / name)
+    with pytest.raises(DataError, match=f"{name} .*({words})") as caught:
+        read_template(str(tmp_path))
+    assert caught.value.where == "--tokenizer.path"
+    assert special_tokens(str(tmp_path)) == {}
 
 
 def test_special_tokens_are_text_or_objects(tmp_path):

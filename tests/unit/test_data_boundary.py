@@ -231,6 +231,36 @@ def test_another_rule_than_that_of_the_checkpoint_is_refused_with_the_flag_that_
     assert refusal(document | {"data.add_bos": False, "data.add_eos": True}) == ""
 
 
+def test_a_fix_can_be_pasted_and_offers_no_other_weights():
+    old = {
+        "model.attention_mask": "document",
+        "lora.rank": 4,
+        "lora.targets": ["attention.wq", "feed_forward.*"],
+        "lora.alpha": 8.0,
+        "model.rope_theta": 1e4,
+    }
+
+    def refusal(**new):
+        with pytest.raises(ConfigError) as caught:
+            check_changes(changes(old, old | new), ("optimizer.*",), "here")
+        return caught.value.fix
+
+    assert refusal(**{"lora.targets": ["a"]}) == (
+        "--lora.targets attention.wq --lora.targets 'feed_forward.*', or --job.run_dir NEW for a new run"
+    )
+    assert "allow_changes" not in refusal(**{"lora.rank": 8})
+    assert refusal(**{"lora.alpha": 2.0, "model.rope_theta": 1e5}).endswith(
+        "--checkpoint.allow_changes 'optimizer.*' --checkpoint.allow_changes lora.alpha "
+        "--checkpoint.allow_changes model.rope_theta"
+    )
+
+
+def test_steps_that_epochs_come_to_are_no_change():
+    old = {"model.attention_mask": "document", "training.epochs": 1, "training.steps": 10}
+    assert changes(old, old | {"training.steps": 7}) == []
+    assert len(changes(old, old | {"training.epochs": -1, "training.steps": 7})) == 2
+
+
 def test_a_setting_that_is_left_open_is_a_change_unless_a_resume_takes_it_over():
     old = {"lr_scheduler.decay_ratio": 0.5, "data.add_bos": True, "data.add_eos": True}
     (found,) = changes(old, old | {"lr_scheduler.decay_ratio": None, "data.add_bos": None})

@@ -147,6 +147,13 @@ def test_a_file_without_permission_is_named(tmp_path):
         read("text", file)
 
 
+@pytest.mark.parametrize("row", [{"messages": [], "id": "x"}, {"prompt": "a", "completion": "b"}])
+def test_conversations_that_are_read_as_documents_are_told_how_to_be_read(row):
+    with pytest.raises(DataError, match="no key 'text'") as caught:
+        document_text(row, "text", "here")
+    assert caught.value.fix.startswith("--data.format chat")
+
+
 def test_a_file_that_vanishes_is_named(tmp_path):
     data = DataConfig(source="text", path=(str(write(tmp_path / "a.txt", "a")),))
     files = find_files(data)

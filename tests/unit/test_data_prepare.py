@@ -125,6 +125,22 @@ def test_the_train_command_that_is_printed_works_as_printed(tmp_path, monkeypatc
     open_run_corpus(config, 1)
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--data.format", "chat", "--data.columns", "a", "--data.columns", "a"], "a, a is not one column, or two"),
+        (["--data.format", "chat", *["--data.columns", "a", "--data.columns", "b", "--data.columns", "c"]], "a, b, c"),
+        (["--data.format", "chat", "--data.no_add_eos"], "data.add_eos has no effect with data.format chat"),
+        (["--data.format", "chat", "--data.text_field", "t"], "data.text_field has no effect"),
+        (["--data.train_on", "last"], "data.train_on has no effect with data.format documents"),
+    ],
+)
+def test_a_corpus_is_prepared_under_the_rules_of_a_run(flags, said, tmp_path, capsys):
+    given = ["--data.source", "jsonl", "--data.path", "a.jsonl", "--tokenizer.path", "tok"]
+    assert cli.main(["data", "prepare", str(tmp_path / "out"), *given, *flags]) == 2
+    assert said in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
 def test_a_folder_that_is_in_use_is_refused_and_an_empty_one_taken(tmp_path):
     data = jsonl(tmp_path, ["a"])
     (tmp_path / "out").mkdir()

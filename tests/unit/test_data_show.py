@@ -9,7 +9,7 @@ import pytest
 from crius import cli
 from crius.cli.settings import run_of
 from crius.data.sample_log import Attempt, SampleLog, source_digest
-from crius.data.show import CLOSE, OPEN, coloured
+from crius.data.show import CLOSE, OPEN, ShownDocument, coloured
 from crius.train.inputs import open_run_corpus
 from crius.train.setup import MARKED, _ConsoleHandler
 
@@ -53,6 +53,11 @@ def test_a_step_of_a_run_to_come_is_its_samples_in_the_order_of_the_run(text, sh
         "=== sample 0",
         "=== sample 1",
     ]
+
+
+def test_a_text_cannot_make_a_mark():
+    shown = ShownDocument(0, 2, 0, False, [1, 2], [-100, 2], [(f"{OPEN}x{CLOSE}", False), ("y", True)])
+    assert shown.text(in_colour=False) == rf"\u27e6x\u27e7{OPEN}y{CLOSE}"
 
 
 def test_a_file_of_settings_says_the_run_and_nothing_else_does(text, show, tmp_path):

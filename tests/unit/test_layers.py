@@ -64,7 +64,7 @@ OPTIONAL |= {
 AIM_FILE, STOP_FILE, AIM_FUNCTION, STOP_FUNCTION = 400, 500, 60, 100
 LONGER: dict[str, str] = {}  # "file" or "file:function" to the reason; still below the hard stop
 
-MOST_CODE = {"trainer": 22_800, "tools": 12_000}
+MOST_CODE = {"trainer": 22_950, "tools": 12_150}
 """Lines of code of the two houses: decision 041 has the aims, with all models and features."""
 
 MOST_LOADED = {"crius": 185, "crius.tools.plan": 13}

@@ -17,8 +17,10 @@ from crius.config import rules, rules_lora
 from crius.config.lora import LoraConfig, saved_lora, scale_of
 from crius.errors import CheckpointError, ConfigError
 from crius.interop.adapters import read_adapters
+from crius.interop.safetensors_file import read_safetensors
 from crius.interop.weights import open_weights
 from crius.models.adapted import Adapted
+from crius.models.description import Buffer
 from crius.models.layers import Linear
 from crius.models.registry import build
 from crius.parallel.lora import apply_lora
@@ -44,12 +46,12 @@ CASES = [
     (rules_lora.targets_fit_layers, [*ON, TARGETS, "tok_embeddings"], "matches no linear layer", TARGETS, "w1"),
     (rules_lora.targets_fit_layers, [*ON, TARGETS, "q_proj"], "matches no linear layer", TARGETS, "attention.wq"),
     (rules_lora.lora_goes_with, [*ON, FLOAT8], "float8.enable does not go with", RANK, f"leave out {FLOAT8}"),
-    (rules_lora.lora_goes_with, [*ON, "--optimizer.name", "muon"], "does not go with", "optimizer.name", "adamw"),
+    (rules_lora.lora_goes_with, [*ON, "--optimizer.name", "muon"], "muon does not go with", "optimizer.name", "adamw"),
     (rules_lora.lora_goes_with, [*ON, "--training.reproducible"], "does not go with", RANK, "no_reproducible"),
     (
         rules_lora.lora_goes_with,
         [*ON, "--sdc.recompute_interval", "5"],
-        "does not go with",
+        "recompute_interval 5 does not go with",
         RANK,
         "recompute_interval 0",
     ),
@@ -87,13 +89,22 @@ def test_a_rule_of_lora_names_the_value_where_it_came_from_and_a_fix(rule, flags
 
 
 def test_every_rule_of_lora_has_a_case_and_a_run_that_works_breaks_none():
-    assert {case[0] for case in CASES} == set(rules_lora.LORA_RULES)
+    assert {case[0] for case in CASES} | {rules_lora.the_model_has_no_state} == set(rules_lora.LORA_RULES)
     for flags in (
         [*ON, PIPELINE, "2"],
         [*ON, BASE, "int8"],
         [*ON, TARGETS, "attention.*", TENSOR, "2", "--lora.rslora"],
     ):
         rules.check(facts_of(flags))
+
+
+def test_a_model_whose_layers_have_state_is_refused():
+    facts = facts_of(ON)
+    [(count, layer)] = facts.model.layers
+    stateful = replace(facts.model, layers=((count, replace(layer, buffers=(Buffer("shift", (2,)),))),))
+    [error] = rules_lora.the_model_has_no_state(replace(facts, model=stateful))
+    assert "such as layers.0.shift" in error.what and "--lora.rank 0" in error.fix
+    assert not list(rules_lora.the_model_has_no_state(replace(facts_of([]), model=stateful)))
 
 
 def test_an_embedding_and_an_output_layer_are_refused_by_name():
@@ -259,6 +270,15 @@ def test_an_export_is_of_peft_unless_another_is_asked_for(tuned, tmp_path):
     assert "library_name: peft" in (tmp_path / "peft" / "README.md").read_text()
     merged = crius("export", str(tuned), str(tmp_path / "hf"), "--format", "hf", "--dtype", "bfloat16")
     assert merged.returncode == 0 and "as LlamaForCausalLM" in merged.stdout, merged.stderr
+
+
+def test_adapters_are_rounded_after_their_logits_are_compared(tuned, tmp_path):
+    rounded = crius("export", str(tuned), str(tmp_path / "rounded"), "--dtype", "bfloat16", "--json")
+    assert rounded.returncode == 0, rounded.stderr
+    told = json.loads(rounded.stdout)
+    assert told["tensors"] == 4 * 7 * 2 and told["logits"].endswith("before the adapters were rounded to bfloat16")
+    dtypes = {tensor.dtype for tensor in read_safetensors(tmp_path / "rounded").tensors.values()}
+    assert dtypes == {"BF16"}
 
 
 def test_a_base_that_is_gone_or_another_one_is_refused_with_its_place(tuned, base, tmp_path):

@@ -205,6 +205,14 @@ def test_the_same_curve_on_more_workers_is_offered_where_it_starts_anew(more, is
     assert any("the same curve" in what for what in rows) == is_offered and len(rows) >= 2
 
 
+@pytest.mark.parametrize("chat", ["chat", "documents"])
+def test_a_model_that_chats_is_asked_in_a_chat(chat, monkeypatch, tmp_path):
+    monkeypatch.setattr(next_steps, "_workers", lambda facts: (0, []))
+    started(monkeypatch, "/usr/bin/crius", "train")
+    rows = dict(next_steps._next_commands(SimpleNamespace(config=run_of("--data.format", chat)), tmp_path))
+    assert ("--chat" in rows["text from it"]) == (chat == "chat")
+
+
 def test_the_last_lines_name_what_is_there_and_never_end_a_good_run_as_failed(monkeypatch, tmp_path, capsys):
     started(monkeypatch, "/usr/bin/crius", "train")
     run = RunConfig(model=dataclasses.replace(RunConfig().model, flavor="8b"))

@@ -33,6 +33,9 @@ PAIRS = (
 )
 """Columns that are found by themselves: a list of messages first, then what is asked and what is answered."""
 
+_BESIDE = ("input", "context", "history", "system_prompt")
+"""Columns beside a pair that would belong to what is asked."""
+
 _FLAG = "--data.columns"
 _DEEPEST = 100
 
@@ -86,7 +89,7 @@ def _of_parquet(data: DataConfig, file: Path) -> Iterator[Conversation]:
 
     def choose(names: list[str]) -> list[str]:
         found.extend(columns_of(data.columns, names, str(file)))
-        return [name for name in names if name in (*found, "tools", "system", "input")]
+        return [name for name in names if name in (*found, "tools", "system", *_BESIDE)]
 
     for row, number in parquet_rows(file, choose):
         # a column has the keys of all its rows: what a row lacks is null there
@@ -149,12 +152,14 @@ def _conversation(row: Mapping[str, Any], columns: Sequence[str], where: str) ->
 
 def _pair(row: Mapping[str, Any], columns: Sequence[str], where: str) -> list[dict[str, Any]]:
     """Messages of a prompt and its completion, each a text or a list of messages; those of the prompt have no loss."""
-    if columns[0] == "instruction" and row.get("input"):
+    for name in _BESIDE if tuple(columns) in PAIRS else ():
+        if not row.get(name):
+            continue
         raise DataError(
-            "the row has an instruction and an input.",
+            f"the row has {columns[0]!r} and {name!r}.",
             where=where,
             why="how both make one message is not written anywhere",
-            fix="write them as one column, and name it: --data.columns PROMPT --data.columns COMPLETION",
+            fix=f"write them as one column, and name it: {_FLAG} PROMPT {_FLAG} COMPLETION",
         )
     found = []
     for name, role in zip(columns, ("user", "assistant"), strict=True):
@@ -230,9 +235,9 @@ def _content(message: Mapping[str, Any], what: str, where: str) -> str | None:
 
 def _tools(value: Any, where: str) -> tuple[Mapping[str, Any], ...] | None:
     """Tools of a conversation: a list of objects, or that as JSON text."""
-    if isinstance(value, str) and value.strip():
+    if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = json.loads(value) if value.strip() else None
         except (ValueError, RecursionError) as error:
             raise DataError(f"the value of 'tools' is text that is not JSON: {error}.", where=where) from error
     if not value:
@@ -244,14 +249,24 @@ def _tools(value: Any, where: str) -> tuple[Mapping[str, Any], ...] | None:
 
 
 def _check_texts(value: Any, what: str, where: str, depth: int = 0) -> None:
-    """Refuse half of a surrogate pair, which no tokenizer reads, and what is nested deeper than anybody reads."""
+    """Refuse half of a surrogate pair, which no tokenizer reads, what is nested deeper than anybody reads, and what
+    JSON has no form for, as templates are rendered in a process of their own.
+    """
     if isinstance(value, str):
         checked_text(value, f"a text in {what}", where)
     elif isinstance(value, dict | list):
         if depth == _DEEPEST:
             raise DataError(f"{what} is nested more than {_DEEPEST} deep.", where=where, fix="remove the row")
-        for child in (*value, *value.values()) if isinstance(value, dict) else value:
-            _check_texts(child, what, where, depth + 1)
+        named = value.items() if isinstance(value, dict) else (("", child) for child in value)
+        for key, child in named:
+            _check_texts(key, what, where, depth + 1)
+            _check_texts(child, f"{key!r} of {what}" if key and depth == 0 else what, where, depth + 1)
+    elif value is not None and not isinstance(value, bool | int | float):
+        raise DataError(
+            f"{what} is of type {type(value).__name__}, which a chat template cannot take.",
+            where=where,
+            fix="write it as text, or leave out the key",
+        )
 
 
 def _without_nulls(value: Any, kept: str = "content") -> Any:

@@ -98,6 +98,12 @@ class ChatEncoder:
                     self._check(chat, answer)
                 texts = self._tokenizer.encode_marked_texts([answer.text for _, answer in rendered])
                 for (chat, answer), text in zip(rendered, texts, strict=True):
+                    if not len(text.ids):
+                        raise DataError(
+                            "the chat template makes no token of the conversation.",
+                            where=chat.where,
+                            fix="mend chat_template.jinja beside the tokenizer",
+                        )
                     yield ChatSample(text.ids, self._mask(chat, answer, text))
 
     def _check(self, chat: Conversation, answer: Rendered) -> None:
@@ -115,6 +121,12 @@ class ChatEncoder:
                 where=chat.where,
                 why=answer.error,
                 fix="mend the conversation, or chat_template.jinja beside the tokenizer",
+            )
+        if (half := re.search("[\ud800-\udfff]", answer.text)) is not None:
+            raise DataError(
+                f"the chat template makes half of a surrogate pair, {ascii(half[0])}, which is no text.",
+                where=chat.where,
+                fix="mend chat_template.jinja beside the tokenizer",
             )
         if not answer.spans:
             raise DataError(

@@ -137,6 +137,11 @@ class Template:
         if self.has_generation:
             if blocks is None:
                 raise Refused("it changes the text of its {% generation %} blocks after it made them", turns[0])
+            for place, message in enumerate(messages):
+                begin, after = extents.get(place, (0, 0))
+                if message["role"] != "assistant" and any(start < after and begin < end for start, end in blocks):
+                    why = f"a {{% generation %}} block is around what the {message['role']} says"
+                    raise Refused(why, place)
             return text, self._of_blocks(blocks, turns, extents)
         return text, [self._turn(text, messages, tools, turn, extents.get(turn)) for turn in turns]
 
@@ -178,6 +183,9 @@ class Template:
         shared = os.path.commonprefix([self.opening, turn_text])
         ends = (turn_text[:size] for size in range(min(len(before), len(turn_text), _HEADER), 0, -1))
         for header in (*(shared[:size] for size in range(len(shared), 0, -1)), *filter(before.endswith, ends)):
+            rest = self.opening[len(header) :] if self.opening.startswith(header) else ""
+            if re.search(r"\w", re.sub(r"<[^>]*>", "", rest)):
+                continue  # the prompt's header goes on with another word: the turn's header is another one
             if re.search(r"\w", header) and header.endswith(("\n", *self.special)):
                 return turn, start + len(header), end
         raise Refused("where the answer begins cannot be told: its header is not that of a generation prompt", turn)

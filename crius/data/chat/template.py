@@ -1,6 +1,8 @@
 """The chat template beside a tokenizer, and the special tokens by the names that templates have for them."""
 
 import json
+import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from crius.errors import DataError
 
 TEMPLATE = "chat_template.jinja"
 LARGEST_TEXT = 1 << 20
+_LARGEST_CONFIG = 1 << 24  # tokenizer_config.json has a line for each added token, a megabyte in Gemma's
 
 END_OF_TURN = (
     *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<end_of_turn>", "<turn|>", "<|end|>", "<|return|>"),
@@ -27,23 +30,19 @@ def read_template(tokenizer: str) -> str:
         tokenizer: its folder or file, as ``--tokenizer.path`` has it.
 
     Raises:
-        DataError: a file cannot be read, or is not JSON.
+        DataError: a file cannot be read, is too large, or is not JSON.
     """
     folder = folder_of(tokenizer)
 
     def read(name: str) -> bytes | None:
         try:
-            with (folder / name).open("rb") as file:
-                content = file.read(LARGEST_TEXT + 1)
+            return _read(folder / name, LARGEST_TEXT if name == TEMPLATE else _LARGEST_CONFIG)
         except FileNotFoundError:
             return None
         except OSError as error:
             raise DataError(
                 f"{folder / name} cannot be read: {error.strerror or error}.", where="--tokenizer.path"
             ) from None
-        if len(content) > LARGEST_TEXT:
-            raise DataError(f"{folder / name} has more than {LARGEST_TEXT:,} bytes.", where="--tokenizer.path")
-        return content
 
     def parse(content: bytes, name: str) -> dict[str, Any]:
         try:
@@ -61,9 +60,19 @@ def find_template(read: Callable[[str], bytes | None], parse: Callable[[bytes, s
     Args:
         read: the bytes of a file of the tokenizer's folder; None where it is missing.
         parse: the JSON object in bytes of the file of that name.
+
+    Raises:
+        DataError: it is not UTF-8.
     """
     if (content := read(TEMPLATE)) is not None:
-        return content.decode(errors="replace")
+        try:
+            return content.decode()
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{TEMPLATE} is not UTF-8: byte {error.start} is 0x{content[error.start]:02x}.",
+                where="--tokenizer.path",
+                fix=f"iconv -t UTF-8 {TEMPLATE}, or take the file of the model again",
+            ) from None
     if (content := read(TOKENIZER_CONFIG)) is None:
         return ""
     found = parse(content, TOKENIZER_CONFIG).get("chat_template")
@@ -82,7 +91,7 @@ def special_tokens(tokenizer: str) -> dict[str, str]:
 def read_object(tokenizer: str, name: str) -> dict[str, Any]:
     """A JSON file beside a tokenizer; empty where there is none, or nothing can be taken from it."""
     try:
-        found = json.loads((folder_of(tokenizer) / name).read_bytes()) if tokenizer else {}
+        found = json.loads(_read(folder_of(tokenizer) / name, _LARGEST_CONFIG)) if tokenizer else {}
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -92,6 +101,21 @@ def folder_of(tokenizer: str) -> Path:
     """The folder that ``--tokenizer.path`` names, or that has the file that it names."""
     place = Path(tokenizer).expanduser()
     return place if place.is_dir() else place.parent
+
+
+def _read(file: Path, most: int) -> bytes:
+    """The bytes of a regular file; a pipe of that name does not block.
+
+    Raises:
+        OSError: it cannot be read, is no regular file, or has more than ``most`` bytes.
+    """
+    with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as opened:
+        if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
+            raise OSError("it is no regular file")
+        content = opened.read(most + 1)
+    if len(content) > most:
+        raise OSError(f"it has more than {most:,} bytes")
+    return content
 
 
 def _content(token: Any) -> str:

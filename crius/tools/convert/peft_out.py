@@ -30,6 +30,8 @@ from crius.tools.convert.new_folder import new_folder
 from crius.tools.convert.tokenizer_out import write_tokenizer
 
 _CONFIG, _STEM, _PREFIX = "adapter_config.json", "adapter_model", "base_model.model."
+_ONE_FILE = 1 << 62
+"""PEFT reads one file, of whatever size."""
 
 
 def export_peft(source: Source, target: str, dtype: str = "") -> Export:
@@ -60,12 +62,17 @@ def export_peft(source: Source, target: str, dtype: str = "") -> Export:
         for name, theirs in modules.items()
         for part in ("lora_A", "lora_B")
     }
-    parts = parts_of(own, names, dtype)
+    exact, parts = (parts_of(own, names, to) for to in ("", dtype))
+    is_rounded = [part.dtype for part in exact] != [part.dtype for part in parts]
     with new_folder(target) as folder:
-        files = write_parts(folder, parts, _STEM, most=1 << 62)  # PEFT reads one file
         about = write_tokenizer(folder, weights, longest_context(weights))[0]
         config = adapter_config(adapters, weights, list(modules.values()))
         (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        files = write_parts(folder, exact, _STEM, most=_ONE_FILE)
+        logits = _logits(folder, weights, adapters)
+        if is_rounded:  # what rounding does is no error of the export; what is read back below is as it was rounded
+            files = write_parts(folder, parts, _STEM, most=_ONE_FILE)
+            logits += f", before the adapters were rounded to {dtype}"
         done = written(
             target,
             own,
@@ -74,7 +81,7 @@ def export_peft(source: Source, target: str, dtype: str = "") -> Export:
             kind=f"LoRA of rank {adapters.lora.rank} for PEFT",
             files=files,
             tokenizer=about,
-            logits=_logits(folder, weights, adapters),
+            logits=logits,
         )
         told = {"written by Crius": __version__, "parameters": f"{adapters.num_parameters:,}", **source.facts}
         told |= {"base": adapters.base["path"], "hash of the base": adapters.base["digest"]}
