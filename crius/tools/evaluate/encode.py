@@ -28,10 +28,12 @@ class Encoder:
     Attributes:
         tokenizer: of the model.
         max_length: tokens of a row, at most.
+        is_chat: contexts come out of a chat template: names of special tokens are these tokens.
     """
 
     tokenizer: Tokenizer
     max_length: int
+    is_chat: bool = False
 
     @property
     def prefix(self) -> int:
@@ -52,7 +54,7 @@ class Encoder:
         if kind == "text":
             rows = list(self.windows(self.encode(request.continuation)))
         else:
-            context, targets = self.pair(request)
+            context, targets = self.chat_pair(request) if self.is_chat else self.pair(request)
             rows = [self.row(context, targets)] if targets else []
         if not rows:
             raise DataError(f"{request.continuation[:50]!r} has no token to score.", where=where)
@@ -87,6 +89,14 @@ class Encoder:
         kept = context.rstrip()
         first = self.encode(kept)
         whole = self.encode(context + continuation)
+        return first or [self.prefix], whole[len(first) :]
+
+    def chat_pair(self, request: Request) -> tuple[list[int], list[int]]:
+        """As ``pair``, of a rendered chat and its answer: with the ids that ``data.format chat`` trains on."""
+        first, whole = (
+            [int(token) for token in self.tokenizer.encode_marked(text)]
+            for text in (request.context, request.context + request.continuation)
+        )
         return first or [self.prefix], whole[len(first) :]
 
     def windows(self, ids: list[int]) -> Iterator[Row]:
