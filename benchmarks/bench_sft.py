@@ -164,7 +164,7 @@ def losses(outcomes: list[Outcome]) -> tuple[list[str], float]:
     return aligned(rows, left=()), apart
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     """Read the command line and compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="run folder of crius import")
@@ -176,7 +176,7 @@ def main() -> int:
     parser.add_argument("--seq_len", type=int, default=96)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, help="file for the results")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     if WARMUP + arguments.rounds * arguments.steps < COMPARED:
         parser.error(f"{COMPARED} steps are compared: more --rounds or --steps")
     machine, problems, cases = Machine.of(torch.device("cpu")), list[str](), dict[str, Any]()
