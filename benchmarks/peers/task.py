@@ -66,6 +66,37 @@ class Task:
         return loaded
 
 
+@dataclass(frozen=True, kw_only=True)
+class SftTask:
+    """What Crius and TRL both do.
+
+    Attributes:
+        model: folder of Hugging Face with the first weights and the tokenizer.
+        adapters: folder of PEFT with the first adapters; empty: all weights are trained.
+        rows: JSONL with ``prompt`` and ``completion``, in the order of the batches.
+        seq_len: tokens that each conversation is padded to, or cut at.
+        batch: conversations of a step.
+        steps: to train.
+        warmup: steps before the contestant is ready.
+        lr: constant learning rate of AdamW.
+        betas: of AdamW, whose eps is 1e-8 and which decays nothing.
+        max_norm: that gradients are clipped to.
+        prepared: file for the tokens and labels that TRL makes.
+    """
+
+    model: str
+    adapters: str
+    rows: str
+    seq_len: int
+    batch: int
+    steps: int
+    warmup: int
+    lr: float
+    betas: tuple[float, float]
+    max_norm: float
+    prepared: str
+
+
 def read_arguments(name: str) -> tuple[Task, bool]:
     """The task, and whether to compile, from the command line."""
     parser = argparse.ArgumentParser(name)

@@ -33,6 +33,10 @@ def evaluate(
     names = list(dict.fromkeys(name.strip() for name in tasks.split(",") if name.strip()))
     if not names:
         raise ConfigError("there is no task.", where="--tasks", fix="--tasks piqa, or --tasks FILE.jsonl")
+    if settings.chat and any(name.startswith(LM_EVAL) for name in names):
+        raise ConfigError(
+            f"--chat does not go with {LM_EVAL}NAME.", where="--tasks", why="lm-eval makes its prompts itself"
+        )
     theirs = [name.removeprefix(LM_EVAL) for name in names if name.startswith(LM_EVAL)]
     read = read_tasks([name for name in names if not name.startswith(LM_EVAL)], settings.limit)
     need_torch()

@@ -153,6 +153,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         gather: Gather | None,
         with_gradient: bool,
     ) -> Tensor:
+        kept = _scored(labels_N, chunks)
+        whole_shape = hidden_ND.shape
+        if kept is not None:
+            hidden_ND, labels_N = hidden_ND[kept], labels_N[kept]
         num_tokens = len(hidden_ND)
         counts_N = labels_N != IGNORE_INDEX
         size = _even(num_tokens, chunks.tokens)
@@ -171,6 +175,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if weight_sum is not None:
                 weight_sum.add(logits_CV, hidden_ND[rows] * counts_C1)
             del logits_CV  # before the next are made
+        if kept is not None and hidden_gradient is not None:
+            hidden_gradient = hidden_gradient.new_zeros(whole_shape).index_copy_(0, kept, hidden_gradient)
         ctx.save_for_backward(hidden_gradient, weight_sum.total if weight_sum else None)
         ctx.dtypes = hidden_ND.dtype, weight_VD.dtype
         # an ignored label's loss is of whatever class, so it is chosen away, not multiplied
@@ -182,6 +188,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # not in place: a pipeline that splits its backward calls this for the hidden state, then for the weight
         scaled = map(_scaled, ctx.saved_tensors, ctx.dtypes, (gradient, gradient))
         return *scaled, None, None, None, None, None
+
+
+def _scored(labels_N: Tensor, chunks: Chunks) -> Tensor | None:
+    """The tokens that have a label, at least one token; None where all tokens are to be multiplied.
+
+    Those are all of them on a GPU, whose host would wait for the number, where the number would compile ``score`` anew,
+    and on fake tensors, which have none.
+    """
+    if labels_N.device.type != "cpu" or type(labels_N) is not Tensor or chunks.score is not score_block:
+        return None
+    kept = (labels_N != IGNORE_INDEX).nonzero().squeeze(1)
+    return None if len(kept) == len(labels_N) else kept if len(kept) else kept.new_zeros(1)
 
 
 def _score(

@@ -123,8 +123,8 @@ def _log_tokenizer(weights: Weights, config: RunConfig) -> None:
 
 
 def _record(weights: Weights, path: str) -> dict[str, str]:
-    place = path if "://" in path else str(Path(path).expanduser().absolute())
     if weights.saved:  # a run may save more of them
-        place = f"{weights.saved.disk.where}/{weights.saved.name}"
+        path = f"{weights.saved.disk.where}/{weights.saved.name}"
+    place = path if "://" in path else str(Path(path).expanduser().absolute())
     origin = ascii(weights.origin)[1:-1][:MAX_TEXT]
     return {"origin": origin, "kind": weights.kind, "path": place, "digest": weights.digest}

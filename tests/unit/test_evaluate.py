@@ -8,9 +8,12 @@ import shutil
 
 import pytest
 import torch
-from tiny_source import save_source
+from tiny_source import CHATML, save_source
 
 from crius import cli
+from crius.config.data import DataConfig
+from crius.data.chat.conversations import Conversation
+from crius.data.chat.mask import ChatEncoder
 from crius.data.tokenizer import ByteTokenizer
 from crius.errors import ConfigError, DataError
 from crius.kernels import choice
@@ -301,3 +304,35 @@ def test_a_model_without_a_tokenizer_is_refused(evaluate, tasks, source, tmp_pat
     other = shutil.copytree(source, tmp_path / "other", ignore=shutil.ignore_patterns("tokenizer*"))
     code, _, err = evaluate("--tasks", tasks, src=other)
     assert code == 2 and "has no tokenizer" in err
+
+
+def test_a_chat_is_scored_with_the_ids_that_training_has(evaluate, source, tmp_path):
+    """Context and answer are those of the conversation that ``--data.format chat`` makes of the same line."""
+    rows = [{"context": "One and\n", "choices": ["two", " <|im_end|>"], "gold": 0}]
+    (tmp_path / "one.jsonl").write_text(json.dumps(rows[0]))
+    flags = ["--tasks", tmp_path / "one.jsonl", "--out", tmp_path / "record.jsonl", "--json"]
+    code, out, _ = evaluate(*flags, "--chat")
+    plain = json.loads(evaluate(*flags)[1])
+    told = json.loads(out)
+    assert code == 0 and told["results"][0]["task"] == f"{tmp_path / 'one.jsonl'}, chat"
+    assert told["results"] != plain["results"] and plain["tokens"] > 0, "the record has both"
+    tokenizer = open_model(str(source), Settings())[0].tokenizer
+    chat = [{"messages": [{"role": "user", "content": "One and\n"}, {"role": "assistant", "content": "two"}]}]
+    encoder = ChatEncoder(tokenizer, CHATML, {}, DataConfig(train_on_end_of_turn=False))
+    [sample] = encoder.encode([Conversation(tuple(chat[0]["messages"]), None, "here")])
+    ids, end = sample.ids.tolist(), max(place for place, is_target in enumerate(sample.is_target) if is_target) + 1
+    want = reference(source, ids[:end], int(sample.is_target.sum()))
+    found = {
+        (row["task"], row["request"]): row
+        for row in map(json.loads, (tmp_path / "record.jsonl").read_text().splitlines())
+        if "log_prob" in row
+    }
+    name = told["results"][0]["task"]
+    assert found[name, 0]["log_prob"] == pytest.approx(want, abs=1e-5)
+    assert (found[name, 0]["tokens"], found[name, 1]["tokens"]) == (3, 1), "a name of a special token is the token"
+
+
+def test_chat_is_refused_where_nobody_asks(evaluate, tasks):
+    code, out, err = evaluate("--tasks", tasks, "--chat")
+    assert (code, out) == (2, "") and "text.txt" in err and "answers nobody" in err
+    assert "makes its prompts itself" in evaluate("--tasks", "lm_eval:piqa", "--chat")[2]

@@ -8,6 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from crius.config.resolve import loss_chunks
 from crius.config.rules_quantize import chunked_loss_has_its_layer
+from crius.kernels import linear_cross_entropy as kernel
 from crius.kernels.linear_cross_entropy import IGNORE_INDEX, Chunks, linear_cross_entropy, reference, score_block
 from crius.models import registry
 from crius.tools.dry_run.recorder import Recorder
@@ -119,6 +120,24 @@ def test_without_gradients_only_losses_are_computed():
         loss = linear_cross_entropy(hidden, weight, labels, Chunks(7, 3))
     assert not loss.requires_grad
     torch.testing.assert_close(loss, reference(hidden, weight.detach(), labels), rtol=1e-14, atol=0)
+
+
+def test_on_a_cpu_only_tokens_with_a_label_are_multiplied(monkeypatch):
+    """As in fine-tuning, where most tokens are only read; on fake tensors, which have no numbers, all of them."""
+    rows = []
+    monkeypatch.setattr(
+        kernel, "linear", lambda x, weight: rows.append(len(x)) or torch.nn.functional.linear(x, weight)
+    )
+    hidden, weight, labels = case()
+    labels[:, 4:] = IGNORE_INDEX
+    labels[1, 1] = 3
+    gradients(lambda *args: linear_cross_entropy(*args, Chunks(1000, 8)), hidden, weight, labels)
+    assert rows == [int((labels != IGNORE_INDEX).sum())] * 2  # logits, and the gradient of the hidden state
+    rows.clear()
+    with FakeTensorMode() as mode:
+        fake = map(mode.from_tensor, (hidden, weight, labels))
+        linear_cross_entropy(*fake, Chunks(1000, 8))
+    assert rows == [34]
 
 
 def test_the_backward_may_run_twice():

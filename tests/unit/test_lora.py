@@ -252,7 +252,8 @@ def test_a_run_of_lora_is_a_model_wherever_one_is_taken(tuned, base, tmp_path):
     assert crius("checkpoint", "verify", str(tuned)).returncode == 0
     answer = crius("generate", str(tuned), "--prompt", "a", "--max_new_tokens", "2", "--device", "cpu")
     assert answer.returncode == 0, answer.stderr
-    more = crius("train", *TUNE, "--checkpoint.init_from", str(tuned), "--job.run_dir", str(tmp_path / "more"))
+    given = ["--checkpoint.init_from", tuned.name, "--job.run_dir", str(tmp_path / "more")]
+    more = crius("train", *TUNE, *given, cwd=tuned.parent)  # from a relative path, which is read elsewhere below
     assert more.returncode == 0, more.stderr
     assert open_weights(str(tmp_path / "more")).adapters.base["path"] == f"{tuned}/checkpoints/step-00000002"
 

@@ -146,24 +146,32 @@ class Renderer:
 
 
 def render_chat(template: str, messages: Sequence[Message], tokens: Mapping[str, str]) -> str:
-    """The text of a chat up to where the assistant answers.
+    """The text of a chat up to where the assistant answers, today: see ``render_chats``."""
+    return render_chats(template, [messages], tokens, is_dated=True)[0]
+
+
+def render_chats(
+    template: str, chats: Sequence[Sequence[Message]], tokens: Mapping[str, str], *, is_dated: bool
+) -> list[str]:
+    """The texts of chats up to where the assistant answers.
 
     Args:
         template: jinja2 text, by anybody.
-        messages: the chat so far.
+        chats: the messages of each so far.
         tokens: such as ``bos_token``, by name.
+        is_dated: see ``Renderer``.
 
     Raises:
         DataError: the template cannot be rendered, or takes too much time, memory or text.
         EnvironmentError: jinja2 is missing.
     """
-    with Renderer(template, tokens, is_dated=True, fix="leave out --chat") as renderer:
-        (answer,) = renderer.render([{"messages": list(messages), "prompt": True}])
-    if answer.error:
+    with Renderer(template, tokens, is_dated=is_dated, fix="leave out --chat") as renderer:
+        answers = list(renderer.render([{"messages": list(messages), "prompt": True} for messages in chats]))
+    if error := next((answer.error for answer in answers if answer.error), ""):
         raise DataError(
             "the chat template cannot be rendered.",
             where="--chat",
-            why=answer.error,
+            why=error,
             fix="mend chat_template.jinja beside the tokenizer, or leave out --chat",
         )
-    return answer.text
+    return [answer.text for answer in answers]

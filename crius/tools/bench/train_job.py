@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from crius.config.operation import CheckpointConfig
 from crius.config.resolve import BatchSizes, loss_chunks
 from crius.config.run import RunConfig
 from crius.data.loader import BatchLoader
@@ -52,7 +51,7 @@ def train_job(config: RunConfig, run_dir: Path, num_ranks: int, warmup: int) -> 
     Returns:
         The exit code.
     """
-    config = dataclasses.replace(config, checkpoint=CheckpointConfig(enable=False))
+    config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, enable=False))
     prepare = functools.partial(_held, Channel(), warmup)
     target = functools.partial(job.run, config, run_dir, time.monotonic(), tools=Tools(fit=fit, prepare=prepare))
     if num_ranks > 1:

@@ -29,11 +29,13 @@ class Encoder:
         tokenizer: of the model.
         max_length: tokens of a row, at most.
         prefix: the token before a text without a context.
+        is_chat: contexts come out of a chat template: names of special tokens are these tokens.
     """
 
     tokenizer: Tokenizer
     max_length: int
     prefix: int
+    is_chat: bool = False
 
     def rows(self, request: Request, kind: Kind, where: str) -> list[Row]:
         """The rows of a request: one, or the windows of a whole text.
@@ -47,7 +49,7 @@ class Encoder:
             DataError: nothing of it can be scored, or more than the model reads at once.
         """
         if kind != "text":
-            return [self.row(*self.pair(request), where)]
+            return [self.row(*(self.chat_pair(request) if self.is_chat else self.pair(request)), where)]
         rows = list(self.windows(self.encode(request.continuation)))
         if not rows:
             raise DataError(f"{request.continuation[:50]!r} has no token to score.", where=where)
@@ -90,6 +92,14 @@ class Encoder:
         first = self.encode(kept)
         whole = self.encode(context + continuation)
         return first, whole[len(first) :]
+
+    def chat_pair(self, request: Request) -> tuple[list[int], list[int]]:
+        """As ``pair``, of a rendered chat and its answer: with the ids that ``data.format chat`` trains on."""
+        first, whole = (
+            [int(token) for token in self.tokenizer.encode_marked(text)]
+            for text in (request.context, request.context + request.continuation)
+        )
+        return first or [self.prefix], whole[len(first) :]
 
     def windows(self, ids: list[int]) -> Iterator[Row]:
         """Rows in which each of ``ids`` is a target once: full windows, the last one with as much context as fits."""

@@ -5,10 +5,12 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from crius.errors import DataError
+from crius.checkpoint.manifest import Hasher
+from crius.data.chat.renderer import render_chats
+from crius.errors import ConfigError, DataError
 from crius.interop.context import longest_context
 from crius.table import aligned
 from crius.tools.evaluate.encode import Encoder, Row
@@ -16,7 +18,7 @@ from crius.tools.evaluate.metrics import Figure, Score, as_json, figures
 from crius.tools.evaluate.record import Key, Record
 from crius.tools.evaluate.score import batches, join, saves, score
 from crius.tools.evaluate.settings import Settings
-from crius.tools.evaluate.tasks import Task
+from crius.tools.evaluate.tasks import Document, Request, Task
 from crius.tools.generate.settings import Settings as SourceSettings
 from crius.tools.generate.source import Source, read_source
 
@@ -85,6 +87,38 @@ class Evaluation:
         return [f"{self.source}: {how}", *aligned(rows, left=(0, 1, 2, 4)), *([done] if self.requests else [])]
 
 
+def as_chats(tasks: Sequence[Task], source: Source) -> list[Task]:
+    """``tasks`` with each context as the text of a chat up to the answer, which begins without white space.
+
+    Raises:
+        ConfigError: a task is texts without a context.
+        DataError: the chat template cannot be rendered.
+    """
+    if texts := [task.name for task in tasks if task.kind == "text"]:
+        what = f"--chat does not go with {', '.join(texts)}."
+        raise ConfigError(what, where="--tasks", why="a text alone answers nobody", fix="leave out --chat, or the text")
+    said = list(dict.fromkeys(request.context for task in tasks for one in task.documents for request in one.requests))
+    chats = [[{"role": "user", "content": text}] for text in said]
+    texts = render_chats(source.chat_template, chats, source.special, is_dated=False)
+    rendered = dict(zip(said, texts, strict=True))
+
+    def asked(document: Document) -> Document:
+        requests = [Request(rendered[one.context], one.continuation.lstrip()) for one in document.requests]
+        return replace(document, requests=tuple(requests))
+
+    hasher = Hasher()
+    hasher.update(source.chat_template.encode())
+    return [
+        replace(
+            task,
+            name=f"{task.name}, chat",
+            documents=tuple(map(asked, task.documents)),
+            digest=f"{task.digest}, template {hasher.hexdigest()}",
+        )
+        for task in tasks
+    ]
+
+
 def open_model(path: str, settings: Settings) -> tuple[Source, Encoder]:
     """The model of a run folder, a checkpoint or a folder of Hugging Face, and how texts become its rows.
 
@@ -94,9 +128,10 @@ def open_model(path: str, settings: Settings) -> tuple[Source, Encoder]:
     Raises:
         CriusError: see ``read_source``.
     """
-    source = read_source(path, SourceSettings(device=settings.device, dtype=settings.dtype), linear="torch")
+    how = SourceSettings(device=settings.device, dtype=settings.dtype, chat=settings.chat)
+    source = read_source(path, how, linear="torch")
     max_length = settings.max_length or longest_context(source.weights)
-    return source, Encoder(source.tokenizer, max_length, _prefix(source))
+    return source, Encoder(source.tokenizer, max_length, _prefix(source), settings.chat)
 
 
 def _prefix(source: Source) -> int:
@@ -127,6 +162,7 @@ def evaluate(
         CriusError: the model or the record cannot be used, or a text cannot be scored.
     """
     source, encoder = open_model(path, settings)
+    tasks = as_chats(tasks, source) if settings.chat else tasks
     weight = source.model.tok_embeddings.weight
     facts = {
         "dtype": str(weight.dtype).removeprefix("torch."),

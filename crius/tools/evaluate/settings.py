@@ -23,6 +23,10 @@ class Settings:
     out: str = ""
     """File that gets a line of JSON for each scored text. The same command continues from it. Empty: none."""
 
+    chat: bool = False
+    """Ask as a chat does: each context is what a user says, and goes through the tokenizer's chat template. A
+    continuation is the assistant's answer."""
+
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute."""
 
