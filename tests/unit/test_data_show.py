@@ -8,9 +8,11 @@ import pytest
 
 from crius import cli
 from crius.cli.settings import run_of
+from crius.config.run import replace_fields
 from crius.data.sample_log import Attempt, SampleLog, source_digest
 from crius.data.show import CLOSE, OPEN, ShownDocument, coloured
-from crius.train.inputs import open_run_corpus
+from crius.errors import ConfigError
+from crius.train.inputs import check_steps_left, open_run_corpus
 from crius.train.setup import MARKED, _ConsoleHandler
 
 SIZES = ["--training.seq_len", "32", "--training.global_batch_size", "4", "--validation.interval", "0"]
@@ -172,3 +174,9 @@ def test_steps_or_epochs_are_those_of_the_stronger_source(flags, steps, epochs, 
     (tmp_path / "b.toml").write_text("[training]\nsteps = 5\n")
     training = run_of(*flags).training
     assert (training.steps, training.epochs) == (steps, epochs)
+
+
+def test_steps_of_a_checkpoint_do_not_end_epochs_which_count_samples():
+    check_steps_left(7, replace_fields(run_of("--training.epochs", "2"), {"training.steps": 5}))
+    with pytest.raises(ConfigError, match="leaves nothing to train"):
+        check_steps_left(7, run_of("--training.steps", "5"))
