@@ -24,6 +24,8 @@ from crius.tools.bench.result import receipt, write_result
 from crius.tools.evaluate.metrics import Score, figures
 from crius.tools.evaluate.tasks import Task, read_tasks
 
+SHARES = ("accuracy", "accuracy_norm")
+
 
 def train_rows(task: str) -> list[dict[str, str]]:
     """Question and right answer of each document of a train split, in its order, without the examples in front."""
@@ -85,7 +87,7 @@ def one(file: Path, task: Task, scores: dict[int, dict[int, Score]]) -> dict[str
         "documents": len(lists),
         "loss": mean_and_error(losses),
         "loss_per_token": sum(losses) / sum(score.tokens for score in right),
-        **{name: figure._asdict() for name, figure in figures(task, lists).items()},
+        **{name: figures(task, lists)[name]._asdict() for name in SHARES},
         "losses": losses,
     }
 
@@ -97,13 +99,11 @@ def compare(files: Sequence[Path], out: Path | None) -> None:
         raise SystemExit("the records are not of the same documents")
     [task] = read_tasks([records[0][0].removesuffix(", chat")], len(records[0][1]))
     found = [one(file, task, scores) for file, (_, scores) in zip(files, records, strict=True)]
-    rows = [("", "nats an answer", "a token", "fall, paired", "standard errors", "accuracy", "accuracy_norm")]
+    rows = [("", "nats an answer", "a token", "fall, paired", "standard errors", *SHARES)]
     for model in found:
         fall, error = mean_and_error([a - b for a, b in zip(found[0]["losses"], model["losses"], strict=True)])
         model["fall"] = {"mean": fall, "standard_error": error, "in_errors": fall / error if error else 0.0}
-        shares = [
-            "{value:.3f} ({low:.3f} to {high:.3f})".format(**model[name]) for name in ("accuracy", "accuracy_norm")
-        ]
+        shares = ["{value:.3f} ({low:.3f} to {high:.3f})".format(**model[name]) for name in SHARES]
         paired = (
             (f"{fall:.3f} +- {error:.3f}", f"{model['fall']['in_errors']:.1f}") if model is not found[0] else ("", "")
         )
