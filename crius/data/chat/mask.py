@@ -18,7 +18,7 @@ from crius.data.source import MarkedText
 from crius.data.tokenizer import Tokenizer
 from crius.errors import DataError
 
-_VERSION = 1
+_VERSION = 2
 """Changes when other code gives the same conversation other tokens or another mask."""
 
 _BATCH, _BATCH_CHARACTERS = 64, 1 << 20
