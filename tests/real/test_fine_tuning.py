@@ -76,5 +76,5 @@ def test_adapters_load_in_peft(place, tuned, tmp_path):
     before, want = base(tokens).logits, merged(tokens).logits
     got = peft.PeftModel.from_pretrained(base, tmp_path / "adapters").eval()(tokens).logits
     largest = want.abs().max()
-    assert (got - want).abs().max() <= 2e-6 * largest
+    assert (got - want).abs().max() <= 1e-5 * largest  # merged weights are rounded: the bound of crius export
     assert (got - before).abs().max() > 1e-3 * largest, "the adapters do something"
