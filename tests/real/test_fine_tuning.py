@@ -56,7 +56,8 @@ def test_what_comes_out_is_the_model_that_was_trained(tuned, tmp_path):
     recipe, run, _ = tuned
     told = json.loads(crius("export", run, tmp_path / "out", "--json", timeout=300).stdout)
     assert told["tensors"] == (272 if recipe == "smollm2_sft" else 30 * 7 * 2)
-    assert ("peft" in told["logits"]) == (recipe == "smollm2_lora") and "max difference" in told["logits"]
+    compared = "max difference" if recipe == "smollm2_sft" else "PEFT takes a base of Hugging Face"  # compared below
+    assert compared in told["logits"]
 
 
 @torch.no_grad()
@@ -75,5 +76,5 @@ def test_adapters_load_in_peft(place, tuned, tmp_path):
     before, want = base(tokens).logits, merged(tokens).logits
     got = peft.PeftModel.from_pretrained(base, tmp_path / "adapters").eval()(tokens).logits
     largest = want.abs().max()
-    assert (got - want).abs().max() <= 2e-6 * largest
+    assert (got - want).abs().max() <= 1e-5 * largest  # merged weights are rounded: the bound of crius export
     assert (got - before).abs().max() > 1e-3 * largest, "the adapters do something"
