@@ -16,16 +16,17 @@ _LARGEST = 1 << 28
 def longest_context(weights: Weights) -> int:
     """Tokens of the longest context that is known.
 
-    What the run was trained with or ``config.json`` beside weights or tokenizer says, whichever is longer, else
-    ``model_max_length`` of the tokenizer, else ``UNKNOWN``. A model with stretched rotary frequencies reads at least as
-    much as they were stretched to.
+    What the run was trained with, or ``config.json`` beside weights or tokenizer says, or for a run that began with
+    pretrained weights ``model_max_length`` of their tokenizer, whichever is longest; else that, else ``UNKNOWN``. A
+    model with stretched rotary frequencies reads at least as much as they were stretched to.
 
     Raises:
         CheckpointError: a file beside the tokenizer is damaged.
     """
-    trained = weights.saved.manifest.config.get("training.seq_len") if weights.saved else 0
-    known = max(_number(trained), _named(weights, CONFIG, "max_position_embeddings"))
-    known = known or _named(weights, TOKENIZER_CONFIG, "model_max_length") or UNKNOWN
+    settings = weights.saved.manifest.config if weights.saved else {}
+    known = max(_number(settings.get("training.seq_len")), _named(weights, CONFIG, "max_position_embeddings"))
+    told = _named(weights, TOKENIZER_CONFIG, "model_max_length")
+    known = max(known, told) if settings.get("checkpoint.init_from") else known or told or UNKNOWN
     scaling = weights.facts.config.rope_scaling
     if scaling and known <= scaling.original_context:
         return int(scaling.factor * scaling.original_context)

@@ -5,6 +5,7 @@ import shutil
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from crius.checkpoint.plain import DTYPES
 from crius.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from crius.errors import CheckpointError, ConfigError
 from crius.interop.casting import cast
+from crius.interop.context import longest_context
 from crius.interop.weights import open_weights
 from crius.models.config import RopeScaling, rope_scaling_text
 from crius.models.registry import SPECS
@@ -343,3 +345,21 @@ def test_modules_in_the_current_folder_are_not_run(run_dir, tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     assert "tokens, at most" in export_model(open_source(str(run_dir), -1), str(tmp_path / "out")).logits
     assert not Path("ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "named", "want"),
+    [
+        ({"training.seq_len": 64}, 0, 64),
+        ({"training.seq_len": 64}, 4096, 64),  # a tokenizer may be for longer texts than a model was trained with
+        ({"training.seq_len": 64, "checkpoint.init_from": "smol"}, 4096, 4096),
+        ({"training.seq_len": 8192, "checkpoint.init_from": "smol"}, 4096, 8192),
+        ({}, 4096, 4096),
+        ({}, 0, 2048),
+    ],
+)
+def test_the_longest_context_is_the_one_trained_with_or_that_of_the_weights_before(tmp_path, settings, named, want):
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": named}))
+    saved = SimpleNamespace(manifest=SimpleNamespace(config=settings))
+    facts = SimpleNamespace(config=SimpleNamespace(rope_scaling=None))
+    assert longest_context(SimpleNamespace(saved=saved, folder=None, tokenizer=str(tmp_path), facts=facts)) == want
