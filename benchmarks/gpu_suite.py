@@ -38,7 +38,6 @@ NEEDED = {
     "cycler": "cycler",
     "cyclopts": "cyclopts",
     "dateutil": "python-dateutil",
-    "six": "six",  # of python-dateutil before 3.0
     "docstring_parser": "docstring-parser",
     "execnet": "execnet",
     "fontTools": "fonttools",
