@@ -4,6 +4,8 @@ import json
 
 import torch
 
+from crius import cli
+from crius.kernels import choice
 from crius.models import registry
 
 CHATML = (
@@ -44,3 +46,14 @@ def save_source(folder):
     (folder / "config.json").write_text(json.dumps(config))
     save_tokenizer(folder)
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>", "chat_template": CHATML}))
+
+
+def runner(verb, capsys, source):
+    """Runs a verb of ``crius`` on a source in this process; gives exit code, stdout and stderr."""
+
+    def run(*argv, src=source):
+        with choice.applied(choice.current()):
+            code = cli.main([verb, str(src), *map(str, argv)])
+        return code, *capsys.readouterr()
+
+    return run

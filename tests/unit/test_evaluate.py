@@ -8,15 +8,13 @@ import shutil
 
 import pytest
 import torch
-from tiny_source import CHATML, save_source
+from tiny_source import CHATML, runner, save_source
 
-from crius import cli
 from crius.config.data import DataConfig
 from crius.data.chat.conversations import Conversation
 from crius.data.chat.mask import ChatEncoder
 from crius.data.tokenizer import ByteTokenizer
 from crius.errors import ConfigError, DataError
-from crius.kernels import choice
 from crius.tools.evaluate import run
 from crius.tools.evaluate.encode import Encoder, Row
 from crius.tools.evaluate.metrics import Score, figures
@@ -42,14 +40,7 @@ def source(tmp_path_factory):
 
 @pytest.fixture
 def evaluate(capsys, source):
-    """Run ``crius evaluate`` on ``source`` in this process; gives exit code, stdout and stderr."""
-
-    def run(*argv, src=source):
-        with choice.applied(choice.current()):
-            code = cli.main(["evaluate", str(src), *map(str, argv)])
-        return code, *capsys.readouterr()
-
-    return run
+    return runner("evaluate", capsys, source)
 
 
 @pytest.fixture

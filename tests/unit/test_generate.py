@@ -10,9 +10,8 @@ import time
 
 import pytest
 from harness import ROOT
-from tiny_source import CHATML, save_source
+from tiny_source import CHATML, runner, save_source
 
-from crius import cli
 from crius.data.chat import renderer
 from crius.data.chat.renderer import render_chat
 from crius.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
@@ -33,14 +32,7 @@ def source(tmp_path_factory):
 
 @pytest.fixture
 def generate(capsys, source):
-    """Run ``crius generate`` on ``source`` in this process; gives exit code, stdout and stderr."""
-
-    def run(*argv, src=source):
-        with choice.applied(choice.current()):
-            code = cli.main(["generate", str(src), *map(str, argv)])
-        return code, *capsys.readouterr()
-
-    return run
+    return runner("generate", capsys, source)
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from crius.errors import ConfigError
+from crius.tools.generate.settings import refuse_out_of_range
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +44,4 @@ class Settings:
             ("max_length", self.max_length, self.max_length >= 0, "a number of tokens, or 0 for the model's own"),
             ("batch_tokens", self.batch_tokens, self.batch_tokens >= 0, "a number of tokens, or 0 for the default"),
         ]
-        problems = [
-            ConfigError(f"--{name} {value} is out of range.", where="command line", fix=f"give {right}")
-            for name, value, is_right, right in wrong
-            if not is_right
-        ]
-        if problems:
-            raise ConfigError.together(problems)
+        refuse_out_of_range(wrong)

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -52,10 +52,10 @@ class Settings:
     """Processes of this host that share each layer."""
 
     def check(self) -> None:
-        """Hold all settings against their ranges.
+        """Compare all settings with their ranges.
 
         Raises:
-            ConfigError: names all that are out of them.
+            ConfigError: names all settings that are out of range.
         """
         wrong = [
             ("max_new_tokens", self.max_new_tokens, self.max_new_tokens >= 1, "a number of at least 1"),
@@ -67,13 +67,25 @@ class Settings:
             ("stop", "''", all(self.stop), "a text that is not empty"),
             ("parallelism.tensor_parallel_degree", self.ranks, self.ranks >= 1, "a number of at least 1"),
         ]
-        problems = [
-            ConfigError(f"--{name} {value} is out of range.", where="command line", fix=f"give {right}")
-            for name, value, is_right, right in wrong
-            if not is_right
-        ]
-        if problems:
-            raise ConfigError.together(problems)
+        refuse_out_of_range(wrong)
+
+
+def refuse_out_of_range(settings: Iterable[tuple[str, object, bool, str]]) -> None:
+    """Report all settings that are out of their ranges together.
+
+    Args:
+        settings: name, value, whether the value is in range, and what would be.
+
+    Raises:
+        ConfigError: names all settings that are out of range.
+    """
+    problems = [
+        ConfigError(f"--{name} {value} is out of range.", where="command line", fix=f"give {right}")
+        for name, value, is_right, right in settings
+        if not is_right
+    ]
+    if problems:
+        raise ConfigError.together(problems)
 
 
 @dataclass(frozen=True)
