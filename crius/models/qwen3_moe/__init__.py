@@ -1,0 +1,89 @@
+"""Qwen3 with experts (arXiv:2505.09388): each layer's feed-forward is a router and 128 experts, of which a token visits 8.
+
+Flavors are as published, by their config.json on the Hugging Face hub, which has it as ``Qwen3MoeForCausalLM``.
+"""
+
+from dataclasses import dataclass
+
+from crius.models.config import RoutedConfig, decoder_layer, feed_forward, gqa
+from crius.models.description import Layer
+from crius.models.huggingface import HuggingFace
+from crius.models.plan import ShardingPlan, decoder_plan
+from crius.models.qwen3 import NAMES as QWEN3
+from crius.models.qwen3 import ROWS
+from crius.models.spec import ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3MoEConfig(RoutedConfig):
+    """Sizes of one Qwen3 model with experts; a head is 128 wide, whatever ``dim`` is."""
+
+    vocab_size: int = 151_936
+    head_dim: int = 128
+    rope_theta: float = 1_000_000.0
+    norm_eps: float = 1e-6
+
+    def layer(self) -> Layer:
+        """A dense one, with norms of queries and keys."""
+        attention = gqa(self.dim, self.num_heads, self.num_kv_heads, self.head_dim, head_norms=True)
+        return decoder_layer(self.dim, attention, feed_forward(self.dim, self.ffn_dim))
+
+
+FLAVORS: dict[str, Qwen3MoEConfig] = {
+    "debug": Qwen3MoEConfig(
+        dim=128,
+        num_layers=4,
+        num_heads=8,
+        num_kv_heads=4,
+        head_dim=32,
+        ffn_dim=384,
+        num_experts=8,
+        top_k=2,
+        expert_ffn_dim=192,
+        vocab_size=512,
+    ),
+    "30b-a3b": Qwen3MoEConfig(
+        dim=2048,
+        num_layers=48,
+        num_heads=32,
+        num_kv_heads=4,
+        ffn_dim=6144,
+        num_experts=128,
+        top_k=8,
+        expert_ffn_dim=768,
+    ),
+    "235b-a22b": Qwen3MoEConfig(
+        dim=4096,
+        num_layers=94,
+        num_heads=64,
+        num_kv_heads=4,
+        ffn_dim=12_288,
+        num_experts=128,
+        top_k=8,
+        expert_ffn_dim=1536,
+    ),
+}
+
+
+def plan(config: Qwen3MoEConfig) -> ShardingPlan:
+    """The sharding plan: that of a decoder with experts, and every rank has the norms of heads."""
+    return decoder_plan(
+        tied_embeddings=config.tied_embeddings,
+        rows=ROWS,
+        dense_layers=range(config.num_dense_layers),
+        shared_experts=config.shared_ffn_dim > 0,
+    )
+
+
+NAMES = {name: theirs for name, theirs in QWEN3.items() if ".feed_forward." not in name}
+
+HF = HuggingFace(
+    model_type="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    names=NAMES,
+    defaults={"num_kv_heads": 4, "norm_eps": 1e-6, "rope_theta": 10_000.0, "tied_embeddings": False},
+)
+
+SPEC = ModelSpec(
+    name="qwen3_moe", flavors=FLAVORS, plan=plan, block="crius.models.qwen3_moe.block:Qwen3MoEBlock", hf=HF
+)
