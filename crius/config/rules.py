@@ -16,6 +16,7 @@ from crius.config.rules_data import DATA_RULES
 from crius.config.rules_debugging import DEBUGGING_RULES
 from crius.config.rules_layout import LAYOUT_RULES, divisors
 from crius.config.rules_lora import LORA_RULES
+from crius.config.rules_moe import MOE_RULES
 from crius.config.rules_pipeline import PIPELINE_RULES
 from crius.config.rules_quantize import QUANTIZE_RULES
 from crius.config.rules_training import (
@@ -152,6 +153,9 @@ _RANGES: list[tuple[str, Callable[[Any], bool], str, str]] = [
             "sdc.recompute_interval",
             "sdc.replica_interval",
             "profiler.interval",
+            "moe.aux_loss_coefficient",
+            "moe.z_loss_coefficient",
+            "moe.bias_update_rate",
         )
     ],
     ("optimizer.lr", lambda value: value > 0, "above 0", "3e-4"),
@@ -303,6 +307,7 @@ RULES: tuple[Rule, ...] = (
     *PIPELINE_RULES,
     *QUANTIZE_RULES,
     *LORA_RULES,
+    *MOE_RULES,
     *KERNEL_RULES,
     *OPTIMIZER_RULES,
     *STABILITY_RULES,

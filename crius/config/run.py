@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from crius.config.data import DataConfig, TokenizerConfig, ValidationConfig
 from crius.config.lora import LoraConfig
+from crius.config.moe import MoEConfig
 from crius.config.operation import (
     CheckpointConfig,
     DebugConfig,
@@ -107,6 +108,7 @@ class RunConfig:
     kernels: KernelsConfig = field(default_factory=KernelsConfig)
     quantize: QuantizeConfig = field(default_factory=QuantizeConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    moe: MoEConfig = field(default_factory=MoEConfig)
     stability: StabilityConfig = field(default_factory=StabilityConfig)
     sdc: SdcConfig = field(default_factory=SdcConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -115,7 +115,14 @@ def feed_forward(dim: int, width: int, *, gated: bool = True) -> FeedForward:
 
 
 def routed_feed_forward(
-    dim: int, *, num_experts: int, top_k: int, width: int, shared_width: int = 0, gated: bool = True, biases: bool = False
+    dim: int,
+    *,
+    num_experts: int,
+    top_k: int,
+    width: int,
+    shared_width: int = 0,
+    gated: bool = True,
+    biases: bool = False,
 ) -> FeedForward:
     """A router and experts, of which each token visits some, as ``crius.models.moe`` has them.
 
@@ -147,9 +154,7 @@ def routed_feed_forward(
     )
 
 
-def decoder_layer(
-    dim: int, attention: Attention, feed_forward: FeedForward, buffers: tuple[Buffer, ...] = ()
-) -> Layer:
+def decoder_layer(dim: int, attention: Attention, feed_forward: FeedForward, buffers: tuple[Buffer, ...] = ()) -> Layer:
     """Attention and feed-forward, each behind a norm: the weights of ``crius.models.decoder.Block``, in its order.
 
     ``buffers`` are named within the feed-forward.

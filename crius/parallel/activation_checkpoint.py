@@ -5,12 +5,11 @@ the module, run once. Recomputation runs the same kernels on the same inputs, so
 to the last bit (eager).
 """
 
-import contextlib
 import difflib
 import re
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,7 +29,6 @@ from torch.utils.checkpoint import (
 from crius.config.training import ActivationCheckpointConfig
 from crius.errors import ConfigError
 from crius.models.plan import ShardingPlan, match
-from crius.shards import counters, uncounted
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 ContextFn = Callable[[], Contexts]
@@ -121,7 +119,7 @@ def apply_activation_checkpoint(
         matches = Counter(dict.fromkeys(config.save_ops, 0))
         context_fn = _selective_contexts(config.save_ops, matches, attention_stays)
         for block in blocks:
-            _wrap(block, context_fn, compile_enabled)
+            _wrap(block, context_fn)
         kept = ", ".join(config.save_ops) or "nothing"
         note *= "attention" not in config.save_ops
         return CheckpointedBlocks(len(blocks), len(blocks), f"of each block stay: {kept}{note}", matches)
@@ -130,7 +128,7 @@ def apply_activation_checkpoint(
     # by its number in the whole model, so that it is the same block under every layout
     wrapped = [block for name, block in numbered.items() if (int(name.rpartition(".")[2]) + 1) % every == 0]
     for block in wrapped:
-        _wrap(block, _selective_contexts((), Counter(), True) if attention_stays else None, compile_enabled)
+        _wrap(block, _selective_contexts((), Counter(), True) if attention_stays else None)
     which = "every block" if every == 1 else f"one block of {every}"
     return CheckpointedBlocks(len(wrapped), len(blocks), f"{which} keeps its input only{note}")
 
@@ -163,12 +161,10 @@ def _memory_budget(num_blocks: int, budget: float, compile_enabled: bool) -> Che
     )
 
 
-def _wrap(block: nn.Module, context_fn: ContextFn | None, compile_enabled: bool) -> None:
+def _wrap(block: nn.Module, context_fn: ContextFn | None) -> None:
     assert "forward" not in vars(block), "activation checkpointing comes before compile"
     keeps_rng = any(isinstance(module, _DropoutNd) and module.p > 0 for module in block.modules())
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": keeps_rng}
-    if counters([block]) and not compile_enabled:  # torch.compile takes no other contexts than its own
-        context_fn = _counting_once(block, context_fn)
     if context_fn is not None:
         options["context_fn"] = context_fn
     block._checkpoint_options = options  # type: ignore[assignment]
@@ -178,21 +174,6 @@ def _wrap(block: nn.Module, context_fn: ContextFn | None, compile_enabled: bool)
 
 def _checkpointed_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return checkpoint(type(self).forward, self, *args, **self._checkpoint_options, **kwargs)  # type: ignore[arg-type]
-
-
-def _counting_once(block: nn.Module, context_fn: ContextFn | None) -> ContextFn:
-    """``context_fn`` with a recomputation that the counters of ``block`` do not count."""
-
-    @contextlib.contextmanager
-    def again(inner: AbstractContextManager[Any]) -> Iterator[None]:
-        with uncounted(block), inner:  # whose mode would watch the copies
-            yield
-
-    def contexts() -> Contexts:
-        first, second = context_fn() if context_fn else (contextlib.nullcontext(), contextlib.nullcontext())
-        return first, again(second)
-
-    return contexts
 
 
 def _selective_contexts(save_ops: Sequence[str], matches: Counter[str], attention_stays: bool) -> ContextFn:

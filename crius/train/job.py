@@ -43,6 +43,7 @@ from crius.train.checkpoints import Checkpoints, Parts
 from crius.train.effects import EffectWatch
 from crius.train.guard import UpdateGuard
 from crius.train.inputs import describe_model, describe_rows, end_sample, open_run_data
+from crius.train.loads import ExpertLoads
 from crius.train.loop import Loop, Preempted, Validation
 from crius.train.pretrained import load_initial
 from crius.train.reports import Meter, Recovery, StepReports, is_complete, write_summary
@@ -210,9 +211,12 @@ def assemble(
     gradients = build_gradients(job, parameters)
     if mesh.pp is None:  # a bad gradient of a later stage would be seen on the rank of the first one
         gradients.watch(built.parts[0])
-    after = build_copies(job, parameters), AfterUpdate(built.parts, facts.buffers, ranks)
-    sdc = build_sdc(job, built, runner)
-    guard = UpdateGuard(config.stability, state, parameters, gradients, built.names, ranks, run_dir, *after)
+    after_update = AfterUpdate(built.parts, facts.buffers, ranks)
+    sdc, copies = build_sdc(job, built, runner), build_copies(job, parameters)
+    guard = UpdateGuard(
+        config.stability, state, parameters, gradients, built.names, ranks, run_dir, copies, after_update
+    )
+    loads = ExpertLoads(facts, after_update, ranks) if facts.num_experts else None
     peak = config.metrics.peak_tflops or peak_tflops(ranks.device)
     meter = Meter(facts.flops_per_token((training.seq_len + 1) / 2), peak, ranks)
     return Loop(
@@ -228,7 +232,7 @@ def assemble(
         validation=_validation(job, corpus),
         world=ranks,
         ledger=ledger,
-        reports=StepReports(meter, ledger, guard),
+        reports=StepReports(meter, ledger, guard, loads),
         after_step=[functools.partial(_after_step, job, built, watch, ledger)],
         profiler=profiler(config.profiler, run_dir, ranks.rank, ranks.device.type),
     )

@@ -1,0 +1,49 @@
+"""Rules of models with experts."""
+
+from crius.config.facts import Facts, Rule, Violations, without_effect
+from crius.config.param_groups import group_of, parse_group
+from crius.errors import ConfigError
+
+SETTINGS = ("aux_loss", "aux_loss_coefficient", "z_loss_coefficient", "bias_update_rate")
+
+
+def settings_need_experts(facts: Facts) -> Violations:
+    """What balances experts does nothing where there are none."""
+    if facts.model is None:
+        return
+    if not facts.model.num_experts:
+        rows = [(f"--moe.{name}", f": {facts.model_name} has no experts", "leave it out") for name in SETTINGS]
+        yield from without_effect(facts, rows)
+        return
+    has_bias = any(buffer.name.endswith("router.bias") for buffer in facts.model.buffers)
+    rows = (
+        []
+        if has_bias
+        else [("--moe.bias_update_rate", f": the router of {facts.model_name} has no bias", "leave it out")]
+    )
+    if facts.config.moe.aux_loss == "none":
+        rows.append(("--moe.aux_loss_coefficient", " with --moe.aux_loss none", "--moe.aux_loss sequence"))
+    yield from without_effect(facts, rows)
+
+
+def muon_needs_matrices(facts: Facts) -> Violations:
+    """Muon would treat stacked experts as no matrices, and leave them to AdamW without a word."""
+    optimizer = facts.config.optimizer
+    if facts.model is None or not facts.model.num_experts:
+        return
+    try:
+        specs = [parse_group(text) for text in optimizer.param_groups]
+    except ValueError:
+        return  # another rule says so
+    experts = [weight.name for weight in facts.model.weights if weight.kind == "expert"]
+    chosen = {name: spec.optimizer if (spec := group_of(specs, name)) else None for name in experts}
+    if any((kind or optimizer.name) == "muon" for kind in chosen.values()):
+        yield ConfigError(
+            f"Muon does not update the experts of {facts.model_name}.",
+            where=facts.flag("optimizer.name"),
+            why="it is not built yet for matrices that are stacked",
+            fix='--optimizer.param_groups "feed_forward.experts: optimizer=adamw", or --optimizer.name adamw',
+        )
+
+
+MOE_RULES: tuple[Rule, ...] = (settings_need_experts, muon_needs_matrices)
