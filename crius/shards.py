@@ -2,8 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,18 +34,6 @@ def zero(counted: Sequence[Tensor]) -> None:
     """Set ``counted`` to 0."""
     if counted:
         torch._foreach_zero_(list(counted))
-
-
-@contextmanager
-def uncounted(module: nn.Module) -> Iterator[None]:
-    """What passes through ``module`` meanwhile is not counted: it passed before, or is of no step."""
-    counted = counters([module])
-    before = [counter.clone() for counter in counted]
-    try:
-        yield
-    finally:
-        for counter, old in zip(counted, before, strict=True):
-            counter.copy_(old)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ class ShardingPlan:
         heads: counts of the model that tensor parallelism splits: query heads first, then key/value heads.
         experts: modules whose parameters have the experts of a layer in their first dim, and which expert parallelism
             splits; empty where there are none.
+        routers: modules that choose them, whose matrices have a group of their own in the optimizer; likewise.
     """
 
     block: str
@@ -29,6 +30,7 @@ class ShardingPlan:
     tensor_parallel: Mapping[str, str] = field(default_factory=dict)
     heads: tuple[str, ...] = ("num_heads", "num_kv_heads")
     experts: str = ""
+    routers: str = ""
 
     def style_of(self, name: str) -> str:
         """The tensor-parallel style of the module ``name``; empty where it has no row."""
@@ -57,7 +59,7 @@ class ShardingPlan:
         names = list(module_names)
         patterns = (*(part for unit in self.fsdp_units for part in unit.split("+")), self.block)
         patterns = (*patterns, *self.embeddings, *self.sensitive, *self.tensor_parallel)
-        patterns = (*patterns, self.experts) if self.experts else patterns
+        patterns = (*patterns, *filter(None, (self.experts, self.routers)))
         unmatched = [pattern for pattern in patterns if not any(match(pattern, name) for name in names)]
         yield from (f"the sharding plan's row {pattern!r} matches no module of the model" for pattern in unmatched)
         if unmatched:
@@ -84,7 +86,7 @@ def _matches(pattern: str, names: list[str]) -> list[str]:
     return matching
 
 
-EXPERTS = "layers.*.feed_forward.experts"
+EXPERTS, ROUTERS = "layers.*.feed_forward.experts", "layers.*.feed_forward.router"
 _FEED_FORWARD = {"": "gather_sequence", ".w1": "colwise", ".w3": "colwise", ".w2": "rowwise"}
 
 
@@ -109,7 +111,7 @@ def decoder_plan(
     routed = dense_layers is not None
     if shared_experts:
         wide.append("layers.*.feed_forward.shared")
-    experts = {"layers.*.feed_forward.router": "router", EXPERTS: "experts"} if routed else {}
+    experts = {ROUTERS: "router", EXPERTS: "experts"} if routed else {}
     return ShardingPlan(
         block="layers.*",
         fsdp_units=ends or ("tok_embeddings", "layers.*", "norm+output"),  # norm is too small to gather alone
@@ -131,4 +133,5 @@ def decoder_plan(
             **(rows or {}),
         },
         experts=EXPERTS if routed else "",
+        routers=ROUTERS if routed else "",
     )

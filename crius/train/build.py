@@ -331,5 +331,7 @@ def build_runner(job: Job, built: Built) -> Runner:
     for name in job.copied:
         log.info("pipeline: %s is tied: the first and the last stage have a copy each, and sum its gradients", name)
     log.info("gradient_sync deferred: the schedule synchronises once a step, after the last microbatch")
-    pipeline = Pipeline(built.parts, built.stages, parallelism, sizes.accumulation, mesh.pp, job.ranks.device)
+    dtype = getattr(torch, training.mixed_precision_param)
+    where = (mesh.pp, job.ranks.device, job.facts.dim, dtype)
+    pipeline = Pipeline(built.parts, built.stages, parallelism, sizes.accumulation, *where)
     return Pipelined(pipeline)
