@@ -29,7 +29,7 @@ def settings_need_experts(facts: Facts) -> Violations:
 def muon_needs_matrices(facts: Facts) -> Violations:
     """Muon would treat stacked experts as no matrices, and leave them to AdamW without a word."""
     optimizer = facts.config.optimizer
-    if facts.model is None or not facts.model.num_experts:
+    if not facts.has_experts:
         return
     try:
         specs = [parse_group(text) for text in optimizer.param_groups]

@@ -26,6 +26,9 @@ class ExpertLoads:
         model: has experts.
         after_update: sums the counts of each step over all ranks.
         world: all ranks; the first one warns.
+
+    Attributes:
+        counts: tokens of the last step by layer and expert, over all ranks, int64 ``(layers, E)``.
     """
 
     def __init__(self, model: ModelDescription, after_update: AfterUpdate, world: World) -> None:
@@ -33,6 +36,7 @@ class ExpertLoads:
         self._top_k, self._experts, self._warns = model.top_k, model.num_experts, world.rank == 0
         self._layers = [buffer.name.split(".")[1] for buffer in model.buffers if buffer.name.endswith(".load")]
         self._idle = torch.zeros(len(self._layers), self._experts, dtype=torch.int64, device=world.device)
+        self.counts = torch.zeros_like(self._idle)
         self._lost = torch.zeros((), dtype=torch.int64, device=world.device)
         self._warned = 0
 
@@ -42,7 +46,7 @@ class ExpertLoads:
         if totals is None:
             return {}
         table = totals.view(len(self._layers), -1)
-        counts = table[:, :-1]
+        self.counts = counts = table[:, :-1]
         self._lost += (counts.sum(1) - tokens * self._top_k).abs().sum()
         self._idle = torch.where(counts > 0, 0, self._idle + 1)
         share = counts.double() / counts.sum(1, keepdim=True).clamp(min=1)

@@ -169,10 +169,11 @@ class StepReports:
 
     Attributes:
         sinks: take the records.
+        experts: their loads; None where the model has none.
     """
 
     def __init__(self, meter: Meter, ledger: TimeLedger, guard: UpdateGuard, loads: ExpertLoads | None = None) -> None:
-        self.meter, self.sinks, self._loads = meter, list[Sink](), loads
+        self.meter, self.sinks, self.experts = meter, list[Sink](), loads
         self._ledger, self._guard = ledger, guard
         self._clock = Clock()
         self._pace = Pace(meter.device_type)  # tells the watchdog how long a step takes
@@ -197,7 +198,7 @@ class StepReports:
 
     def loads(self, tokens: int) -> dict[str, Tensor]:
         """Numbers of the experts' loads in a step of ``tokens``, of all ranks; none where nothing is known of them."""
-        return self._loads.numbers(tokens) if self._loads else {}
+        return self.experts.numbers(tokens) if self.experts else {}
 
     def settle(self, step: int) -> None:
         """Write what can be written after ``step``."""
@@ -254,7 +255,7 @@ class StepReports:
         with self._ledger.phase("report"):
             report = self._unwritten.pop(0)
             numbers = dict(zip(report.names, report.totals.read(), strict=True))
-            numbers = self._loads.taken(numbers) if self._loads else numbers
+            numbers = self.experts.taken(numbers) if self.experts else numbers
             self.write(self.meter.report(report.state, report.lr, self._ledger.goodput(), numbers))
 
     def _rescue(self) -> None:

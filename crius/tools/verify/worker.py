@@ -39,7 +39,7 @@ from crius.models.plan import match
 from crius.parallel.init import Init, Normal, init_parameters, init_rules
 from crius.parallel.mesh import build_mesh
 from crius.parallel.runtime import World, world
-from crius.shards import local_tensor, named_state
+from crius.shards import local_tensor, named_buffers, named_state
 from crius.tools.plan.fit import fit
 from crius.tools.verify.parameters import Shards, checksums, compare
 from crius.train.build import Job, build_model, low_precision
@@ -111,10 +111,16 @@ def train(task: Task, placement: Placement) -> None:
         state = named_state(loop.state.parts)
         if task.is_reference and _writes(task, ranks):
             task.shards.save("start", state, ranks.rank)
+        counts: list[Any] = []
+        if experts := loop.reports.experts:
+            loop.after_step.append(lambda *_: counts.append(experts.counts.tolist()))
         dataclasses.replace(loop, place=place).run()
+        own = {name: bias.tolist() for name, bias in named_buffers(loop.state.parts, persistent=True)}
         result: dict[str, Any] = {
             "loss": [record.loss for record in recorder.steps],
             "grad_norm": [record.grad_norm for record in recorder.steps],
+            "counts": counts,
+            "buffers": {name: values for of_rank in ranks.gather_json(own) for name, values in of_rank.items()},
         }
         if task.is_reference and _writes(task, ranks):
             task.shards.save("end", state, ranks.rank)
