@@ -62,7 +62,7 @@ def test_each_token_gets_the_weighted_sum_of_its_experts(sizes):
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
     assert load[:-1].tolist() == [sum(e in of_one for of_one in chosen) for e in range(SMALL.num_experts)]
     for one, other in zip(*(torch.autograd.grad(y.square().sum(), [x, *moe.parameters()]) for y in (got, want))):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+        assert (one - other).abs().max() <= 1e-5 * other.abs().max()
 
 
 def test_the_bias_chooses_and_does_not_weigh():
