@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from crius.kernels.attention import Mask
 from crius.kernels.cpu.pointwise import swiglu
-from crius.kernels.grouped_mm import combine, grouped_linear, spread
+from crius.kernels.grouped_mm import grouped_linear, permute, spread
 from crius.models.config import RoutedConfig
 from crius.models.decoder import Block
 from crius.models.layers import FeedForward
@@ -170,7 +170,7 @@ class Dispatch(nn.Module):
         ends = counts.cumsum(0).to(torch.int32)
         place = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
         rows = experts(spread(x_ND, order, place, ids_NK.shape[1]), ends)
-        return combine(rows, order, place).view(*ids_NK.shape, -1)
+        return permute(rows, place, order).view(*ids_NK.shape, -1)
 
 
 class MixtureOfExperts(nn.Module):
