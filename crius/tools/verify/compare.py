@@ -67,7 +67,7 @@ _BLOCKS = {
     "update": Tolerance(0.3, "AdamW makes a whole step of a gradient near 0, whose sign is in its last bits"),
 }
 _REROUTED = "a choice between experts whose scores differ by less than such a rounding"
-_MOST_REROUTED = {"float32": Tolerance(1e-4, _REROUTED), "bfloat16": Tolerance(2e-2, _REROUTED)}
+_MOST_REROUTED = {"float32": Tolerance(1e-3, _REROUTED), "bfloat16": Tolerance(2e-2, _REROUTED)}
 _BUFFERS = Tolerance(0.0, "whole numbers of tokens move them; not asked where tokens are rerouted")
 _ALL = {"float32": _FLOAT32, "bfloat16": _BFLOAT16, "float8 tensorwise": _TENSORWISE, "mxfp8": _BLOCKS}
 
@@ -260,9 +260,11 @@ def judge(case: Case, expected: dict[str, Any] | None, result: dict[str, Any]) -
         values["rerouted"] = _rerouted(result["counts"], want["counts"])
     if "buffers" in bounds:
         values["buffers"] = _moved_apart(result["buffers"], want["buffers"])
-    beyond = [column for column, tolerance in bounds.items() if values[column] > tolerance.bound]
-    if values.get("rerouted") and "buffers" in beyond:
-        beyond.remove("buffers")
+    most = {column: tolerance.bound for column, tolerance in bounds.items()}
+    if values.get("rerouted"):  # two experts have a token more and a token less, and so another gradient
+        others = {column: _BFLOAT16[column].bound for column in ("parameters", "update")}
+        most |= {column: max(bound, most[column]) for column, bound in others.items()} | {"buffers": math.inf}
+    beyond = [column for column in bounds if values[column] > most[column]]
     notes = [f"{' and '.join(beyond)} beyond the tolerance"] if beyond else []
     if {"parameters", "update"} & set(beyond):
         notes.append(f"most in {result['worst']}")
@@ -307,7 +309,10 @@ def _conclude(table: Table, verb: str, kinds: dict[str, dict[str, Tolerance]]) -
     columns = next(iter(kinds.values()))
     largest = {column: max((row.values[column] for row in run_rows), default=0.0) for column in columns}
     counts = table.counts()
-    experts = ["rerouted: the share of choices that fell on another expert, by the counts of the first three steps"]
+    experts = [
+        "rerouted: the share of choices that fell on another expert, by the counts of the first three steps; where there",
+        f"are some, parameters may be {_BFLOAT16['parameters'].bound:.0e} and update {_BFLOAT16['update'].bound} apart",
+    ]
     legend = [
         "",
         "all relative to the reference: loss and gradient norm at their worst step (of the first three), before",
