@@ -4,7 +4,7 @@ import json
 import re
 import shlex
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -132,9 +132,9 @@ def read_model_settings(
     name = next((name for name, family in families.items() if family.model_type == kind), "")
     if not name:
         raise ConfigError(
-            f"{file} is of model_type {_shown(kind)}, which is not that of {' or '.join(families) or 'any model'}.",
+            f"{file} is of model_type {_shown(kind)}, which is not that of {_any_of(families) or 'any model'}.",
             where=where,
-            fix=f"use a config.json of {' or '.join(family.model_type for family in families.values())}",
+            fix=f"use a config.json of {_any_of(family.model_type for family in families.values())}",
         )
     settings: dict[str, Any] = {"name": name, "flavor": "custom"}
     wrong = list(dict.fromkeys((*_differences(content, families[name]), *_take(content, families[name], settings))))
@@ -165,6 +165,10 @@ def config_of(family: HuggingFace, model: Mapping[str, Any]) -> dict[str, Any]:
         "rope_scaling": load_object(rope_scaling_text(scaling).encode()) if scaling else None,
         **{key: same[0] for key, same in computes.items() if key not in _OF_ROPE},
     }
+
+
+def _any_of(names: Iterable[str]) -> str:
+    return " or ".join(", ".join(names).rsplit(", ", 1))
 
 
 def _shown(value: object) -> str:
