@@ -26,7 +26,6 @@ from crius.config.rules_training import (
     REPRODUCIBLE_RULES,
     STABILITY_RULES,
 )
-from crius.config.run import RunConfig
 from crius.config.toml_file import flatten, imports_of
 from crius.errors import ConfigError
 from crius.plugins import REQUIREMENTS, install_line
@@ -281,24 +280,6 @@ def extras_installed(facts: Facts) -> Violations:
             )
 
 
-def built_already(facts: Facts) -> Violations:
-    """What parses but is not built yet is refused, never ignored."""
-    yield from not_built(facts.config)
-
-
-def not_built(config: RunConfig) -> Violations:
-    """The settings of ``config`` that nothing obeys yet."""
-    p = config.parallelism
-    refused = [
-        (p.expert_parallel_degree > 1, "parallelism.expert_parallel_degree", "expert parallelism"),
-    ]
-    values = flatten(config)
-    found = [(name, feature) for asked, name, feature in refused if asked]
-    if found:
-        named = ", ".join(f"{feature} (--{name} {values[name]})" for name, feature in found)
-        yield ConfigError(f"not built yet: {named}.", fix=f"leave out {', '.join(f'--{name}' for name, _ in found)}")
-
-
 RULES: tuple[Rule, ...] = (
     known_model,
     heads_divide,
@@ -319,7 +300,6 @@ RULES: tuple[Rule, ...] = (
     sinks_installed,
     *DEBUGGING_RULES,
     extras_installed,
-    built_already,
 )
 
 

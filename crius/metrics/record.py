@@ -31,8 +31,8 @@ class StepMetrics:
         rolled_back_steps: steps so far whose update was lost when the weights of a snapshot came back.
         goodput: share in [0, 1] of the time since the command began that went into steps which count.
         max_loss: largest of the means over the valid tokens of one rank; None unless TensorBoard is on.
-        load_max_over_mean: tokens of the expert with the most, over the mean of its layer's, in the worst layer; this and
-            the next three of models with experts only, of steps whose update was applied.
+        load_max_over_mean: tokens of the expert with the most, over the mean of its layer's, in the worst layer. Like
+            the next three of models with experts only, and of steps whose update was applied.
         load_entropy: of the share of tokens of each expert of a layer, 1 where it is even; in the worst layer.
         dead_experts: experts, over all layers, that no token of the step chose.
         aux_loss: the balance losses, in nats, which are not part of ``loss``.

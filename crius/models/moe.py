@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from crius.kernels.attention import Mask
 from crius.kernels.cpu.pointwise import swiglu
-from crius.kernels.grouped_mm import combine, grouped_linear, spread
+from crius.kernels.grouped_mm import grouped_linear, permute, spread
 from crius.models.config import RoutedConfig
 from crius.models.decoder import Block
 from crius.models.layers import FeedForward
@@ -149,6 +149,11 @@ class Experts(nn.Module):
         return grouped_linear(hidden_MF, w2, ends_E)
 
 
+def inverse(order: Tensor) -> Tensor:
+    """Where each entry of a permutation is."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
+
+
 class Dispatch(nn.Module):
     """Brings tokens to their experts and back. A module of its own, so that another can take its place."""
 
@@ -164,13 +169,16 @@ class Dispatch(nn.Module):
             ids_NK: their experts.
             experts: takes rows by expert, of which those of expert e end before row ``ends[e]``.
         """
+        order, place, counts_E = self.sorted(ids_NK)
+        rows = experts(spread(x_ND, order, place, ids_NK.shape[1]), counts_E.cumsum(0).to(torch.int32))
+        return permute(rows, place, order).view(*ids_NK.shape, -1)
+
+    def sorted(self, ids_NK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The choices of all tokens, by expert, then by token: their order, where each went, and how many each has."""
         chosen = ids_NK.flatten()
-        order = chosen.argsort(stable=True)  # by expert, then by token
-        counts = chosen.new_zeros(self.num_experts).scatter_add_(0, chosen, torch.ones_like(chosen))
-        ends = counts.cumsum(0).to(torch.int32)
-        place = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
-        rows = experts(spread(x_ND, order, place, ids_NK.shape[1]), ends)
-        return combine(rows, order, place).view(*ids_NK.shape, -1)
+        order = chosen.argsort(stable=True)
+        counts_E = chosen.new_zeros(self.num_experts).scatter_add_(0, chosen, torch.ones_like(chosen))
+        return order, inverse(order), counts_E
 
 
 class MixtureOfExperts(nn.Module):

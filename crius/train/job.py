@@ -101,7 +101,7 @@ def run(
             story.begin(device, machine, config, facts)
             config, corpus = open_run_data(config, layout.batch)  # before the ranks meet: none waits in a collective
             ranks = stack.enter_context(_meet(config, placement, device))
-            mesh = build_mesh(one_layout(layout, ranks), device.type)
+            mesh = build_mesh(one_layout(layout, ranks), device.type, has_experts=facts.num_experts > 0)
             _log_run(Job(config, facts, mesh, ranks), run_dir, corpus)
             story.config = decided = decide(config, facts, machine, ranks, tools.fit)
             job = Job(config, facts, mesh, ranks)  # a run that goes on from this one decides anew

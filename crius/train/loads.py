@@ -71,7 +71,7 @@ class ExpertLoads:
             raise EffectError(
                 f"the experts' counts differ from the tokens of a step times top_k by {lost:,.0f} in all.",
                 why="a token was lost, or counted twice, on its way to its experts",
-                fix="report it with run.toml; without expert parallelism the run may go on: it can resume on any layout",
+                fix="report it with run.toml; the run can go on from its checkpoint on another layout",
             )
         idle = int(record.pop("idle", 0.0))
         if idle > self._warned and self._warns:

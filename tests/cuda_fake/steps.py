@@ -97,7 +97,8 @@ def run(flags: list[str], rank: int, folder: str, *, stages: bool = False) -> di
         ranks = _Ranks(alone.rank, alone.size, CUDA)
         layout = Layout.of(config.parallelism, ranks.size)
         stack.enter_context(choice.applied(run_kernels(config, CUDA)))
-        mesh, facts = build_mesh(layout, "cuda"), describe_model(config)
+        facts = describe_model(config)
+        mesh = build_mesh(layout, "cuda", has_experts=facts.num_experts > 0)
         config = decide(config, facts, Machine(device="cuda"), ranks, None)
         part = job.Job(config, facts, mesh, ranks, is_loaded=True)  # weights are allocated alone
         timeline = Timeline()

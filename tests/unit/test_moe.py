@@ -38,7 +38,10 @@ def written_out(moe, x_BTD):
         ids = choice.topk(config.top_k).indices
         weights = scores[ids] / (scores[ids].sum() if router.norm_topk else 1.0) * router.route_scale
         experts = moe.experts
-        y = sum(w * (experts.w2[i] @ (F.silu(experts.w1[i] @ x) * (experts.w3[i] @ x))) for i, w in zip(ids, weights))
+        y = sum(
+            w * (experts.w2[i] @ (F.silu(experts.w1[i] @ x) * (experts.w3[i] @ x)))
+            for i, w in zip(ids, weights, strict=False)
+        )
         rows.append(y + (moe.shared(x[None, None])[0, 0] if moe.shared is not None else 0))
         chosen.append(sorted(ids.tolist()))
     return torch.stack(rows).view_as(x_BTD), chosen
@@ -61,7 +64,9 @@ def test_each_token_gets_the_weighted_sum_of_its_experts(sizes):
     want, chosen = written_out(moe, x)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
     assert load[:-1].tolist() == [sum(e in of_one for of_one in chosen) for e in range(SMALL.num_experts)]
-    for one, other in zip(*(torch.autograd.grad(y.square().sum(), [x, *moe.parameters()]) for y in (got, want))):
+    for one, other in zip(
+        *(torch.autograd.grad(y.square().sum(), [x, *moe.parameters()]) for y in (got, want)), strict=False
+    ):
         assert (one - other).abs().max() <= 1e-5 * other.abs().max()
 
 

@@ -1,4 +1,4 @@
-"""Qwen3 with experts (arXiv:2505.09388): each feed-forward is a router and 128 experts, of which a token visits 8.
+"""Qwen3 with experts (arXiv:2505.09388): 128 in each layer, of which a token visits 8.
 
 Flavors are as published, by their config.json on the Hugging Face hub, which has it as ``Qwen3MoeForCausalLM``.
 """

@@ -55,8 +55,8 @@ def dry_run(config: RunConfig, num_ranks: int, rank: int, started: float, *, ext
     layout = Layout.of(config.parallelism, num_ranks)
     device = torch.device("cpu" if config.training.device == "cpu" else "cuda")
     with fake_world(rank, num_ranks) as world, _quiet(), applied(run_kernels(config, device)):
-        mesh = build_mesh(layout, world.device.type)
         facts = describe_model(config)
+        mesh = build_mesh(layout, world.device.type, has_experts=facts.num_experts > 0)
         check_decoder(on_meta(config, facts), facts)
         precision, lines = _precision(config, facts)
         if facts.adapted:

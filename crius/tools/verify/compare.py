@@ -280,7 +280,7 @@ def _apart(got: Sequence[Any], want: Sequence[Any]) -> float:
 
 
 def _rerouted(got: Sequence[Any], want: Sequence[Any]) -> float:
-    """The share of choices that fell on another expert in the compared steps, at least, by the counts of each expert."""
+    """The least share of choices that fell on another expert in the compared steps, by the counts of each expert."""
     pairs = [
         (a, b)
         for step in list(zip(got, want, strict=True))[:COMPARED_STEPS]

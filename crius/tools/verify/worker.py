@@ -204,7 +204,9 @@ def _session(task: Task, placement: Placement) -> Iterator[tuple[Job, contextlib
         ranks = stack.enter_context(
             world(placement.rank, placement.world_size, device, placement.rendezvous, task.seconds)
         )
-        yield Job(config, describe_model(config), build_mesh(layout, device.type), ranks), stack
+        facts = describe_model(config)
+        mesh = build_mesh(layout, device.type, has_experts=facts.num_experts > 0)
+        yield Job(config, facts, mesh, ranks), stack
 
 
 def speak_to(path: Path) -> None:
