@@ -153,9 +153,10 @@ def _axes(mesh: Mesh) -> dict[str, str]:
     """Name of each process group that this rank is in to its axis; ``fsdp=cp`` where one group serves as both."""
     views = (mesh.fsdp, mesh.tp, mesh.cp, mesh.pp, mesh.experts, mesh.ep)
     found: dict[str, str] = {}
-    for view, index in ((view, index) for view in views if view is not None for index in range(view.ndim)):
-        axis, name = (view.mesh_dim_names or ())[index], str(view.get_group(index).group_name)
-        found[name] = f"{found[name]}={axis}" if name in found else axis
+    for view in filter(None, views):
+        for index, axis in enumerate(view.mesh_dim_names or ()):
+            name = str(view.get_group(index).group_name)
+            found[name] = f"{found[name]}={axis}" if name in found else axis
     world = dist.group.WORLD
     assert world is not None
     return {str(world.group_name): "world"} | found

@@ -1,4 +1,4 @@
-"""How many rows go where: the one thing of a step that fake tensors cannot tell. An oracle answers, by a chosen load."""
+"""How many rows go to which experts: what fake tensors cannot tell. An oracle answers, by a chosen load."""
 
 from torch import Tensor, nn
 
