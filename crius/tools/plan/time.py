@@ -115,7 +115,7 @@ class Communication:
         kinds = [(count / layout.pp, layer) for count, layer in (model.dense, model.experts) if layer]
         layers = sum(count * numbers(layer, "linear", "router") for count, layer in kinds)
         embeddings = model.vocab_size * model.dim * (1 if model.tied_embeddings else 2) / layout.pp
-        experts = sum(count * numbers(layer, "expert") for count, layer in kinds) / max(layout.ep, layout.tp)
+        experts = sum(count * numbers(layer, "expert") for count, layer in kinds) / self._workload.expert_ranks
         return (layers + embeddings) / layout.tp, experts
 
     def _collect(self, size: int, number_bytes: float) -> float:
@@ -127,7 +127,7 @@ class Communication:
         ring = group(size, layout.tp, self._hardware, self._constants)
         seconds = ring.gather(self._dense * number_bytes) + self._layers * ring.latency
         if self._experts:
-            width = max(layout.ep, layout.tp)  # ranks that share one copy of the experts, next to each other
+            width = self._workload.expert_ranks
             copies = max(1, size * layout.tp // width)
             few = group(copies, width, self._hardware, self._constants)
             seconds += few.gather(self._experts * number_bytes) + self._expert_layers * few.latency
@@ -155,7 +155,8 @@ class Communication:
     def _gathers(self) -> tuple[float, float, float]:
         """Seconds of FSDP's gather in the forward, of that in the backward, and of its reduction."""
         work, size = self._workload, self._layout.fsdp
-        if work.zero_stage < 2 or size == 1:
+        has_copies = self._experts and size * self._layout.tp > work.expert_ranks
+        if work.zero_stage < 2 or (size == 1 and not has_copies):
             return 0.0, 0.0, 0.0
         gather = self._collect(size, 1 if work.float8_all_gather else work.param_bytes)
         reduce = self._collect(size, self._trained * work.reduce_bytes)
