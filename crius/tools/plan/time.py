@@ -332,20 +332,23 @@ class _Step:
     def _idle(self, busy: float, scale: float, passes: float) -> float:
         """Seconds that the processor waits for the host in passes of ``busy`` seconds at least: to launch, to route.
 
-        A GPU computes while the host launches ahead, but waits at every layer of experts for what goes where; a CPU
-        launches nothing ahead.
+        A GPU computes while the host launches ahead, but waits at every layer of experts for what goes where; under Crius
+        only where rows leave the rank. A CPU launches nothing ahead, and each expert's matmuls by themselves.
         """
         workload = self._workload
         layers = scale * workload.model.num_layers / workload.layout.pp
         share = self._constants.graph_launch if workload.compile else 1.0
         launch = share * OPS * passes * layers * self._rates.op_seconds
+        experts = max(1.0, workload.model.num_experts / workload.layout.ep)
+        if self._hardware.generation == "cpu":
+            each = 3 * experts / OPS * (workload.model.num_experts > 0)
+            return launch * (1 + each)
         routing = 0.0
-        if workload.model.is_routed:
+        is_told = workload.layout.ep > 1 or workload.trainer.splits_experts
+        if workload.model.is_routed and is_told:
             routing = share * layers * self._constants.expert_seconds * self._rates.experts / 2
             if workload.trainer.loops_over_experts:
-                routing *= math.sqrt(max(1.0, workload.model.num_experts / workload.layout.ep) / EXPERTS)
-        if self._hardware.generation == "cpu":
-            return launch + routing
+                routing *= math.sqrt(experts / EXPERTS)
         return float(((busy**4 + launch**4) ** (ROUTING / 4) + routing**ROUTING) ** (1 / ROUTING) - busy)
 
 

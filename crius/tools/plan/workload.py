@@ -58,7 +58,7 @@ class Trainer:
         overlaps_tensor: factor on the exposed communication of tensor parallelism where it is overlapped.
         overlaps_experts: factor on the exposed all-to-alls where a pipeline rank has several stages.
         experts: factor on permutation and routing to experts.
-        loops_over_experts: the host launches each expert of a rank by itself.
+        loops_over_experts: the host launches each expert of a rank by itself, so that it waits for its rows.
         splits_experts: tensor parallelism splits each expert where its ranks are more than those that share experts;
             if not, it splits none, and each of its ranks sends its part of a sequence to them.
         bias: logarithm of how much slower its compute is than the rest says.
@@ -94,7 +94,7 @@ class Trainer:
     bias: float | None = None
 
 
-CRIUS = Trainer()
+CRIUS = Trainer(loops_over_experts=False)
 
 
 Precision = Literal["float32", "bfloat16", "float8", "mxfp8", "nvfp4"]
