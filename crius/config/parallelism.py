@@ -43,7 +43,9 @@ class ParallelismConfig:
     pipeline's bubble."""
 
     expert_parallel_degree: int = 1
-    """Ranks that share the experts of a mixture-of-experts layer. Not built yet: more than 1 is refused."""
+    """Ranks that each hold some of the experts of a layer; tokens travel to their experts and back. They are ranks of
+    data_parallel_shard, context and tensor parallelism: the degree adds none, and must divide those and the experts.
+    Raise it where gathering all experts of a layer by FSDP costs more than the all-to-all, and inside a node first."""
 
     pipeline_parallel_schedule: Schedule = "1f1b"
     """Order of the microbatches in the pipeline. gpipe: all forwards, then all backwards. 1f1b: fewer live

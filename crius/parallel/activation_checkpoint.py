@@ -61,6 +61,10 @@ CATEGORIES: Mapping[str, tuple[str, ...]] = {
         "_c10d_functional.reduce_scatter_tensor_coalesced.default",
     ),
 }
+ROUTING = ("aten.topk.default", "aten._local_scalar_dense.default")
+"""What stays of a block with experts in every mode. Recomputed in another order of sums, a router could choose others,
+and rows would no longer fit the splits; and the host would wait for the splits a second time.
+"""
 _OP_NAME = re.compile(r"(\w+)\.(\w+)\.(\w+)")
 
 
@@ -115,9 +119,10 @@ def apply_activation_checkpoint(
         return _memory_budget(len(blocks), config.memory_budget, compile_enabled)
     attention_stays = compile_enabled and any(_is_split_on_cpu(block) for block in blocks)
     note = "; attention stays too, which torch cannot recompute in such a graph on a CPU" * attention_stays
+    anyway = (*(CATEGORIES["attention"] if attention_stays else ()), *(ROUTING if plan.experts else ()))
     if config.mode == "selective" and config.selective_option == "op":
         matches = Counter(dict.fromkeys(config.save_ops, 0))
-        context_fn = _selective_contexts(config.save_ops, matches, attention_stays)
+        context_fn = _selective_contexts(config.save_ops, matches, anyway)
         for block in blocks:
             _wrap(block, context_fn)
         kept = ", ".join(config.save_ops) or "nothing"
@@ -128,7 +133,7 @@ def apply_activation_checkpoint(
     # by its number in the whole model, so that it is the same block under every layout
     wrapped = [block for name, block in numbered.items() if (int(name.rpartition(".")[2]) + 1) % every == 0]
     for block in wrapped:
-        _wrap(block, _selective_contexts((), Counter(), True) if attention_stays else None)
+        _wrap(block, _selective_contexts((), Counter(), anyway) if anyway else None)
     which = "every block" if every == 1 else f"one block of {every}"
     return CheckpointedBlocks(len(wrapped), len(blocks), f"{which} keeps its input only{note}")
 
@@ -176,14 +181,13 @@ def _checkpointed_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return checkpoint(type(self).forward, self, *args, **self._checkpoint_options, **kwargs)  # type: ignore[arg-type]
 
 
-def _selective_contexts(save_ops: Sequence[str], matches: Counter[str], attention_stays: bool) -> ContextFn:
-    """What ``checkpoint`` calls before each forward of a block; counts into ``matches``.
+def _selective_contexts(save_ops: Sequence[str], matches: Counter[str], anyway: Sequence[str]) -> ContextFn:
+    """What ``checkpoint`` calls before each forward of a block; counts into ``matches``, but not what stays ``anyway``.
 
     Raises:
         ConfigError: see ``resolve_save_ops``.
     """
-    anyway = dict.fromkeys(CATEGORIES["attention"], "") if attention_stays else {}
-    categories = {**anyway, **resolve_save_ops(save_ops)}
+    categories = {**dict.fromkeys(anyway, ""), **resolve_save_ops(save_ops)}
 
     def contexts() -> Contexts:
         return create_selective_checkpoint_contexts(_Policy(categories, matches))

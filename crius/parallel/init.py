@@ -2,12 +2,13 @@
 
 A DTensor on a CPU mesh has no random state of its own: every rank would draw the same shard. So each parameter is
 drawn in blocks of rows, every block from a generator seeded by (seed, parameter name, block number), and a rank draws
-only the blocks that its shard touches. Any layout then starts from the same bits.
+only the blocks that its shard touches. Any layout then starts from the same bits. Each expert is drawn by itself.
 """
 
 import hashlib
 import itertools
 import math
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -112,12 +113,24 @@ def init_parameters(model: nn.Module, rules: list[tuple[str, Init]], seed: int, 
             elif not draws:
                 local.fill_(math.nan)
             elif local.numel():
-                first, *columns = (slice(start, start + size) for start, size in zip(offset, local.shape, strict=True))
-                # no second buffer where the numbers can be drawn in place
-                out = local if local.device.type == "cpu" and local.dtype == torch.float32 else None
-                drawn = draw_rows(name, parameter.shape, first.start, first.stop, seed, rule, tuple(columns), out, pool)
-                if out is None:
-                    local.copy_(drawn)
+                for part, matrix, shape, place in _matrices(name, local, parameter.shape, offset):
+                    first, *columns = (slice(at, at + size) for at, size in zip(place, matrix.shape, strict=True))
+                    # no second buffer where the numbers can be drawn in place
+                    out = matrix if matrix.device.type == "cpu" and matrix.dtype == torch.float32 else None
+                    drawn = draw_rows(part, shape, first.start, first.stop, seed, rule, tuple(columns), out, pool)
+                    if out is None:
+                        matrix.copy_(drawn)
+
+
+def _matrices(
+    name: str, local: Tensor, shape: torch.Size, offset: tuple[int, ...]
+) -> Iterator[tuple[str, Tensor, torch.Size, tuple[int, ...]]]:
+    """The matrices of a weight that a rank has, one of each expert: name, own part, whole shape, where the part is."""
+    if len(shape) < 3:
+        yield name, local, shape, offset
+        return
+    for index, matrix in enumerate(local, start=offset[0]):
+        yield f"{name}/{index}", matrix, shape[1:], offset[1:]
 
 
 def draw_weight(name: str, shape: tuple[int, ...], rules: list[tuple[str, Init]], seed: int) -> Tensor:

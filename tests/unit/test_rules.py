@@ -25,11 +25,6 @@ from crius.launch import environment
 from crius.models.registry import SPECS
 from crius.train.inputs import describe_known_model, resolve
 
-# Lines leave this table as the features arrive.
-NOT_BUILT = [
-    ["--parallelism.expert_parallel_degree", "2"],
-]
-
 # The commands of the mission's row "Command line".
 FSDP = [SHARD, "8", "--compile.enable", FLOAT8]
 ASYNC_2D = [SHARD, "4", TENSOR, "2", ASYNC, "--compile.enable"]
@@ -128,21 +123,6 @@ def test_five_violations_are_one_message(capsys, tmp_path, monkeypatch):
     for number, value in enumerate(values, start=1):
         assert re.search(rf"^\[{number}\] ConfigError: .*{value}", err, re.MULTILINE)
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("flags", NOT_BUILT, ids=lambda flags: flags[0][2:])
-def test_what_is_not_built_yet_is_refused_alone(flags):
-    [error] = rules.built_already(facts_of(flags))
-    assert f"({flags[0]} {(*flags, 'True')[1]})" in error.what
-    assert list(rules.built_already(facts_of(without(flags, error.fix)))) == []
-
-
-def test_all_that_is_not_built_yet_is_refused_in_one_line():
-    flags = [token for row in NOT_BUILT for token in row]
-    [error] = rules.built_already(facts_of(flags))
-    assert "\n" not in error.what
-    assert all(f"({row[0]} " in error.what for row in NOT_BUILT)
-    assert without(flags, error.fix) == []
 
 
 @pytest.mark.usefixtures("no_gpus")
