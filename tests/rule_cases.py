@@ -498,14 +498,6 @@ CASES = [
         "pip install",
     ),
     (
-        rules.built_already,
-        ["--parallelism.expert_parallel_degree", "2"],
-        {},
-        "not built yet: expert parallelism",
-        "",
-        "leave out --parallelism.expert_parallel_degree",
-    ),
-    (
         rules_training.checkpoints_have_a_folder,
         ["--checkpoint.enable", "--checkpoint.folder="],
         {},
