@@ -1,6 +1,6 @@
 """Broken rules between sections, with what their errors say."""
 
-from crius.config import rules, rules_data, rules_debugging, rules_layout, rules_moe, rules_training
+from crius.config import rules, rules_data, rules_debugging, rules_layout, rules_training
 
 SHARD = "--parallelism.data_parallel_shard_degree"
 REPLICATE = "--parallelism.data_parallel_replicate_degree"
@@ -496,78 +496,6 @@ CASES = [
         "package torchao",
         "--optimizer.state_dtype",
         "pip install",
-    ),
-    (
-        rules_moe.settings_need_experts,
-        ["--moe.aux_loss", "none"],
-        {},
-        "--moe.aux_loss has no effect: llama3/debug has no experts",
-        "--moe.aux_loss",
-        "leave it out",
-    ),
-    (
-        rules_moe.settings_need_experts,
-        ["--model.name", "qwen3_moe", "--moe.bias_update_rate", "0.01"],
-        {},
-        "the router of qwen3_moe/debug has no bias",
-        "--moe.bias_update_rate",
-        "leave it out",
-    ),
-    (
-        rules_moe.experts_are_enough,
-        ["--model.name", "qwen3_moe", "--model.top_k", "9"],
-        {},
-        "model.top_k 9 is more than the 8 experts of qwen3_moe/debug",
-        "--model.top_k",
-        "--model.top_k 8",
-    ),
-    (
-        rules_moe.muon_needs_matrices,
-        ["--model.name", "qwen3_moe", "--optimizer.name", "muon"],
-        {},
-        "Muon does not update the experts of qwen3_moe/debug",
-        "--optimizer.name",
-        "feed_forward.experts: optimizer=adamw",
-    ),
-    (
-        rules_moe.expert_parallel_divides,
-        ["--parallelism.expert_parallel_degree", "2"],
-        {},
-        "expert_parallel_degree 2 has no effect: llama3/debug has no experts",
-        "--parallelism.expert_parallel_degree",
-        "--model.name qwen3_moe",
-    ),
-    (
-        rules_moe.expert_parallel_divides,
-        ["--model.name", "qwen3_moe", SHARD, "2", "--parallelism.expert_parallel_degree", "4"],
-        {},
-        "expert_parallel_degree 4 does not divide the 8 experts of qwen3_moe/debug and the 2 ranks",
-        "--parallelism.expert_parallel_degree",
-        "--parallelism.expert_parallel_degree 2",
-    ),
-    (
-        rules_moe.experts_are_sharded_evenly,
-        ["--model.name", "qwen3_moe", SHARD, "12"],
-        {},
-        "the 8 experts of a rank are fewer than the 12 ranks",
-        SHARD,
-        f"{SHARD} 6 --parallelism.data_parallel_replicate_degree 2",
-    ),
-    (
-        rules_moe.own_mesh_of_experts_goes_with,
-        [
-            "--model.name",
-            "qwen3_moe",
-            SHARD,
-            "2",
-            "--parallelism.expert_parallel_degree",
-            "2",
-            "--training.reproducible",
-        ],
-        {},
-        "training.reproducible does not go with parallelism.expert_parallel_degree 2",
-        "--training.reproducible",
-        "--parallelism.expert_parallel_degree 1",
     ),
     (
         rules_training.checkpoints_have_a_folder,

@@ -22,8 +22,8 @@ class ExpertLoads:
 
     Args:
         model: has experts.
-        take_totals: what all ranks counted in the last step, int64, flat in the order of the model's counters, once; None
-            where there was no update since.
+        take_totals: what all ranks counted in the last step, int64, flat in the order of the model's counters, once;
+            None where there was no update since.
         device: of the counts.
         warns: say where experts die; on one rank.
 

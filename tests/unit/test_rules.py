@@ -12,8 +12,10 @@ from rule_cases import ASYNC, CASES, FLOAT8, PIPELINE, SCHEDULE, SHARD, TENSOR
 from crius import cli
 from crius.config import rules
 from crius.config.facts import Facts
+from crius.config.rules_experts import EXPERT_RULES
 from crius.config.rules_layout import open_files_suffice
 from crius.config.rules_lora import LORA_RULES
+from crius.config.rules_moe import MOE_RULES
 from crius.config.rules_pipeline import PIPELINE_RULES
 from crius.config.rules_quantize import QUANTIZE_RULES
 from crius.config.rules_training import KERNEL_RULES, OPTIMIZER_RULES, REPRODUCIBLE_RULES, STABILITY_RULES
@@ -85,6 +87,8 @@ def test_every_rule_has_a_case_and_an_untouched_run_breaks_none():
         *PIPELINE_RULES,
         *QUANTIZE_RULES,
         *LORA_RULES,
+        *MOE_RULES,
+        *EXPERT_RULES,
         *OPTIMIZER_RULES,
         *STABILITY_RULES,
         *REPRODUCIBLE_RULES,
