@@ -22,7 +22,10 @@ SHORT = [
     *("--training.seq_len", "32", "--training.global_batch_size", "8", "--validation.interval", "0"),
     *("--data.source", "text", "--data.path", str(TEXT), "--training.mixed_precision_param", "float32"),
 ]
-LAYOUTS = ("1", "fsdp2", "tp2", "pp2")
+LAYOUTS = {
+    **dict.fromkeys(("llama", "llama_tied"), ("1", "fsdp2", "tp2", "pp2")),
+    "qwen3_moe": ("1", "fsdp2_ep2", "fsdp2", "pp2"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -63,14 +66,14 @@ def first_loss(flags, folder):
     return steps_of(read_metrics(folder))[0]["loss"]
 
 
-@pytest.mark.parametrize("source", ["llama", "llama_tied"])
+@pytest.mark.parametrize("source", LAYOUTS)
 def test_every_layout_starts_from_the_same_weights(source, folders, tmp_path):
     """Of a folder of Hugging Face, whose rows are read, and of a checkpoint, whose parts are hashed."""
     folder, theirs, imported = folders[source]
     places = (imported, folder, imported, folder)
     losses = {
         layout: first_loss(["--checkpoint.init_from", str(place), *layout_flags(layout, 8)], tmp_path / layout)
-        for layout, place in zip(LAYOUTS, places, strict=True)
+        for layout, place in zip(LAYOUTS[source], places, strict=True)
     }
     assert max(losses.values()) - min(losses.values()) <= SAME * losses["1"]
     drawn = first_loss(["--config", str(imported / "run.toml")], tmp_path / "drawn")

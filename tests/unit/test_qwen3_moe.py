@@ -7,14 +7,20 @@ import tracemalloc
 
 import pytest
 import torch
+import torch.distributed as dist
 from pretrained_samples import EXPERTS, SIZES, save
 from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from crius.checkpoint.load import load_tensors
 from crius.cli import main
 from crius.errors import ConfigError
+from crius.interop.safetensors_file import SafetensorsFile
 from crius.interop.weights import open_weights
-from crius.models.huggingface import HuggingFace, config_of, rows_of
-from crius.models.registry import SPECS
+from crius.models.huggingface import HuggingFace, config_of, read_model_settings, rows_of
+from crius.models.registry import SPECS, families
 from crius.tools.convert import exporting
 from crius.tools.convert.dcp_out import export_dcp
 from crius.tools.convert.exporting import export_model, open_source
@@ -146,9 +152,6 @@ def test_a_config_json_says_each_size_again(name, tmp_path):
 
 
 def read(folder):
-    from crius.models.huggingface import read_model_settings
-    from crius.models.registry import families
-
     settings = read_model_settings(str(folder), families())[1]
     return {field: value for field, value in settings.items() if field not in ("name", "flavor")}
 
@@ -178,6 +181,41 @@ def test_in_and_out_less_than_twice_the_largest_tensor_is_in_memory(tmp_path, al
         finally:
             tracemalloc.stop()
         assert largest < peak < 1.8 * largest
+
+
+@pytest.fixture
+def second_of_two():
+    """The mesh of two ranks, of which this process is the second."""
+    dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+    yield init_device_mesh("cpu", (2,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("dim", "share"), [(0, 1 / 2), (1, 1 / 2), (2, 1.0)])
+def test_a_rank_reads_of_the_experts_what_it_holds(dim, share, saved, second_of_two, monkeypatch):
+    """The experts of an expert-parallel rank, and of each expert the rows of an FSDP rank."""
+    sizes, read = [], SafetensorsFile.read
+
+    def counting(*of):
+        data = read(*of)
+        sizes.append(data.nbytes)
+        return data
+
+    monkeypatch.setattr(SafetensorsFile, "read", counting)
+    tensors = {name: tensor for name, tensor in open_weights(str(saved)).tensors.items() if ".experts." in name}
+    wholes = {
+        name: torch.frombuffer(tensor.read(), dtype=torch.float32).view(tensor.shape)
+        for name, tensor in tensors.items()
+    }
+    targets = {
+        name: DTensor.from_local(torch.zeros_like(whole.chunk(2, dim)[1]), second_of_two, [Shard(dim)])
+        for name, whole in wholes.items()
+    }
+    sizes.clear()
+    load_tensors(tensors, targets)
+    for name, target in targets.items():
+        assert torch.equal(target.to_local(), wholes[name].chunk(2, dim)[1])
+    assert sum(sizes) == share * sum(tensor.num_bytes for tensor in tensors.values())
 
 
 def test_dcp_has_the_experts_of_torchtitan_and_comes_back(saved, tmp_path):
