@@ -39,7 +39,11 @@ def experts_are_enough(facts: Facts) -> Violations:
         )
     is_free = facts.config.model.flavor == CUSTOM and model.config.ffn_dim == facts.config.model.ffn_dim
     if not model.dense[0] and not is_free:
-        row = ("--model.ffn_dim", f": all layers of {facts.model_name} have experts", "--model.expert_ffn_dim N")
+        row = (
+            "--model.ffn_dim",
+            f": all layers of {facts.model_name} have experts, of model.expert_ffn_dim",
+            "leave it out",
+        )
         yield from without_effect(facts, [row])
 
 
