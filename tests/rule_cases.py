@@ -42,14 +42,6 @@ CASES = [
     ),
     (
         rules_moe.experts_are_enough,
-        [*ROUTED, "--model.top_k", "9"],
-        {},
-        "top_k 9 is more than the 8 experts of qwen3_moe/debug",
-        "--model.top_k (command line)",
-        "--model.top_k 8",
-    ),
-    (
-        rules_moe.experts_are_enough,
         [*ROUTED, "--model.ffn_dim", "64"],
         {},
         "model.ffn_dim has no effect: all layers of qwen3_moe/debug have experts",
