@@ -249,8 +249,7 @@ def chaos(
         steps: of training.
         world_sizes: numbers of ranks, joined by commas, from which each attempt gets one, split into replicas and
             shards at random; empty: always those of the run. Needs ``training.reproducible``.
-        layouts: joined by commas, of which each attempt gets one; the undisturbed run has the first. Where they are not
-            all the same, losses may differ by what ``verify parity`` allows, and how far parameters are apart is told.
+        layouts: joined by commas, of which each attempt gets one, the undisturbed run the first; see ``tolerance_of``.
         timeout: seconds that each of the two runs may take.
         as_json: print JSON instead of lines.
 
