@@ -48,6 +48,7 @@ more. ``warn``: the curve changes, as it may be meant to. ``free``: it stays, up
 SHAPES = (
     *("model.name", "model.flavor", "model.vocab_size", "model.dim", "model.num_layers", "model.num_heads"),
     *("model.num_kv_heads", "model.head_dim", "model.ffn_dim", "model.tied_embeddings"),
+    *("model.num_experts", "model.expert_ffn_dim"),
     *("lora.rank", "lora.targets"),
 )
 """Of weights: a checkpoint of others cannot be read, whoever allows it."""

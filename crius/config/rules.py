@@ -192,7 +192,7 @@ def ranges(facts: Facts) -> Violations:
 
 _LARGEST, _LARGEST_STEP, _LARGEST_VOCABULARY = 2**31 - 1, 2**36, 2**24
 """Of a whole number, of the tokens of a step, of the rows of an embedding: what tensors with 64-bit sizes can hold."""
-_MOST_LAYERS, _WIDEST = 100_000, 2**20
+_MOST_LAYERS, _WIDEST, _MOST_EXPERTS = 100_000, 2**20, 2**16
 _COUNTS = ("training.steps", "training.epochs", "debug.seed")
 """Whole numbers that are no size of a tensor."""
 
@@ -203,7 +203,9 @@ def sizes(facts: Facts) -> Violations:
     limits = dict.fromkeys((name for name, value in values.items() if isinstance(value, int)), _LARGEST)
     limits |= dict.fromkeys(_COUNTS, 2**63 - 1)
     limits |= {"model.vocab_size": _LARGEST_VOCABULARY, "model.num_layers": _MOST_LAYERS}
-    limits |= dict.fromkeys((f"model.{name}" for name in ("dim", "num_heads", "head_dim", "ffn_dim")), _WIDEST)
+    widths = ("dim", "num_heads", "head_dim", "ffn_dim", "expert_ffn_dim")
+    limits |= dict.fromkeys((f"model.{name}" for name in widths), _WIDEST)
+    limits |= {"model.num_experts": _MOST_EXPERTS}
     too_large = {name: limit for name, limit in limits.items() if values[name] > limit}
     for name, limit in too_large.items():
         yield ConfigError(f"{name} {values[name]} is above {limit:,}.", where=facts.flag(name), fix=f"--{name} {limit}")

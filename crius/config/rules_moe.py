@@ -1,6 +1,7 @@
 """Rules of models with experts."""
 
 from crius.config.facts import Facts, Rule, Violations, without_effect
+from crius.config.load import CUSTOM
 from crius.config.param_groups import group_of, parse_group
 from crius.errors import ConfigError
 
@@ -26,6 +27,25 @@ def settings_need_experts(facts: Facts) -> Violations:
     yield from without_effect(facts, rows)
 
 
+def experts_are_enough(facts: Facts) -> Violations:
+    """A token visits some of the experts, and each of them once."""
+    model = facts.model
+    if model is None or not model.num_experts or min(model.num_experts, model.top_k) < 1:
+        return  # known_model reports it
+    if model.top_k > model.num_experts:
+        given = [name for name in ("top_k", "num_experts") if facts.origin(f"model.{name}") != "default"]
+        yield ConfigError(
+            f"model.top_k {model.top_k} is more than the {model.num_experts} experts of {facts.model_name}.",
+            where=", ".join(facts.flag(f"model.{name}") for name in given) or facts.flag("model.top_k"),
+            why="a token visits each of its experts once",
+            fix=f"--model.top_k {model.num_experts}, or more experts: --model.num_experts {model.top_k}",
+        )
+    is_free = facts.config.model.flavor == CUSTOM and model.config.ffn_dim == facts.config.model.ffn_dim
+    if not model.dense[0] and not is_free:
+        row = ("--model.ffn_dim", f": all layers of {facts.model_name} have experts", "--model.expert_ffn_dim N")
+        yield from without_effect(facts, [row])
+
+
 def muon_needs_matrices(facts: Facts) -> Violations:
     """Muon would treat stacked experts as no matrices, and leave them to AdamW without a word."""
     optimizer = facts.config.optimizer
@@ -46,4 +66,4 @@ def muon_needs_matrices(facts: Facts) -> Violations:
         )
 
 
-MOE_RULES: tuple[Rule, ...] = (settings_need_experts, muon_needs_matrices)
+MOE_RULES: tuple[Rule, ...] = (settings_need_experts, experts_are_enough, muon_needs_matrices)

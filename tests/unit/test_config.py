@@ -174,7 +174,7 @@ def test_the_torchtitan_name_of_a_setting_works_as_a_flag_and_in_toml(shown, tom
         (["--parallelism.tensor_parallel_size", "2"], "did you mean --parallelism.tensor_parallel_degree?"),
         (["--quantize.linear.float8.recipe_name", "x"], "did you mean --quantize.dense.float8.recipe?"),
         (["--quantize.linear.mx.filter_fqns", "x"], "did you mean --quantize.dense.exclude?"),
-        (["--quantize.grouped_mm.float8.fqns", "x"], "models with experts are not trained yet"),
+        (["--quantize.grouped_mm.float8.fqns", "x"], "float8 and MXFP8 are for linears"),
         (["--fault_tolerance.enable"], "launch.max_restarts starts all ranks again"),
         (["--experimental.custom_import", "x"], "--import MODULE on the command line"),
         (["--zzz"], "unknown flag --zzz: there is no such setting."),

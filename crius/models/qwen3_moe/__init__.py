@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from crius.models.config import RoutedConfig, decoder_layer, feed_forward, gqa
 from crius.models.description import Layer
-from crius.models.huggingface import HuggingFace
+from crius.models.huggingface import HuggingFace, Size
 from crius.models.plan import ShardingPlan, decoder_plan
 from crius.models.qwen3 import NAMES as QWEN3
 from crius.models.qwen3 import ROWS
@@ -75,13 +75,29 @@ def plan(config: Qwen3MoEConfig) -> ShardingPlan:
     )
 
 
-NAMES = {name: theirs for name, theirs in QWEN3.items() if ".feed_forward." not in name}
+NAMES = {
+    **{name: theirs for name, theirs in QWEN3.items() if ".feed_forward." not in name},
+    "layers.*.feed_forward.router.weight": "model.layers.*.mlp.gate.weight",
+    "layers.*.feed_forward.experts.w1": "model.layers.*.mlp.experts.#.gate_proj.weight",
+    "layers.*.feed_forward.experts.w2": "model.layers.*.mlp.experts.#.down_proj.weight",
+    "layers.*.feed_forward.experts.w3": "model.layers.*.mlp.experts.#.up_proj.weight",
+}
 
 HF = HuggingFace(
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
     names=NAMES,
-    defaults={"num_kv_heads": 4, "norm_eps": 1e-6, "rope_theta": 10_000.0, "tied_embeddings": False},
+    sizes=(
+        Size("num_experts", "num_experts", int, True, "num_local_experts"),  # the latter since transformers 5
+        Size("num_experts_per_tok", "top_k", int, True),
+        Size("moe_intermediate_size", "expert_ffn_dim", int, True),
+    ),
+    # every layer has experts; transformers takes norm_topk_prob as false where it is left out
+    computes={"norm_topk_prob": (True,), "decoder_sparse_step": (1, None), "mlp_only_layers": ([], None)},
+    defaults={
+        **{"num_kv_heads": 4, "norm_eps": 1e-6, "rope_theta": 10_000.0, "tied_embeddings": False},
+        **{"num_experts": 128, "top_k": 8, "expert_ffn_dim": 768},
+    },
 )
 
 SPEC = ModelSpec(
