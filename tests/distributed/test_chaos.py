@@ -53,8 +53,8 @@ def test_a_run_that_changes_its_layout_when_it_is_killed_has_the_losses_of_the_u
     code, found = verify(tmp_path, capsys, flags, kills=3, seed=8, steps=6, layouts="fsdp2,tp2")
     assert code == 0 and found["identical"] and not found["problems"], found
     assert found["same_steps"] == 6 and found["kills"] == 3 and set(found["layouts"]) == {"fsdp2", "tp2"}
-    assert found["tolerance"] == 1e-5 and found["apart"]["loss"] < 1e-6 and 0 < found["apart"]["parameters"] < 1e-5
-    assert found["hash"] != found["hash_killed"] and not found["tensors"]
+    assert found["tolerance"] == 1e-5 and found["apart"]["loss"] < 1e-6 and found["apart"]["parameters"] < 1e-5
+    assert not found["tensors"]
 
 
 EXPERTS = ["--model.name", "qwen3_moe", "--model.flavor", "debug", "--model.num_layers", "2"]
