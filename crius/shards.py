@@ -70,6 +70,18 @@ def num_shards(tensor: Tensor, axis: str | None = None) -> int:
     return math.prod(mesh.size(i) for i in split if axis is None or names[i] == axis)
 
 
+def is_first_holder(tensor: Tensor) -> bool:
+    """Whether this rank is the first of those that hold the same part of a tensor as it does.
+
+    A tensor's mesh has all ranks that hold it; a plain tensor is held by all.
+    """
+    if not isinstance(tensor, DTensor):
+        return dist.get_rank() == 0
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None
+    return all(at == 0 or not place.is_replicate() for at, place in zip(coordinate, tensor.placements, strict=True))
+
+
 def local_shard(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """This rank's part of a parameter and where it starts in the whole."""
     if not isinstance(parameter, DTensor):

@@ -14,6 +14,7 @@ from crius.config.facts import Facts, Rule, Violations
 from crius.config.load import did_you_mean
 from crius.config.rules_data import DATA_RULES
 from crius.config.rules_debugging import DEBUGGING_RULES
+from crius.config.rules_experts import EXPERT_RULES
 from crius.config.rules_layout import LAYOUT_RULES, divisors
 from crius.config.rules_lora import LORA_RULES
 from crius.config.rules_moe import MOE_RULES
@@ -291,6 +292,7 @@ RULES: tuple[Rule, ...] = (
     *QUANTIZE_RULES,
     *LORA_RULES,
     *MOE_RULES,
+    *EXPERT_RULES,
     *KERNEL_RULES,
     *OPTIMIZER_RULES,
     *STABILITY_RULES,

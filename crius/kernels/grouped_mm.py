@@ -3,7 +3,8 @@
 The operator of a mixture of experts: rows lie group by group, and each group, which may be empty, has a matrix of its
 own. An operator of our own: torch's has no float64, no shapes for float32, and leaves rows behind the last group
 unwritten. On a CPU a loop over the groups, by the kernel that the process chose for linear layers; on a GPU torch's
-grouped kernel, which in bfloat16 asks the host for nothing. Of another dtype torch reads the sizes of the groups there.
+grouped kernel for bfloat16, which asks the host for nothing. It wants rows of whole 16 bytes; else, and in another
+dtype, a GPU has the loop too, which waits for the sizes of the groups.
 
 E groups, N rows
 """
@@ -38,7 +39,7 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         ends: the row behind the last one of each group, int32 ``(E,)``; the last is N.
 
     Raises:
-        ValueError: on a CPU, the last group does not end with the rows.
+        ValueError: the ends do not ascend to the number of rows; bfloat16 on a GPU does not look.
     """
     product: Tensor = _GroupedLinear.apply(x, weight, ends)
     return product
@@ -62,20 +63,20 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def _groups(ends: Tensor, rows: int) -> Iterator[tuple[int, slice]]:
-    """The groups that have rows, on a CPU."""
+    """The groups that have rows. The host reads where they end."""
     start = 0
     bounds: list[int] = ends.tolist()
-    if bounds[-1] != rows:
-        raise ValueError(f"the last group ends at row {bounds[-1]} of {rows}")
+    if bounds[-1] != rows or bounds != sorted(bounds):
+        raise ValueError(f"groups end at {bounds}, which does not ascend to the number of rows, {rows}")
     for group, end in enumerate(bounds):
         if end > start:
             yield group, slice(start, end)
         start = end
 
 
-def _multiply_on_cpu(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def _multiply(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     product = x.new_empty(x.shape[0], weight.shape[1])
-    by_onednn = choice.current().linear == "onednn" and x.dtype == torch.float32
+    by_onednn = choice.current().linear == "onednn" and x.dtype == torch.float32 and x.device.type == "cpu"
     for group, rows in _groups(ends, x.shape[0]):
         if by_onednn:
             product[rows] = linear.multiply(x[rows], weight[group])
@@ -84,25 +85,34 @@ def _multiply_on_cpu(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return product
 
 
-def _outer_on_cpu(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+def _outer(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     product = x.new_zeros(ends.shape[0], grad.shape[1], x.shape[1])
     for group, rows in _groups(ends, x.shape[0]):
         torch.mm(grad[rows].t(), x[rows], out=product[group])
     return product
 
 
+def _takes_torch(x: Tensor, *widths: int) -> bool:
+    """Whether torch's grouped kernel multiplies rows of such ``widths``."""
+    return x.dtype == torch.bfloat16 and x.shape[0] > 0 and all(width % 8 == 0 for width in widths)
+
+
 def _multiply_on_gpu(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    if not _takes_torch(x, *weight.shape[1:]):
+        return _multiply(x, weight, ends)
     return F.grouped_mm(x.contiguous(), weight.transpose(1, 2), offs=ends)
 
 
 def _outer_on_gpu(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    if not _takes_torch(x, grad.shape[1], x.shape[1]):
+        return _outer(grad, x, ends)
     product = F.grouped_mm(grad.t(), x.contiguous(), offs=ends)
     is_empty = ends.diff(prepend=ends.new_zeros(1)) == 0  # nothing says what the kernel writes there
     return product.masked_fill_(is_empty[:, None, None], 0)
 
 
-_library.impl("grouped_mm", _multiply_on_cpu, "CPU")
-_library.impl("grouped_outer", _outer_on_cpu, "CPU")
+_library.impl("grouped_mm", _multiply, "CPU")
+_library.impl("grouped_outer", _outer, "CPU")
 _library.impl("grouped_mm", _multiply_on_gpu, "CUDA")
 _library.impl("grouped_outer", _outer_on_gpu, "CUDA")
 

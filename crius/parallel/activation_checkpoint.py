@@ -28,6 +28,7 @@ from torch.utils.checkpoint import (
 
 from crius.config.training import ActivationCheckpointConfig
 from crius.errors import ConfigError
+from crius.models.moe import MixtureOfExperts
 from crius.models.plan import ShardingPlan, match
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -61,6 +62,15 @@ CATEGORIES: Mapping[str, tuple[str, ...]] = {
         "_c10d_functional.reduce_scatter_tensor_coalesced.default",
     ),
 }
+_CHOICES = ("aten.topk.default", "aten._local_scalar_dense.default")
+_COUNTS = (
+    *("_c10d_functional.all_to_all_single.default", "_c10d_functional.wait_tensor.default"),
+    *("_c10d_functional.all_reduce.default", "aten._to_copy.default"),
+)
+"""A layer with experts keeps its choices in every mode, and what ops of ``_COUNTS`` make of whole numbers. Routed in
+another way, a recomputed layer would have other shapes, or silently another gradient; and the host would wait for the
+numbers of rows once more. Rows themselves travel again."""
+
 _OP_NAME = re.compile(r"(\w+)\.(\w+)\.(\w+)")
 
 
@@ -115,22 +125,27 @@ def apply_activation_checkpoint(
         return _memory_budget(len(blocks), config.memory_budget, compile_enabled)
     attention_stays = compile_enabled and any(_is_split_on_cpu(block) for block in blocks)
     note = "; attention stays too, which torch cannot recompute in such a graph on a CPU" * attention_stays
+    routed = {block for block in blocks if any(isinstance(part, MixtureOfExperts) for part in block.modules())}
+    choices = "; choices and counts of experts stay too" * bool(routed)
     if config.mode == "selective" and config.selective_option == "op":
         matches = Counter(dict.fromkeys(config.save_ops, 0))
         context_fn = _selective_contexts(config.save_ops, matches, attention_stays)
+        routing = _selective_contexts(config.save_ops, matches, attention_stays, routes=True)
         for block in blocks:
-            _wrap(block, context_fn)
+            _wrap(block, routing if block in routed else context_fn)
         kept = ", ".join(config.save_ops) or "nothing"
         note *= "attention" not in config.save_ops
-        return CheckpointedBlocks(len(blocks), len(blocks), f"of each block stay: {kept}{note}", matches)
+        return CheckpointedBlocks(len(blocks), len(blocks), f"of each block stay: {kept}{note}{choices}", matches)
     assert config.mode in ("full", "selective"), config.mode  # auto is one of the others by now: choices.decide
     every = 1 if config.mode == "full" else int(config.selective_option)
     # by its number in the whole model, so that it is the same block under every layout
     wrapped = [block for name, block in numbered.items() if (int(name.rpartition(".")[2]) + 1) % every == 0]
+    context_fn = _selective_contexts((), Counter(), True) if attention_stays else None
+    routing = _selective_contexts((), Counter(), attention_stays, routes=True)
     for block in wrapped:
-        _wrap(block, _selective_contexts((), Counter(), True) if attention_stays else None)
+        _wrap(block, routing if block in routed else context_fn)
     which = "every block" if every == 1 else f"one block of {every}"
-    return CheckpointedBlocks(len(wrapped), len(blocks), f"{which} keeps its input only{note}")
+    return CheckpointedBlocks(len(wrapped), len(blocks), f"{which} keeps its input only{note}{choices}")
 
 
 def _is_split_on_cpu(block: nn.Module) -> bool:
@@ -176,8 +191,16 @@ def _checkpointed_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return checkpoint(type(self).forward, self, *args, **self._checkpoint_options, **kwargs)  # type: ignore[arg-type]
 
 
-def _selective_contexts(save_ops: Sequence[str], matches: Counter[str], attention_stays: bool) -> ContextFn:
+def _selective_contexts(
+    save_ops: Sequence[str], matches: Counter[str], attention_stays: bool, *, routes: bool = False
+) -> ContextFn:
     """What ``checkpoint`` calls before each forward of a block; counts into ``matches``.
+
+    Args:
+        save_ops: what stays.
+        matches: how many results each entry of it keeps.
+        attention_stays: attention, too.
+        routes: the block has experts.
 
     Raises:
         ConfigError: see ``resolve_save_ops``.
@@ -186,7 +209,7 @@ def _selective_contexts(save_ops: Sequence[str], matches: Counter[str], attentio
     categories = {**anyway, **resolve_save_ops(save_ops)}
 
     def contexts() -> Contexts:
-        return create_selective_checkpoint_contexts(_Policy(categories, matches))
+        return create_selective_checkpoint_contexts(_Policy(categories, matches, routes=routes))
 
     # no cache_hash on it: from its cache, torch would take a graph without asking the policy, which then counts nothing
     return contexts
@@ -199,13 +222,15 @@ class _Policy:
     sooner, but not reorder it.
     """
 
-    def __init__(self, categories: Mapping[str, str], matches: Counter[str]) -> None:
-        self._categories, self._matches = categories, matches
+    def __init__(self, categories: Mapping[str, str], matches: Counter[str], *, routes: bool) -> None:
+        self._categories, self._matches, self._routes = categories, matches, routes
         self._found: Counter[str] = Counter()
         self._matmuls: Counter[bool] = Counter()
 
     def __call__(self, context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         category = self._categories.get(str(op))
+        if category is None and self._routes and _is_routing(str(op), args):
+            return CheckpointPolicy.MUST_SAVE
         if category is None:
             return CheckpointPolicy.PREFER_RECOMPUTE
         again = bool(getattr(context, "is_recompute", False))
@@ -217,6 +242,12 @@ class _Policy:
             self._found[category] += 1
             self._matches[category] = max(self._matches[category], self._found[category])
         return CheckpointPolicy.MUST_SAVE
+
+
+def _is_routing(op: str, args: Sequence[Any]) -> bool:
+    """Whether an op of a layer with experts chooses experts or counts their rows."""
+    is_whole = bool(args) and isinstance(args[0], torch.Tensor) and not args[0].is_floating_point()
+    return op in _CHOICES or (op in _COUNTS and is_whole)
 
 
 def resolve_save_ops(save_ops: Sequence[str]) -> dict[str, str]:

@@ -574,9 +574,3 @@ def test_a_flag_of_thousands_of_digits_is_a_short_message(refused):
 
 def test_an_argument_that_is_not_utf8_is_a_message(refused):
     assert r"'caf\udce9.toml' is not UTF-8" in refused("--config", "caf\udce9.toml")
-
-
-def test_what_is_not_built_is_not_shown_as_a_setting_that_works(crius):
-    code, out, err = crius("config", "show", "--parallelism.expert_parallel_degree", "2")
-    assert (code, out) == (2, "") and "not built yet" in err
-    assert "Not built yet" in crius("train", "--help")[1]

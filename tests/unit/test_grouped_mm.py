@@ -50,7 +50,7 @@ def test_a_gradient_without_memory_of_its_own_will_do():
 
 def test_rows_behind_the_last_group_are_refused():
     x, weight, ends = case()
-    with pytest.raises(ValueError, match="ends at row 11 of 10"):
+    with pytest.raises(ValueError, match="which does not ascend to the number of rows, 10"):
         grouped_linear(x[:10], weight, ends)
 
 
