@@ -38,7 +38,7 @@ ContextFn = Callable[[], Contexts]
 EVERY_OTHER = "matmul_every_other"
 _MATMULS = (
     *("aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default", "aten.linear.default"),
-    "crius.mkldnn_linear.default",
+    *("crius.mkldnn_linear.default", "crius.grouped_mm.default"),
     *("aten._scaled_mm.default", "aten._scaled_mm_v2.default"),
     *("aten._grouped_mm.default", "aten._scaled_grouped_mm.default", "aten._scaled_grouped_mm_v2.default"),
 )
