@@ -6,6 +6,10 @@ loop over the groups, which on a CPU is as fast as ``grouped_mm`` and gives the 
 that torch.compile leaves it whole and FLOPs and checkpointing know it by a name. On a GPU the loop waits once for the
 ends of the groups; the bfloat16 path never does.
 
+Where this process has linear layers by oneDNN, so are the forward and the gradient of the rows. oneDNN compiles a
+kernel for each number of rows, and groups have another one in every step: it gets tiles of a few sizes, whose first
+rows may be those of the group before, and are left out.
+
 N rows, E groups
 """
 
@@ -18,6 +22,10 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
+
+from crius.kernels import choice
+
+_TILE, _STEP = 128, 16  # most rows of a tile, and what divides their number
 
 _library = torch.library.Library("crius", "FRAGMENT")
 _library.define("grouped_mm(Tensor x, Tensor weight, Tensor ends) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
@@ -94,10 +102,24 @@ def _groups(ends: Tensor, rows: int) -> Iterator[slice]:
 
 def _multiply(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     y = _shape(x, weight, ends)
+    by_onednn = choice.current().linear == "onednn" and choice.are_plain((torch.float32,), x, weight)
+    x = x.contiguous()
     for rows, matrix in zip(_groups(ends, len(x)), weight.unbind(), strict=True):
-        if rows.start < rows.stop:
+        if by_onednn and weight.numel():
+            _multiply_tiles(x, matrix, rows, y)
+        elif rows.start < rows.stop:
             torch.mm(x[rows], matrix.t(), out=y[rows])
     return y
+
+
+def _multiply_tiles(x: Tensor, matrix: Tensor, rows: slice, y: Tensor) -> None:
+    multiply = torch.ops.mkldnn._linear_pointwise.default
+    for start in range(rows.start, rows.stop, _TILE):
+        stop = min(start + _TILE, rows.stop)
+        size = -(-(stop - start) // _STEP) * _STEP
+        first = max(stop - size, 0)
+        tile = multiply(x[first : first + size], matrix, None, "none", [], "")
+        y[start:stop] = tile[start - first : stop - first]
 
 
 def _multiply_grad_weight(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:

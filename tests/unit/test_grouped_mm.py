@@ -5,9 +5,12 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import gradcheck
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from crius.kernels import grouped_mm
+from crius.kernels.choice import Choice, applied
 from crius.kernels.grouped_mm import grouped_linear, permute
 from crius.tools.dry_run.recorder import Recorder
 
@@ -15,6 +18,18 @@ from crius.tools.dry_run.recorder import Recorder
 GROUPS = [(3, 0, 5, 1), (0, 0, 0), (7,), (0, 4), (40, 130, 1)]
 # relative to the largest number: a rounding of sums and products, and of the result
 ROUNDING = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+
+
+class OpNames(TorchDispatchMode):
+    """Notes the operators that run inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
 
 
 def inputs(groups, dtype=torch.float32, width=8, out=12):
@@ -46,6 +61,15 @@ def close(found, expected, dtype):
         torch.testing.assert_close(each, other, rtol=0, atol=ROUNDING[dtype] * scale)
 
 
+@pytest.fixture(params=["torch", "onednn"])
+def linear(request):
+    if request.param == "onednn" and not torch.backends.mkldnn.is_available():
+        pytest.skip("torch was built without oneDNN")
+    with applied(Choice(linear=request.param)):
+        yield request.param
+
+
+@pytest.mark.usefixtures("linear")
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 @pytest.mark.parametrize("groups", GROUPS, ids=str)
 def test_it_multiplies_each_group_with_its_matrix(groups, dtype):
@@ -91,6 +115,15 @@ def test_ends_that_are_not_those_of_the_rows_are_refused(ends):
         grouped_linear(x, weight, torch.tensor(ends, dtype=torch.int32))
 
 
+def test_a_row_has_the_same_bits_in_a_group_of_any_size(linear):
+    """From 4 rows on for PyTorch's own float32 product: MKL has other kernels for fewer."""
+    x, weight, _, grad = inputs((300,), width=64, out=48)
+    whole = run(grouped_linear, x, weight, torch.tensor([300], dtype=torch.int32), grad)
+    parts = torch.tensor([4, 9, 29, 99, 115, 260, 300], dtype=torch.int32)
+    split = run(grouped_linear, x, weight.detach().expand(7, -1, -1).clone().requires_grad_(), parts, grad)
+    assert torch.equal(whole[0], split[0]) and torch.equal(whole[1], split[1])
+
+
 def test_shapes_that_do_not_go_together_are_refused():
     x, weight, ends, _ = inputs((3, 2))
     for wrong in ((x[:, :4], weight, ends), (x, weight[:1], ends), (x, weight.double(), ends)):
@@ -98,6 +131,7 @@ def test_shapes_that_do_not_go_together_are_refused():
             grouped_linear(*wrong)
 
 
+@pytest.mark.usefixtures("linear")
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 def test_a_group_reads_no_row_of_another(dtype):
     """NaN in the rows and the matrix of one group stays there."""
@@ -161,7 +195,7 @@ def tokens(count):
     return x, ids, weights
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_experts_are_one_graph_for_any_number_of_tokens(backend):
     """And recomputed ones too; ``eager`` here is what nothing compiles."""
 
@@ -190,3 +224,19 @@ def test_a_permutation_is_differentiated_by_its_inverse():
     assert gradcheck(lambda x: permute(x, order, order.argsort(), 3), x)
     assert torch.equal(permute(x, order, order.argsort(), 3), x[order // 3])
     assert permute(x[:0], order[:0], order[:0], 3).shape == (0, 3)
+
+
+def test_bfloat16_on_a_gpu_is_torchs_kernel_and_the_host_reads_nothing():
+    """The forward and both gradients, where rows are of whole 16 bytes; else the operator's loop."""
+    with FakeTensorMode(), OpNames() as ops:
+        x, weight = (torch.empty(shape, dtype=torch.bfloat16, device="cuda") for shape in ((9, 8), (4, 16, 8)))
+        grad, ends = torch.empty(9, 16, dtype=x.dtype, device="cuda"), torch.empty(4, dtype=torch.int32, device="cuda")
+        ops.names.clear()
+        for rows, matrices in ((x, weight), (grad, weight.transpose(1, 2))):
+            assert grouped_linear(rows, matrices, ends).shape == (9, matrices.shape[1])
+        assert grouped_mm._grad_weight(grad, x, ends).shape == weight.shape
+        assert [name for name in ops.names if "transpose" not in name and name != "aten::t"] == 3 * [
+            "aten::_grouped_mm"
+        ]
+        grouped_linear(x[:, :4], weight[..., :4], ends)
+        assert ops.names[-1] == "crius::grouped_mm"
