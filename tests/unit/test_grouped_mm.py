@@ -235,8 +235,7 @@ def test_bfloat16_on_a_gpu_is_torchs_kernel_and_the_host_reads_nothing():
         for rows, matrices in ((x, weight), (grad, weight.transpose(1, 2))):
             assert grouped_linear(rows, matrices, ends).shape == (9, matrices.shape[1])
         assert grouped_mm._grad_weight(grad, x, ends).shape == weight.shape
-        assert [name for name in ops.names if "transpose" not in name and name != "aten::t"] == 3 * [
-            "aten::_grouped_mm"
-        ]
+        kinds = {"prim::device", "aten::t", "aten::transpose.int", "aten::transpose", "aten::_grouped_mm"}
+        assert ops.names.count("aten::_grouped_mm") == 3 and set(ops.names) <= kinds
         grouped_linear(x[:, :4], weight[..., :4], ends)
-        assert ops.names[-1] == "crius::grouped_mm"
+        assert "crius::grouped_mm" in ops.names
