@@ -227,7 +227,7 @@ def test_a_permutation_is_differentiated_by_its_inverse():
 
 
 def test_bfloat16_on_a_gpu_is_torchs_kernel_and_the_host_reads_nothing():
-    """The forward and both gradients, where rows are of whole 16 bytes; else the operator's loop."""
+    """The forward, which on a transposed matrix is the gradient of the rows, and the gradient of the weight."""
     with FakeTensorMode(), OpNames() as ops:
         x, weight = (torch.empty(shape, dtype=torch.bfloat16, device="cuda") for shape in ((9, 8), (4, 16, 8)))
         grad, ends = torch.empty(9, 16, dtype=x.dtype, device="cuda"), torch.empty(4, dtype=torch.int32, device="cuda")
@@ -237,5 +237,3 @@ def test_bfloat16_on_a_gpu_is_torchs_kernel_and_the_host_reads_nothing():
         assert grouped_mm._grad_weight(grad, x, ends).shape == weight.shape
         kinds = {"prim::device", "aten::t", "aten::transpose.int", "aten::transpose", "aten::_grouped_mm"}
         assert ops.names.count("aten::_grouped_mm") == 3 and set(ops.names) <= kinds
-        grouped_linear(x[:, :4], weight[..., :4], ends)
-        assert "crius::grouped_mm" in ops.names
