@@ -55,7 +55,7 @@ class _WithLoss(torch.autograd.Function):
 
 
 class Router(nn.Module):
-    """Chooses each token's experts, and how much each counts. In float32, whatever the model computes in.
+    """Chooses each token's experts, and how much each counts. In float32, where the model computes in less.
 
     Attributes:
         aux_scale: of the sequence-wise balance loss (DeepSeek-V3, equations 17 to 20) of one sequence: its coefficient
@@ -63,6 +63,8 @@ class Router(nn.Module):
         z_scale: of the squared log-partition of one token (ST-MoE, arXiv:2202.08906): its coefficient over the tokens
             of the global batch; 0: there is none.
     """
+
+    bias: Tensor
 
     def __init__(self, config: RoutedConfig) -> None:
         super().__init__()
@@ -84,7 +86,8 @@ class Router(nn.Module):
 
         What is counted, int64 ``(E + 1,)``, is the tokens that chose each expert, and the losses in ``LOSS_UNIT``.
         """
-        logits_NE = F.linear(x_BTD.flatten(0, 1).float(), weight_ED.float())
+        dtype = torch.promote_types(x_BTD.dtype, torch.float32)
+        logits_NE = F.linear(x_BTD.flatten(0, 1).to(dtype), weight_ED.to(dtype))
         scores_NE = logits_NE.softmax(-1) if self.score == "softmax" else logits_NE.sigmoid()
         ids_NK = torch.topk(self._choice(scores_NE.detach()), self.top_k, dim=-1, sorted=False).indices
         weights_NK = scores_NE.gather(1, ids_NK)
@@ -195,6 +198,7 @@ class MixtureOfExperts(nn.Module):
         self.dispatch = Dispatch(config.num_experts)
         self.experts = Experts(config.num_experts, config.dim, config.expert_ffn_dim)
         self.shared = FeedForward(config.dim, config.shared_ffn_dim) if config.shared_ffn_dim else None
+        self.load: Tensor
         self.register_buffer("load", torch.zeros(config.num_experts + 1, dtype=torch.int64), persistent=False)
         self.bias_rate = 0.0
 

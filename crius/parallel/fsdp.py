@@ -169,10 +169,11 @@ def _placement(experts: Collection[nn.Parameter], mesh: Mesh) -> Callable[[nn.Pa
     axes = mesh.experts
     info = None
     if axes is not None:
-        kind, replicas = fsdp_common.FSDPMeshInfo, {}
-        if axes.ndim == 2:
-            kind, replicas = fsdp_common.HSDPMeshInfo, {"replicate_mesh_dim": 0}
-        info = kind(axes, shard_mesh_dim=axes.ndim - 1, **replicas)
+        info = (
+            fsdp_common.HSDPMeshInfo(axes, shard_mesh_dim=1, replicate_mesh_dim=0)
+            if axes.ndim == 2
+            else fsdp_common.FSDPMeshInfo(axes, shard_mesh_dim=0)
+        )
     ranks = (axes or mesh.shards).size(-1)
 
     def place(parameter: nn.Parameter) -> Any:
