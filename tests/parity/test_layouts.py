@@ -11,7 +11,16 @@ import subprocess
 import pytest
 import sigmoid_moe
 from harness import ROOT, SMALL, TEXT, TIED, layout_flags, parse, skip_what_torch_lacks, train
-from mutations import MUTATIONS, NAMES, ONE_KEY_VALUE_HEAD, planted
+from mutations import (
+    MUTATIONS,
+    NAMES,
+    ONE_KEY_VALUE_HEAD,
+    QWEN3_MOE,
+    count_tokens_where_they_are_recomputed,
+    planted,
+    with_fault,
+)
+from workers import RowFailed
 
 from crius.cli.app import facts_of
 from crius.config.layout import apply_layout, parse_layout
@@ -153,6 +162,12 @@ def test_a_planted_fault_fails_its_row(number, row):
     values, note, is_wrong = row(layout, flags, functools.partial(planted, number))
     assert is_wrong, (values, note)
     assert values  # it ran to its end and was measured
+
+
+def test_a_row_whose_tokens_count_twice_is_at_its_end(row):
+    fault = functools.partial(with_fault, count_tokens_where_they_are_recomputed)
+    with pytest.raises(RowFailed, match="the experts' counts differ from the tokens"):
+        row("fsdp2+full", QWEN3_MOE, fault)
 
 
 def test_another_commit_draws_another_quarter():
