@@ -1,11 +1,9 @@
 """Rules of how experts are split over ranks."""
 
-import importlib.metadata
-
 from crius.config.facts import Facts, Rule, Violations
 from crius.config.rules_layout import divisors
 from crius.errors import LayoutError
-from crius.plugins import install_line
+from crius.plugins import install_line, installed_torch
 
 DEGREE = "parallelism.expert_parallel_degree"
 _TORCH = (2, 13)
@@ -86,12 +84,11 @@ def experts_need_torch(facts: Facts) -> Violations:
     parallelism = facts.config.parallelism
     if not facts.has_experts or max(parallelism.expert_parallel_degree, parallelism.tensor_parallel_degree) == 1:
         return
-    torch = next(iter(importlib.metadata.distributions(name="torch")), None)
-    if torch and tuple(map(int, torch.version.split(".")[:2])) < _TORCH:
+    if (version := installed_torch()) and version[0] < _TORCH:
         name = DEGREE if parallelism.expert_parallel_degree > 1 else "parallelism.tensor_parallel_degree"
         yield LayoutError(
             f"{name} {max(parallelism.expert_parallel_degree, parallelism.tensor_parallel_degree)} with experts needs "
-            f"torch 2.13 or newer; torch {torch.version} is installed.",
+            f"torch 2.13 or newer; torch {version[1]} is installed.",
             where=facts.flag(name),
             why="FSDP of older ones has one mesh for all parameters of a layer, and experts lie on another",
             fix=f"--{name} 1, or {install_line('--upgrade', 'torch>=2.13')}",

@@ -17,11 +17,8 @@ def settings_need_experts(facts: Facts) -> Violations:
         yield from without_effect(facts, rows)
         return
     has_bias = any(buffer.name.endswith("router.bias") for buffer in facts.model.buffers)
-    rows = (
-        []
-        if has_bias
-        else [("--moe.bias_update_rate", f": the router of {facts.model_name} has no bias", "leave it out")]
-    )
+    no_bias = f": the router of {facts.model_name} has no bias"
+    rows = [] if has_bias else [("--moe.bias_update_rate", no_bias, "leave it out")]
     if facts.config.moe.aux_loss == "none":
         rows.append(("--moe.aux_loss_coefficient", " with --moe.aux_loss none", "--moe.aux_loss sequence"))
     yield from without_effect(facts, rows)
@@ -42,7 +39,11 @@ def experts_are_enough(facts: Facts) -> Violations:
         )
     is_free = facts.config.model.flavor == CUSTOM and model.config.ffn_dim == facts.config.model.ffn_dim
     if not model.dense[0] and not is_free:
-        row = ("--model.ffn_dim", f": all layers of {facts.model_name} have experts", "--model.expert_ffn_dim N")
+        row = (
+            "--model.ffn_dim",
+            f": all layers of {facts.model_name} have experts, of model.expert_ffn_dim",
+            "leave it out",
+        )
         yield from without_effect(facts, [row])
 
 

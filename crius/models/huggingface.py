@@ -210,7 +210,7 @@ def _differences(content: Mapping[str, Any], family: HuggingFace) -> Iterator[st
     architectures = content.get("architectures") or [family.architecture]
     if architectures != [family.architecture]:
         yield f"architectures is {_shown(architectures)}, and what is built is {_shown([family.architecture])}"
-    for key, same in (_COMPUTES | family.computes).items():
+    for key, same in {**_COMPUTES, **family.computes}.items():
         value = content.get(key)
         if value not in same and key in content:
             yield f"{key} {_shown(value)} is not built, only {json.dumps(same[0])} is"

@@ -28,6 +28,7 @@ from crius.launch.environment import Placement, sees_own_gpu
 from crius.launch.stop import PREEMPTED, catch_stop_signals
 from crius.metrics.device import machine_of, peak_tflops, total_memory_gib
 from crius.metrics.ledger import TimeLedger
+from crius.metrics.loads import ExpertLoads
 from crius.metrics.record import PlanSink, Sink
 from crius.metrics.sinks import build_sinks
 from crius.models import registry
@@ -43,7 +44,6 @@ from crius.train.checkpoints import Checkpoints, Parts
 from crius.train.effects import EffectWatch
 from crius.train.guard import UpdateGuard
 from crius.train.inputs import describe_model, describe_rows, end_sample, open_run_data
-from crius.train.loads import ExpertLoads
 from crius.train.loop import Loop, Preempted, Validation
 from crius.train.pretrained import load_initial
 from crius.train.reports import Meter, Recovery, StepReports, is_complete, write_summary
@@ -216,7 +216,9 @@ def assemble(
     guard = UpdateGuard(
         config.stability, state, parameters, gradients, built.names, ranks, run_dir, copies, after_update
     )
-    loads = ExpertLoads(facts, after_update, ranks) if facts.num_experts else None
+    loads = None
+    if facts.num_experts:
+        loads = ExpertLoads(facts, after_update.take_totals, ranks.device, warns=ranks.rank == 0)
     peak = config.metrics.peak_tflops or peak_tflops(ranks.device)
     meter = Meter(facts.flops_per_token((training.seq_len + 1) / 2), peak, ranks)
     return Loop(

@@ -23,11 +23,11 @@ from crius.launch.environment import Placement
 from crius.launch.status import status
 from crius.metrics.device import peak_memory
 from crius.metrics.ledger import TimeLedger
+from crius.metrics.loads import ExpertLoads
 from crius.metrics.record import PlanSink, Record, Sink, StepMetrics, ValidationMetrics
 from crius.parallel.runtime import World
 from crius.run_file import write_run_file
 from crius.train.guard import UpdateGuard
-from crius.train.loads import ExpertLoads
 from crius.train.state import TrainState
 from crius.train.step import Late
 

@@ -48,10 +48,9 @@ def export_dcp(source: Source, target: str, dtype: str = "") -> Export:
         CriusError: the target is taken, the source is damaged, or what was read back is not it.
     """
     model, facts = source.weights.model, source.weights.facts
-    names = {name: in_titan(name) for name in facts.state_names}
-    parts = parts_of(source, names, dtype)
+    parts = parts_of(source, {name: in_titan(name) for name in facts.state_names}, dtype)
     if model["name"] in _IN_PAIRS:
-        turned = [is_rotated(source.weights.tensors[name], name) for name in names]
+        turned = [is_rotated(source.weights.tensors[name], name) for name in facts.state_names]
         parts = [_paired(part, model["head_dim"]) if turn else part for part, turn in zip(parts, turned, strict=True)]
     own = {part.key: part for part in parts}
     parts += [replace(own[name], key=tied) for tied, name in facts.config.ties.items()]

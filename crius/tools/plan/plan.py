@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from crius.config.layout import DEGREES
-from crius.config.rules import RULES, built_already, extras_installed, known_model, ranges
+from crius.config.rules import RULES, extras_installed, known_model, ranges
 from crius.config.rules_layout import activation_checkpoint_options, sequence_divides, tensor_parallel_divides
 from crius.config.rules_training import OPTIMIZER_RULES
 from crius.config.run import replace_fields
@@ -45,7 +45,7 @@ PLAN_RULES = [rule for rule in RULES if rule is not extras_installed]
 
 OPEN_RULES = (
     *(known_model, ranges, tensor_parallel_divides, sequence_divides, activation_checkpoint_options),
-    *(*OPTIMIZER_RULES, built_already),
+    *OPTIMIZER_RULES,
 )
 """Those that say something of a run whose degrees are partly open."""
 

@@ -309,9 +309,10 @@ def _conclude(table: Table, verb: str, kinds: dict[str, dict[str, Tolerance]]) -
     columns = next(iter(kinds.values()))
     largest = {column: max((row.values[column] for row in run_rows), default=0.0) for column in columns}
     counts = table.counts()
+    looser = [f"{column} {_BFLOAT16[column].bound:g}" for column in ("parameters", "update")]
     experts = [
-        "rerouted: the share of choices that fell on another expert, by the counts of the first three steps; where there",
-        f"are some, parameters may be {_BFLOAT16['parameters'].bound:.0e} and update {_BFLOAT16['update'].bound} apart",
+        "rerouted: the share of choices that fell on another expert, by the counts of the first three steps; where",
+        f"there are some, at most {' and '.join(looser)} are asked",
     ]
     legend = [
         "",

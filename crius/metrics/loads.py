@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -10,10 +10,8 @@ from torch import Tensor
 from crius.errors import EffectError
 from crius.models.description import ModelDescription
 from crius.models.moe import LOSS_UNIT
-from crius.parallel.runtime import World
-from crius.train.state import AfterUpdate
 
-log = logging.getLogger("crius.train")
+log = logging.getLogger("crius.metrics")
 
 IDLE_STEPS = 10
 """Steps in a row without a token after which an expert is called dead in a warning."""
@@ -24,25 +22,29 @@ class ExpertLoads:
 
     Args:
         model: has experts.
-        after_update: sums the counts of each step over all ranks.
-        world: all ranks; the first one warns.
+        take_totals: what all ranks counted in the last step, int64, flat in the order of the model's counters, once;
+            None where there was no update since.
+        device: of the counts.
+        warns: say where experts die; on one rank.
 
     Attributes:
         counts: tokens of the last step by layer and expert, over all ranks, int64 ``(layers, E)``.
     """
 
-    def __init__(self, model: ModelDescription, after_update: AfterUpdate, world: World) -> None:
-        self._after_update = after_update
-        self._top_k, self._experts, self._warns = model.top_k, model.num_experts, world.rank == 0
+    def __init__(
+        self, model: ModelDescription, take_totals: Callable[[], Tensor | None], device: torch.device, *, warns: bool
+    ) -> None:
+        self._take_totals = take_totals
+        self._top_k, self._experts, self._warns = model.top_k, model.num_experts, warns
         self._layers = [buffer.name.split(".")[1] for buffer in model.buffers if buffer.name.endswith(".load")]
-        self._idle = torch.zeros(len(self._layers), self._experts, dtype=torch.int64, device=world.device)
+        self._idle = torch.zeros(len(self._layers), self._experts, dtype=torch.int64, device=device)
         self.counts = torch.zeros_like(self._idle)
-        self._lost = torch.zeros((), dtype=torch.int64, device=world.device)
+        self._lost = torch.zeros((), dtype=torch.int64, device=device)
         self._warned = 0
 
     def numbers(self, tokens: int) -> dict[str, Tensor]:
         """Figures of a step of ``tokens``, over all ranks, float64 scalars on the device; none if it made no update."""
-        totals = self._after_update.take_totals()
+        totals = self._take_totals()
         if totals is None:
             return {}
         table = totals.view(len(self._layers), -1)
