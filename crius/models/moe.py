@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from crius.kernels.attention import Mask
 from crius.kernels.cpu.pointwise import swiglu
-from crius.kernels.grouped_mm import grouped_linear, permute, spread
+from crius.kernels.grouped_mm import grouped_linear, permute
 from crius.models.config import RoutedConfig
 from crius.models.decoder import Block
 from crius.models.layers import FeedForward
@@ -170,7 +170,7 @@ class Dispatch(nn.Module):
             experts: takes rows by expert, of which those of expert e end before row ``ends[e]``.
         """
         order, place, counts_E = self.sorted(ids_NK)
-        rows = experts(spread(x_ND, order, place, ids_NK.shape[1]), counts_E.cumsum(0).to(torch.int32))
+        rows = experts(permute(x_ND, order, place, ids_NK.shape[1]), counts_E.cumsum(0).to(torch.int32))
         return permute(rows, place, order).view(*ids_NK.shape, -1)
 
     def sorted(self, ids_NK: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,18 +16,19 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from crius.kernels.grouped_mm import permute, spread
+from crius.kernels.grouped_mm import permute
 from crius.models.moe import Dispatch, Experts, MixtureOfExperts, SequenceCounts, inverse
 from crius.models.plan import ShardingPlan, match
 from crius.parallel.mesh import Mesh
 from crius.parallel.runtime import all_reduce, all_to_all, all_to_all_rows
 
 
-def read_splits(splits: Tensor) -> list[list[int]]:
+def read_splits(splits: Tensor, rows: int) -> list[list[int]]:
     """The numbers of rows on the host, the one time that a layer waits for its device. A dry run answers in its place.
 
     Args:
         splits: rows sent to each rank, and received from it, int64 ``(2, S)``.
+        rows: that are sent, all together.
     """
     found: list[list[int]] = splits.tolist()
     for counts in found:
@@ -42,7 +43,12 @@ class AllToAllDispatch(Dispatch):
     Args:
         num_experts: of the layer.
         mesh: the ranks that share them, one axis.
+
+    Attributes:
+        read_splits: the function, which a dry run replaces.
     """
+
+    read_splits: Callable[[Tensor, int], list[list[int]]] = staticmethod(read_splits)
 
     def __init__(self, num_experts: int, mesh: DeviceMesh) -> None:
         super().__init__(num_experts)
@@ -53,8 +59,8 @@ class AllToAllDispatch(Dispatch):
         order, place, counts_E = self.sorted(ids_NK)
         sent_SE = counts_E.view(self.ranks, -1)
         received_SE = all_to_all(sent_SE, self.mesh)
-        to, of = read_splits(torch.stack((sent_SE.sum(1), received_SE.sum(1))))
-        rows_MD = all_to_all_rows(spread(x_ND, order, place, ids_NK.shape[1]), to, of, self.mesh)
+        to, of = self.read_splits(torch.stack((sent_SE.sum(1), received_SE.sum(1))), ids_NK.numel())
+        rows_MD = all_to_all_rows(permute(x_ND, order, place, ids_NK.shape[1]), to, of, self.mesh)
         # as they come: by source, expert, token; as experts take them: by expert, source, token
         expert_M = torch.arange(received_SE.shape[1], device=ids_NK.device).repeat(self.ranks)
         expert_M = expert_M.repeat_interleave(received_SE.flatten(), output_size=rows_MD.shape[0])

@@ -9,6 +9,7 @@ import json
 import subprocess
 
 import pytest
+import sigmoid_moe
 from harness import ROOT, SMALL, TEXT, TIED, layout_flags, parse, skip_what_torch_lacks, train
 from mutations import MUTATIONS, NAMES, ONE_KEY_VALUE_HEAD, planted
 
@@ -16,6 +17,7 @@ from crius.cli.app import facts_of
 from crius.config.layout import apply_layout, parse_layout
 from crius.config.pipeline import num_stages
 from crius.config.run import RunConfig
+from crius.models import registry
 from crius.tools.verify import matrix, worker
 from crius.tools.verify.compare import judge, task_of
 from crius.tools.verify.parameters import Shards
@@ -107,7 +109,16 @@ class Rows:
 
 
 @pytest.fixture(scope="module")
-def row(workers, tmp_path_factory, imported_torchao):
+def known_model():
+    """A model that is no part of Crius, for this process and the workers that it forks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(registry.SPECS, sigmoid_moe.SPEC.name, sigmoid_moe.SPEC)
+        patch.setattr(registry, "FLAVORS", {*registry.FLAVORS, *sigmoid_moe.SPEC.flavors})
+        yield
+
+
+@pytest.fixture(scope="module")
+def row(workers, tmp_path_factory, imported_torchao, known_model):
     return Rows(workers, tmp_path_factory.mktemp("rows")).row
 
 

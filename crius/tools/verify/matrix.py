@@ -160,14 +160,10 @@ def bare(config: RunConfig, layouts: Sequence[Layout], steps: int) -> RunConfig:
     Raises:
         LayoutError: the schedule file cannot be read.
     """
-    total = config.training.global_batch_size
-    if total == -1:
-        unit = math.lcm(*(batch_unit(config, layout) for layout in layouts))
-        total = -(-LEAST_GLOBAL_BATCH // unit) * unit
     changes = {
         "training.steps": steps,
         "training.epochs": -1,
-        "training.global_batch_size": total,
+        "training.global_batch_size": shared_batch(config, layouts),
         "validation.interval": 0,
         "metrics.log_interval": 1,
         "metrics.enable_tensorboard": False,
@@ -175,6 +171,18 @@ def bare(config: RunConfig, layouts: Sequence[Layout], steps: int) -> RunConfig:
         "checkpoint": CheckpointConfig(enable=False),
     }
     return replace_fields(config, changes)
+
+
+def shared_batch(config: RunConfig, layouts: Sequence[Layout]) -> int:
+    """Sequences of a global batch that all ``layouts`` split: that of ``config``, or where it has none a small one.
+
+    Raises:
+        LayoutError: the schedule file cannot be read.
+    """
+    if config.training.global_batch_size != -1:
+        return config.training.global_batch_size
+    unit = math.lcm(*(batch_unit(config, layout) for layout in layouts))
+    return -(-LEAST_GLOBAL_BATCH // unit) * unit
 
 
 def case(facts: Facts, config: RunConfig, layout: Layout) -> Case:
