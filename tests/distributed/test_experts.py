@@ -1,8 +1,9 @@
 """Experts that are split over ranks: start, gradients, norms and updates of one process, checkpoints of any layout."""
 
-import functools
 import json
+import re
 import shutil
+from functools import partial
 
 import pytest
 import sigmoid_moe as sigmoid
@@ -10,6 +11,7 @@ import torch
 from checkpoint_runs import contents, flags
 from harness import TEXT, layout_flags, parse, steps_of, train
 from test_reproducible import bits
+from test_sdc import error_of, flip_gradient
 from torch.distributed.device_mesh import init_device_mesh
 
 from crius.cli.app import facts_of
@@ -90,7 +92,7 @@ def run_layout(workers, tmp_path_factory):
         if is_reference:
             folders[model] = folder
         task = Task(case.config, folder, 60, Shards(folders[model], is_whole=True), is_reference)
-        found = workers(layout.num_ranks).run(functools.partial(trained, task), folder)[0]
+        found = workers(layout.num_ranks).run(partial(trained, task), folder)[0]
         return {**json.loads((folder / worker.RESULT).read_text()), **found}
 
     references = {}
@@ -145,7 +147,7 @@ def dispatched(chosen, placement):
 
 @pytest.mark.parametrize("chosen", [[(0, 1), (0, 1)], [(2, 3), (2, 3)], [(0, 1), (2, 3)], [(3, 0), (1, 2)]])
 def test_a_rank_whose_experts_nobody_chooses_has_gradients_of_zeros(chosen, workers, tmp_path):
-    sizes = workers(2).run(functools.partial(dispatched, chosen), tmp_path)
+    sizes = workers(2).run(partial(dispatched, chosen), tmp_path)
     ranks = {expert // 2 for of_rank in chosen for expert in of_rank}
     assert [size > 0 for size in sizes] == [rank in ranks for rank in range(2)]
 
@@ -166,8 +168,16 @@ def test_any_split_of_experts_loads_what_any_other_saved(tmp_path, monkeypatch):
         shutil.rmtree(tmp_path / str(number - 1))
 
 
-def test_recomputed_gradients_of_experts_are_compared_apart(tmp_path):
-    """By the checks for silent corruption, which see a unit's gradient for each mesh that it lies on."""
+def test_a_gradient_that_differs_the_second_time_is_seen_in_experts_too(tmp_path, capfd):
+    """On its way through a layer it comes to experts of both ranks; each layer shows two gradients."""
+    layout = [*ROUTED, *layout_flags("fsdp2_ep2", 12), "--sdc.recompute_interval", "2"]
+    error = error_of([*layout, "--training.local_batch_size", "6"], partial(flip_gradient, 3), 1, tmp_path, capfd)
+    assert "CorruptionError: step 2, computed twice" in error
+    said = r"rank 0 on \S+ \S+ gradients of \d of 6 units, first layers.1/experts; rank 1 on .* first norm\+output"
+    assert re.search(said, error)
+
+
+def test_experts_computed_twice_raise_no_alarm(tmp_path):
     checked = train(flags("fsdp2_ep2", *ROUTED, "--sdc.recompute_interval", "1"), tmp_path / "checked")
     plain = train(flags("fsdp2_ep2", *ROUTED), tmp_path / "plain")
     assert [record["loss"] for record in steps_of(checked)] == [record["loss"] for record in steps_of(plain)]
