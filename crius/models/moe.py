@@ -64,6 +64,8 @@ class Router(nn.Module):
             of the global batch; 0: there is none.
     """
 
+    bias: Tensor
+
     def __init__(self, config: RoutedConfig) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.dim))
@@ -188,6 +190,8 @@ class MixtureOfExperts(nn.Module):
         bias_rate: what one update moves the router's bias by, for experts with too few tokens up.
         load: what the forward passes of a step saw, as ``Router.route`` counts it.
     """
+
+    load: Tensor
 
     def __init__(self, config: RoutedConfig) -> None:
         super().__init__()

@@ -130,7 +130,7 @@ def _draw(
     first, *columns = place
     if len(shape) == 3:
         for number, matrix in zip(range(first.start, first.stop), out, strict=True):
-            _draw(f"{name}/{number}", shape[1:], place[1:], matrix, seed, rule, pool)
+            _draw(f"{name}/{number}", torch.Size(shape[1:]), place[1:], matrix, seed, rule, pool)
         return
     # no second buffer where the numbers can be drawn in place
     target = out if out.device.type == "cpu" and out.dtype == torch.float32 else None

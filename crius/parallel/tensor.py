@@ -157,7 +157,7 @@ def _whole_loss(loss: nn.Module, inputs: tuple[Any, ...], result: Tensor) -> Ten
 
 
 GATHER = "gather_sequence"
-Style = tuple[type[nn.Module], Placement, Callable[..., Tensor]]
+Style = tuple[type[nn.Module], Placement, Callable[..., Any]]
 STYLES: dict[str, Style] = {
     "vocab": (nn.Embedding, Shard(0), _lookup),
     "sequence": (nn.Module, Replicate(), _sequence_norm),
