@@ -192,13 +192,14 @@ class MixtureOfExperts(nn.Module):
         load: what the forward passes of a step saw, as ``Router.route`` counts it.
     """
 
+    load: Tensor
+
     def __init__(self, config: RoutedConfig) -> None:
         super().__init__()
         self.router = Router(config)
         self.dispatch = Dispatch(config.num_experts)
         self.experts = Experts(config.num_experts, config.dim, config.expert_ffn_dim)
         self.shared = FeedForward(config.dim, config.shared_ffn_dim) if config.shared_ffn_dim else None
-        self.load: Tensor
         self.register_buffer("load", torch.zeros(config.num_experts + 1, dtype=torch.int64), persistent=False)
         self.bias_rate = 0.0
 
