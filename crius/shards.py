@@ -71,10 +71,7 @@ def num_shards(tensor: Tensor, axis: str | None = None) -> int:
 
 
 def is_first_holder(tensor: Tensor) -> bool:
-    """Whether this rank is the first of those that hold the same part of a tensor as it does.
-
-    A tensor's mesh has all ranks that hold it; a plain tensor is held by all.
-    """
+    """Whether this rank is the first one of a tensor's mesh that holds its part; of a plain tensor, of all ranks."""
     if not isinstance(tensor, DTensor):
         return dist.get_rank() == 0
     coordinate = tensor.device_mesh.get_coordinate()

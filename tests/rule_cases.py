@@ -1,6 +1,6 @@
 """Broken rules between sections, with what their errors say."""
 
-from crius.config import rules, rules_data, rules_debugging, rules_layout, rules_moe, rules_training
+from crius.config import rules, rules_data, rules_debugging, rules_layout, rules_training
 
 SHARD = "--parallelism.data_parallel_shard_degree"
 REPLICATE = "--parallelism.data_parallel_replicate_degree"
@@ -39,14 +39,6 @@ CASES = [
         "llama3 has no num_experts, top_k: its layers have no experts",
         "--model.num_experts (command line)",
         "leave out --model.num_experts, --model.top_k",
-    ),
-    (
-        rules_moe.experts_are_enough,
-        [*ROUTED, "--model.ffn_dim", "64"],
-        {},
-        "model.ffn_dim has no effect: all layers of qwen3_moe/debug have experts",
-        "--model.ffn_dim",
-        "leave it out",
     ),
     (rules.sizes, [*ROUTED, "--model.num_experts", "99999"], {}, "above 65,536", "--model.num_experts", "65536"),
     (rules.heads_divide, ["--model.head_dim", "7"], {}, "7 wide, which is odd", "--model.head_dim", "head_dim 8"),

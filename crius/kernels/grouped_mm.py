@@ -1,12 +1,16 @@
-"""Products of rows with the matrix of their group, and the moves of rows to their groups and back.
+"""Products of groups of rows with a matrix for each group: the linear layers of experts.
 
-The operator of a mixture of experts: rows lie group by group, and each group, which may be empty, has a matrix of its
-own. An operator of our own: torch's has no float64, no shapes for float32, and leaves rows behind the last group
-unwritten. On a CPU a loop over the groups, by the kernel that the process chose for linear layers; on a GPU torch's
-grouped kernel for bfloat16, which asks the host for nothing. It wants rows of whole 16 bytes; else, and in another
-dtype, a GPU has the loop too, which waits for the sizes of the groups.
+PyTorch's ``grouped_mm`` takes no float64, refuses float32 where shapes are inferred (torch 2.13: fake tensors, meta,
+torch.compile), and wants gradients and rows of 16 bytes. Here it multiplies what a GPU has in bfloat16. All else is a
+loop over the groups, which on a CPU is as fast as ``grouped_mm`` and gives the same bits, in an operator of our own, so
+that torch.compile leaves it whole and FLOPs and checkpointing know it by a name. On a GPU the loop waits once for the
+ends of the groups; the bfloat16 path never does.
 
-E groups, N rows
+Where this process has linear layers by oneDNN, so are the forward and the gradient of the rows. oneDNN compiles a
+kernel for each number of rows, and groups have another one in every step: it gets tiles of a few sizes, whose first
+rows may be those of the group before, and are left out.
+
+N rows, E groups
 """
 
 from collections.abc import Iterator
@@ -15,173 +19,175 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
 from crius.kernels import choice
-from crius.kernels.cpu import linear
+
+_TILE, _STEP = 128, 16  # most rows of a tile, and what divides their number
 
 _library = torch.library.Library("crius", "FRAGMENT")
 _library.define("grouped_mm(Tensor x, Tensor weight, Tensor ends) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-_library.define("grouped_outer(Tensor grad, Tensor x, Tensor ends) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-MULTIPLY = torch.ops.crius.grouped_mm.default
-"""Rows ``(N, in)`` and matrices ``(E, out, in)`` of which group e has the rows before ``ends[e]``: ``(N, out)``."""
-OUTER = torch.ops.crius.grouped_outer.default
-"""Of each group the gradient ``(N, out)``, transposed, times the rows ``(N, in)``: ``(E, out, in)``."""
+_library.define(
+    "grouped_mm_grad_weight(Tensor grad, Tensor x, Tensor ends) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
+)
 
 
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Each row times the matrix of its group, transposed: ``(N, out)``, in the dtype of ``x``.
+    """Rows ``ends[e - 1]:ends[e]`` of ``x`` times ``weight[e]`` transposed: ``(N, out)``.
 
     Args:
-        x: rows, group by group, ``(N, in)``.
-        weight: a matrix for each group, ``(E, out, in)``.
-        ends: the row behind the last one of each group, int32 ``(E,)``; the last is N.
+        x: ``(N, in)``, the rows of a group next to each other; N may be 0.
+        weight: ``(E, out, in)``, dtype and device of ``x``.
+        ends: where groups end, int32 ``(E,)``, ascending; the same number again is an empty group. The last one is N.
+            Its gradient does not exist, that of the weight of an empty group is 0.
 
     Raises:
-        ValueError: the ends do not ascend to the number of rows; bfloat16 on a GPU does not look.
+        RuntimeError: shapes or dtypes do not go together.
+        ValueError: ``ends`` descends or its last one is not N; bfloat16 on a GPU does not look.
     """
-    product: Tensor = _GroupedLinear.apply(x, weight, ends)
+    product: Tensor = _Grouped.apply(x, weight, ends)
     return product
 
 
-class _GroupedLinear(torch.autograd.Function):
+class _Grouped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight, ends)
-        product: Tensor = MULTIPLY(x, weight, ends)
-        return product
+        return _product(x, weight, ends)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight, ends = ctx.saved_tensors
-        grad = grad.contiguous()  # of a sum it has no memory of its own
-        grad_x = MULTIPLY(grad, weight.transpose(1, 2), ends) if ctx.needs_input_grad[0] else None
-        grad_weight = OUTER(grad, x, ends) if ctx.needs_input_grad[1] else None
+        grad = grad.contiguous()  # of a sum it has no strides
+        grad_x = _product(grad, weight.transpose(1, 2), ends) if ctx.needs_input_grad[0] else None
+        grad_weight = _grad_weight(grad, x, ends) if ctx.needs_input_grad[1] else None
         return grad_x, grad_weight, None
 
 
-def _groups(ends: Tensor, rows: int) -> Iterator[tuple[int, slice]]:
-    """The groups that have rows. The host reads where they end."""
-    start = 0
-    bounds: list[int] = ends.tolist()
-    if bounds[-1] != rows or bounds != sorted(bounds):
-        raise ValueError(f"groups end at {bounds}, which does not ascend to the number of rows, {rows}")
-    for group, end in enumerate(bounds):
-        if end > start:
-            yield group, slice(start, end)
-        start = end
-
-
-def _multiply(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    product = x.new_empty(x.shape[0], weight.shape[1])
-    by_onednn = choice.current().linear == "onednn" and x.dtype == torch.float32 and x.device.type == "cpu"
-    for group, rows in _groups(ends, x.shape[0]):
-        if by_onednn:
-            product[rows] = linear.multiply(x[rows], weight[group])
-        else:
-            torch.mm(x[rows], weight[group].t(), out=product[rows])
+def _product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    if _takes_torch(x, *weight.shape[1:]):
+        return F.grouped_mm(x.contiguous(), weight.transpose(1, 2), offs=ends)
+    product: Tensor = torch.ops.crius.grouped_mm.default(x, weight, ends)
     return product
 
 
-def _outer(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
-    product = x.new_zeros(ends.shape[0], grad.shape[1], x.shape[1])
-    for group, rows in _groups(ends, x.shape[0]):
-        torch.mm(grad[rows].t(), x[rows], out=product[group])
+def _grad_weight(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    if _takes_torch(x, grad.shape[1], x.shape[1]):
+        grad_weight = F.grouped_mm(grad.t(), x.contiguous(), offs=ends)
+        is_empty = ends.diff(prepend=ends.new_zeros(1)) == 0  # nothing says what the kernel writes there
+        return grad_weight.masked_fill(is_empty.view(-1, 1, 1), 0)
+    product: Tensor = torch.ops.crius.grouped_mm_grad_weight.default(grad, x, ends)
     return product
 
 
 def _takes_torch(x: Tensor, *widths: int) -> bool:
-    """Whether torch's grouped kernel multiplies rows of such ``widths``."""
-    return x.dtype == torch.bfloat16 and x.shape[0] > 0 and all(width % 8 == 0 for width in widths)
+    """Whether torch's kernel multiplies: bfloat16 on a GPU, and rows of whole 16 bytes."""
+    is_aligned = all(width % 8 == 0 for width in widths)
+    return x.is_cuda and x.dtype == torch.bfloat16 and is_aligned and not statically_known_true(x.shape[0] == 0)
 
 
-def _multiply_on_gpu(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    if not _takes_torch(x, *weight.shape[1:]):
-        return _multiply(x, weight, ends)
-    return F.grouped_mm(x.contiguous(), weight.transpose(1, 2), offs=ends)
+def _groups(ends: Tensor, rows: int) -> Iterator[slice]:
+    """The rows of each group. The host reads ``ends``: on a GPU a wait.
+
+    Raises:
+        ValueError: see ``grouped_linear``.
+    """
+    stops = ends.tolist()
+    starts = [0, *stops[:-1]]
+    if (stops[-1] if stops else 0) != rows or any(start > stop for start, stop in zip(starts, stops, strict=False)):
+        raise ValueError(f"ends of groups must ascend to the number of rows, {rows}, and are {stops}")
+    return (slice(start, stop) for start, stop in zip(starts, stops, strict=False))
 
 
-def _outer_on_gpu(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
-    if not _takes_torch(x, grad.shape[1], x.shape[1]):
-        return _outer(grad, x, ends)
-    product = F.grouped_mm(grad.t(), x.contiguous(), offs=ends)
-    is_empty = ends.diff(prepend=ends.new_zeros(1)) == 0  # nothing says what the kernel writes there
-    return product.masked_fill_(is_empty[:, None, None], 0)
+def _multiply(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    y = _shape(x, weight, ends)
+    by_onednn = choice.current().linear == "onednn" and choice.are_plain((torch.float32,), x, weight)
+    x = x.contiguous()
+    for rows, matrix in zip(_groups(ends, len(x)), weight.unbind(), strict=True):
+        if by_onednn and weight.numel():
+            _multiply_tiles(x, matrix, rows, y)
+        elif rows.start < rows.stop:
+            torch.mm(x[rows], matrix.t(), out=y[rows])
+    return y
 
 
-_library.impl("grouped_mm", _multiply, "CPU")
-_library.impl("grouped_outer", _outer, "CPU")
-_library.impl("grouped_mm", _multiply_on_gpu, "CUDA")
-_library.impl("grouped_outer", _outer_on_gpu, "CUDA")
+def _multiply_tiles(x: Tensor, matrix: Tensor, rows: slice, y: Tensor) -> None:
+    multiply = torch.ops.mkldnn._linear_pointwise.default
+    for start in range(rows.start, rows.stop, _TILE):
+        stop = min(start + _TILE, rows.stop)
+        size = -(-(stop - start) // _STEP) * _STEP
+        first = max(stop - size, 0)
+        tile = multiply(x[first : first + size], matrix, None, "none", [], "")
+        y[start:stop] = tile[start - first : stop - first]
+
+
+def _multiply_grad_weight(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    grad_weight = _grad_weight_shape(grad, x, ends)
+    for rows, matrix in zip(_groups(ends, len(x)), grad_weight.unbind(), strict=True):
+        torch.mm(grad[rows].t(), x[rows], out=matrix)  # 0 without rows
+    return grad_weight
+
+
+for _device in ("CPU", "CUDA"):
+    _library.impl("grouped_mm", _multiply, _device)
+    _library.impl("grouped_mm_grad_weight", _multiply_grad_weight, _device)
 
 
 @torch.library.register_fake("crius::grouped_mm", lib=_library)
-def _product_shape(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[1])
+def _shape(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    torch._check(
+        x.dim() == 2 and weight.dim() == 3 and x.shape[1] == weight.shape[2] and ends.shape == weight.shape[:1],
+        lambda: f"x (N, in), weight (E, out, in), ends (E,) have shapes {x.shape}, {weight.shape}, {ends.shape}",
+    )
+    torch._check(x.dtype == weight.dtype, lambda: f"x is {x.dtype}, weight {weight.dtype}")
+    return x.new_empty((x.shape[0], weight.shape[1]))
 
 
-@torch.library.register_fake("crius::grouped_outer", lib=_library)
-def _outer_shape(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
-    return x.new_empty(ends.shape[0], grad.shape[1], x.shape[1])
+@torch.library.register_fake("crius::grouped_mm_grad_weight", lib=_library)
+def _grad_weight_shape(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty((ends.shape[0], grad.shape[1], x.shape[1]))
 
 
 @register_flop_formula(torch.ops.crius.grouped_mm)
 def flops(x_shape: torch.Size, weight_shape: torch.Size, *args: object, **kwargs: object) -> int:
-    """FLOPs of ``MULTIPLY``, whatever the sizes of the groups."""
+    """FLOPs of ``x`` ``(N, in)`` times ``weight`` ``(E, out, in)``: each row meets one matrix."""
     return 2 * x_shape.numel() * weight_shape[1]
 
 
-@register_flop_formula(torch.ops.crius.grouped_outer)
-def outer_flops(grad_shape: torch.Size, x_shape: torch.Size, *args: object, **kwargs: object) -> int:
-    """FLOPs of ``OUTER``, whatever the sizes of the groups."""
+@register_flop_formula(torch.ops.crius.grouped_mm_grad_weight)
+def grad_weight_flops(grad_shape: torch.Size, x_shape: torch.Size, *args: object, **kwargs: object) -> int:
+    """FLOPs of the gradients of all matrices from ``grad`` ``(N, out)`` and ``x`` ``(N, in)``."""
     return 2 * grad_shape.numel() * x_shape[1]
 
 
-def spread(x: Tensor, order: Tensor, place: Tensor, copies: int) -> Tensor:
-    """Rows ``(N, D)``, each ``copies`` times, in another order: ``(N * copies, D)``.
+def permute(x: Tensor, index: Tensor, inverse: Tensor, copies: int = 1) -> Tensor:
+    """Row ``index[m] // copies`` of ``x`` for each m: ``(N copies, D)``. The gradient is a gather too.
 
-    The gradients of the copies of a row are gathered and summed in their order: no atomic adds, on no device.
+    So it is the same on every device and in every run, where that of ``x[index]`` adds up in any order.
 
     Args:
-        x: rows.
-        order: which copy comes at each place, int64 ``(N * copies,)``; copy c of row n is number ``n * copies + c``.
-        place: where each copy went.
+        x: ``(N, D)``.
+        index: a permutation of the numbers below ``N copies``, int64: each row is there ``copies`` times.
+        inverse: its inverse, ``inverse[index[m]] == m``.
         copies: of each row.
     """
-    rows: Tensor = _Spread.apply(x, order, place, copies)
-    return rows
-
-
-class _Spread(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, place: Tensor, copies: int) -> Tensor:
-        ctx.save_for_backward(place)
-        ctx.copies = copies
-        return x.index_select(0, order // copies)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        (place,) = ctx.saved_tensors
-        return grad.index_select(0, place).view(-1, ctx.copies, grad.shape[1]).sum(1), None, None, None
-
-
-def permute(x: Tensor, order: Tensor, place: Tensor) -> Tensor:
-    """Rows ``(N, D)`` in another order: row ``order[n]`` comes to n, and row n to ``place[n]``."""
-    rows: Tensor = _Permute.apply(x, order, place)
-    return rows
+    permuted: Tensor = _Permute.apply(x, index, inverse, copies)
+    return permuted
 
 
 class _Permute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, order: Tensor, place: Tensor) -> Tensor:
-        ctx.save_for_backward(place)
-        return x.index_select(0, order)
+    def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor, copies: int) -> Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.copies = copies
+        return x.index_select(0, index if copies == 1 else index // copies)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (place,) = ctx.saved_tensors
-        return grad.index_select(0, place), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (inverse,) = ctx.saved_tensors
+        rows = grad.index_select(0, inverse)
+        return rows if ctx.copies == 1 else rows.unflatten(0, (-1, ctx.copies)).sum(1), None, None, None

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from crius.kernels.attention import Mask
 from crius.kernels.cpu.pointwise import swiglu
-from crius.kernels.grouped_mm import grouped_linear, permute, spread
+from crius.kernels.grouped_mm import grouped_linear, permute
 from crius.models.config import RoutedConfig
 from crius.models.decoder import Block
 from crius.models.layers import FeedForward
@@ -55,7 +55,7 @@ class _WithLoss(torch.autograd.Function):
 
 
 class Router(nn.Module):
-    """Chooses each token's experts, and how much each counts. In float32, whatever the model computes in.
+    """Chooses each token's experts, and how much each counts. In float32, where the model computes in less.
 
     Attributes:
         aux_scale: of the sequence-wise balance loss (DeepSeek-V3, equations 17 to 20) of one sequence: its coefficient
@@ -63,6 +63,8 @@ class Router(nn.Module):
         z_scale: of the squared log-partition of one token (ST-MoE, arXiv:2202.08906): its coefficient over the tokens
             of the global batch; 0: there is none.
     """
+
+    bias: Tensor
 
     def __init__(self, config: RoutedConfig) -> None:
         super().__init__()
@@ -84,7 +86,8 @@ class Router(nn.Module):
 
         What is counted, int64 ``(E + 1,)``, is the tokens that chose each expert, and the losses in ``LOSS_UNIT``.
         """
-        logits_NE = F.linear(x_BTD.flatten(0, 1).float(), weight_ED.float())
+        dtype = torch.promote_types(x_BTD.dtype, torch.float32)
+        logits_NE = F.linear(x_BTD.flatten(0, 1).to(dtype), weight_ED.to(dtype))
         scores_NE = logits_NE.softmax(-1) if self.score == "softmax" else logits_NE.sigmoid()
         ids_NK = torch.topk(self._choice(scores_NE.detach()), self.top_k, dim=-1, sorted=False).indices
         weights_NK = scores_NE.gather(1, ids_NK)
@@ -170,7 +173,7 @@ class Dispatch(nn.Module):
             experts: takes rows by expert, of which those of expert e end before row ``ends[e]``.
         """
         order, place, counts_E = self.sorted(ids_NK)
-        rows = experts(spread(x_ND, order, place, ids_NK.shape[1]), counts_E.cumsum(0).to(torch.int32))
+        rows = experts(permute(x_ND, order, place, ids_NK.shape[1]), counts_E.cumsum(0).to(torch.int32))
         return permute(rows, place, order).view(*ids_NK.shape, -1)
 
     def sorted(self, ids_NK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -188,6 +191,8 @@ class MixtureOfExperts(nn.Module):
         bias_rate: what one update moves the router's bias by, for experts with too few tokens up.
         load: what the forward passes of a step saw, as ``Router.route`` counts it.
     """
+
+    load: Tensor
 
     def __init__(self, config: RoutedConfig) -> None:
         super().__init__()

@@ -140,10 +140,10 @@ def apply_activation_checkpoint(
     every = 1 if config.mode == "full" else int(config.selective_option)
     # by its number in the whole model, so that it is the same block under every layout
     wrapped = [block for name, block in numbered.items() if (int(name.rpartition(".")[2]) + 1) % every == 0]
-    context_fn = _selective_contexts((), Counter(), True) if attention_stays else None
+    plain = _selective_contexts((), Counter(), True) if attention_stays else None
     routing = _selective_contexts((), Counter(), attention_stays, routes=True)
     for block in wrapped:
-        _wrap(block, routing if block in routed else context_fn)
+        _wrap(block, routing if block in routed else plain)
     which = "every block" if every == 1 else f"one block of {every}"
     return CheckpointedBlocks(len(wrapped), len(blocks), f"{which} keeps its input only{note}{choices}")
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from crius.kernels.grouped_mm import permute, spread
+from crius.kernels.grouped_mm import permute
 from crius.models.moe import Dispatch, Experts, MixtureOfExperts, SequenceCounts, inverse
 from crius.models.plan import ShardingPlan, match
 from crius.parallel.mesh import Mesh
@@ -60,7 +60,7 @@ class AllToAllDispatch(Dispatch):
         sent_SE = counts_E.view(self.ranks, -1)
         received_SE = all_to_all(sent_SE, self.mesh)
         to, of = self.read_splits(torch.stack((sent_SE.sum(1), received_SE.sum(1))), ids_NK.numel())
-        rows_MD = all_to_all_rows(spread(x_ND, order, place, ids_NK.shape[1]), to, of, self.mesh)
+        rows_MD = all_to_all_rows(permute(x_ND, order, place, ids_NK.shape[1]), to, of, self.mesh)
         # as they come: by source, expert, token; as experts take them: by expert, source, token
         expert_M = torch.arange(received_SE.shape[1], device=ids_NK.device).repeat(self.ranks)
         expert_M = expert_M.repeat_interleave(received_SE.flatten(), output_size=rows_MD.shape[0])

@@ -167,12 +167,11 @@ def shard(
 def _placement(experts: Collection[nn.Parameter], mesh: Mesh) -> Callable[[nn.Parameter], Any]:
     """How FSDP splits each parameter of a unit: ``experts`` over ``mesh.experts``, inside where there are too few."""
     axes = mesh.experts
-    info = None
-    if axes is not None:
-        kind, replicas = fsdp_common.FSDPMeshInfo, {}
-        if axes.ndim == 2:
-            kind, replicas = fsdp_common.HSDPMeshInfo, {"replicate_mesh_dim": 0}
-        info = kind(axes, shard_mesh_dim=axes.ndim - 1, **replicas)
+    info: fsdp_common.FSDPMeshInfo | None = None
+    if axes is not None and axes.ndim == 2:
+        info = fsdp_common.HSDPMeshInfo(axes, shard_mesh_dim=1, replicate_mesh_dim=0)
+    elif axes is not None:
+        info = fsdp_common.FSDPMeshInfo(axes, shard_mesh_dim=0)
     ranks = (axes or mesh.shards).size(-1)
 
     def place(parameter: nn.Parameter) -> Any:

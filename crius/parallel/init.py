@@ -119,7 +119,7 @@ def init_parameters(model: nn.Module, rules: list[tuple[str, Init]], seed: int, 
 
 def _draw(
     name: str,
-    shape: torch.Size,
+    shape: tuple[int, ...],
     place: tuple[slice, ...],
     out: Tensor,
     seed: int,
@@ -134,7 +134,7 @@ def _draw(
         return
     # no second buffer where the numbers can be drawn in place
     target = out if out.device.type == "cpu" and out.dtype == torch.float32 else None
-    drawn = draw_rows(name, shape, first.start, first.stop, seed, rule, tuple(columns), target, pool)
+    drawn = draw_rows(name, torch.Size(shape), first.start, first.stop, seed, rule, tuple(columns), target, pool)
     if target is None:
         out.copy_(drawn)
 

@@ -228,7 +228,9 @@ class ReproducibleGradients(Gradients):
     def __init__(self, parameters: Sequence[nn.Parameter], mesh: Mesh, world: World) -> None:
         super().__init__(parameters, world.size, world.device)
         self._world, self._layout = world, mesh.layout
-        counted = [is_first_holder(parameter) for parameter in self._parameters]
+        # FSDP knows nothing of the replicas here, and so neither do the meshes of its parameters
+        is_replica = mesh.layout.dp_replicate > 1 and mesh.fsdp.get_local_rank("dp_replicate") > 0
+        counted = [not is_replica and is_first_holder(parameter) for parameter in self._parameters]
         self._is_counted = torch.tensor(counted, dtype=torch.float64, device=world.device)[:, None]
 
     def _squared(self, tensors: Sequence[Tensor]) -> Tensor:

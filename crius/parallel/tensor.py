@@ -157,7 +157,7 @@ def _whole_loss(loss: nn.Module, inputs: tuple[Any, ...], result: Tensor) -> Ten
 
 
 GATHER = "gather_sequence"
-Style = tuple[type[nn.Module], Placement, Callable[..., Tensor]]
+Style = tuple[type[nn.Module], Placement, Callable[..., Any]]
 STYLES: dict[str, Style] = {
     "vocab": (nn.Embedding, Shard(0), _lookup),
     "sequence": (nn.Module, Replicate(), _sequence_norm),
@@ -231,7 +231,7 @@ def _split(
     mesh: DeviceMesh,
     kind: type[nn.Module],
     placement: Placement,
-    forward: Callable[..., Tensor],
+    forward: Callable[..., Any],
 ) -> None:
     """Place the weights of ``module`` on ``mesh``, without communication: all ranks build the same meta tensors.
 

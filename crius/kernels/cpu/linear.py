@@ -21,15 +21,14 @@ _library = torch.library.Library("crius", "DEF")
 _library.define("mkldnn_linear(Tensor x, Tensor weight) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 
 
-def multiply(x: Tensor, weight: Tensor) -> Tensor:
-    """What ``OPERATOR`` does, without its gradient: rows by oneDNN."""
+def _multiply(x: Tensor, weight: Tensor) -> Tensor:
     rows = torch.ops.mkldnn._linear_pointwise.default(x.flatten(0, -2), weight, None, "none", [], "")
     # as F.linear ends: no view, of which FSDP warns
     product: Tensor = torch.ops.aten._unsafe_view.default(rows, (*x.shape[:-1], weight.shape[0]))
     return product
 
 
-_library.impl("mkldnn_linear", multiply, "CPU")
+_library.impl("mkldnn_linear", _multiply, "CPU")
 OPERATOR = torch.ops.crius.mkldnn_linear.default
 """``x`` ``(..., in)`` and ``weight`` ``(out, in)``, float32 on a CPU."""
 
@@ -50,7 +49,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     if when(x, weight):
         # no gradient, compiler or counter needs the operator and its 50 us
         if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
-            return multiply(x, weight) if x.numel() > weight.shape[1] else reference(x, weight)
+            return _multiply(x, weight) if x.numel() > weight.shape[1] else reference(x, weight)
         product: Tensor = _Linear.apply(x, weight)
         return product
     return reference(x, weight)
