@@ -280,4 +280,6 @@ def _expert_degrees(case: Case, ranks: int, tp: int) -> list[int]:
 def _experts_split(case: Case, ep: int, shards: int) -> bool:
     """Whether FSDP can split the experts of a rank: by expert, or where they are too few inside, into even parts."""
     sizes = (case.shape.experts[1].feed_forward.expert_width, case.shape.dim) if case.shape.experts[1] else ()
+    if isinstance(case.given(f"{PREFIX}reshard_after_forward_mode"), int):  # torch reshards what is split by expert
+        return ep == 1 and case.shape.num_experts >= shards
     return case.shape.num_experts // ep >= shards or all(size % shards == 0 for size in sizes)
