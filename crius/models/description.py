@@ -20,9 +20,8 @@ MATMULS = ("linear", "router", "expert", "output")
 
 
 class Buffer(NamedTuple):
-    """One tensor that no gradient trains: state that a layer's ``after_update`` changes, or a counter of a step.
-
-    Every rank that has the layer has all of it, and it keeps its dtype whatever the weights are trained in.
+    """One tensor that no gradient trains: state that a layer's ``after_update`` changes, or a counter of a step. Whole on
+    every rank that has the layer, and of its own dtype, whatever the weights are trained in.
 
     Attributes:
         name: its dotted name, within what lists it.
@@ -42,8 +41,6 @@ class Buffer(NamedTuple):
     def numel(self) -> int:
         """Numbers in it."""
         return prod(self.shape)
-
-    nbytes = property(lambda self: self.numel * int(self.dtype[-2:]) // 8, doc="Bytes: a dtype's name ends in bits.")
 
 
 class Weight(NamedTuple):
@@ -247,9 +244,9 @@ class ModelDescription:
 
     @property
     def ffn_dim(self) -> int:
-        """Width of a feed-forward's hidden layer that tensor parallelism splits; of experts that of one."""
+        """Hidden width of a feed-forward; of experts that of one."""
         feed_forward = self.layers[-1][1].feed_forward
-        return feed_forward.expert_width if feed_forward.num_experts else feed_forward.width
+        return feed_forward.expert_width or feed_forward.width
 
     @property
     def attention(self) -> Attention:
