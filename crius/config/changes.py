@@ -31,6 +31,7 @@ KINDS: tuple[tuple[str, Kind], ...] = (
     ("lr_scheduler.*", "warn"),
     ("quantize.*", "warn"),
     ("lora.*", "refuse"),  # other weights, or another model around them
+    ("moe.*", "warn"),
     ("stability.*", "warn"),
     ("data.prefetch", "free"),
     ("data.add_bos", "refuse"),  # other inputs for the same text

@@ -78,7 +78,7 @@ def _grad_weight(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     if _takes_torch(x, grad.shape[1], x.shape[1]):
         grad_weight = F.grouped_mm(grad.t(), x.contiguous(), offs=ends)
         is_empty = ends.diff(prepend=ends.new_zeros(1)) == 0  # nothing says what the kernel writes there
-        return grad_weight.masked_fill(is_empty[:, None, None], 0)
+        return grad_weight.masked_fill(is_empty.view(-1, 1, 1), 0)
     product: Tensor = torch.ops.crius.grouped_mm_grad_weight.default(grad, x, ends)
     return product
 

@@ -43,6 +43,11 @@ class Buffer(NamedTuple):
         """Numbers in it."""
         return prod(self.shape)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of it; a dtype's name ends in its bits."""
+        return self.numel * int(self.dtype[-2:]) // 8
+
 
 class Weight(NamedTuple):
     """One trained tensor.

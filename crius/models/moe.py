@@ -55,7 +55,7 @@ class _WithLoss(torch.autograd.Function):
 
 
 class Router(nn.Module):
-    """Chooses each token's experts, and how much each counts. In float32, whatever the model computes in.
+    """Chooses each token's experts, and how much each counts. In float32, where the model computes in less.
 
     Attributes:
         aux_scale: of the sequence-wise balance loss (DeepSeek-V3, equations 17 to 20) of one sequence: its coefficient
@@ -86,7 +86,8 @@ class Router(nn.Module):
 
         What is counted, int64 ``(E + 1,)``, is the tokens that chose each expert, and the losses in ``LOSS_UNIT``.
         """
-        logits_NE = F.linear(x_BTD.flatten(0, 1).float(), weight_ED.float())
+        dtype = torch.promote_types(x_BTD.dtype, torch.float32)
+        logits_NE = F.linear(x_BTD.flatten(0, 1).to(dtype), weight_ED.to(dtype))
         scores_NE = logits_NE.softmax(-1) if self.score == "softmax" else logits_NE.sigmoid()
         ids_NK = torch.topk(self._choice(scores_NE.detach()), self.top_k, dim=-1, sorted=False).indices
         weights_NK = scores_NE.gather(1, ids_NK)

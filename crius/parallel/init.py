@@ -119,7 +119,7 @@ def init_parameters(model: nn.Module, rules: list[tuple[str, Init]], seed: int, 
 
 def _draw(
     name: str,
-    shape: torch.Size,
+    shape: tuple[int, ...],
     place: tuple[slice, ...],
     out: Tensor,
     seed: int,
@@ -130,11 +130,11 @@ def _draw(
     first, *columns = place
     if len(shape) == 3:
         for number, matrix in zip(range(first.start, first.stop), out, strict=True):
-            _draw(f"{name}/{number}", torch.Size(shape[1:]), place[1:], matrix, seed, rule, pool)
+            _draw(f"{name}/{number}", shape[1:], place[1:], matrix, seed, rule, pool)
         return
     # no second buffer where the numbers can be drawn in place
     target = out if out.device.type == "cpu" and out.dtype == torch.float32 else None
-    drawn = draw_rows(name, shape, first.start, first.stop, seed, rule, tuple(columns), target, pool)
+    drawn = draw_rows(name, torch.Size(shape), first.start, first.stop, seed, rule, tuple(columns), target, pool)
     if target is None:
         out.copy_(drawn)
 

@@ -231,7 +231,7 @@ def _split(
     mesh: DeviceMesh,
     kind: type[nn.Module],
     placement: Placement,
-    forward: Callable[..., Tensor],
+    forward: Callable[..., Any],
 ) -> None:
     """Place the weights of ``module`` on ``mesh``, without communication: all ranks build the same meta tensors.
 

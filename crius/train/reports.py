@@ -94,7 +94,7 @@ class Meter:
         """Add time of the steps since the last report that ``count`` has not had."""
         self._seconds += seconds
 
-    def report(self, state: TrainState, lr: float, goodput: float, numbers: Mapping[str, float]) -> StepMetrics:
+    def report(self, state: TrainState, lr: float, goodput: float, numbers: Mapping[str, Any]) -> StepMetrics:
         """Metrics averaged over the steps since the last report; the arguments are those of the newest step.
 
         ``numbers`` are further fields of the record, loss and gradient norm among them.

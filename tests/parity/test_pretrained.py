@@ -24,7 +24,7 @@ SHORT = [
 ]
 LAYOUTS = {
     **dict.fromkeys(("llama", "llama_tied"), ("1", "fsdp2", "tp2", "pp2")),
-    "qwen3_moe": ("1", "fsdp2_ep2", "fsdp2", "pp2"),
+    "qwen3_moe": ("1", "fsdp2_ep2", "tp2_ep2", "pp2"),
 }
 
 

@@ -235,5 +235,5 @@ def test_bfloat16_on_a_gpu_is_torchs_kernel_and_the_host_reads_nothing():
         for rows, matrices in ((x, weight), (grad, weight.transpose(1, 2))):
             assert grouped_linear(rows, matrices, ends).shape == (9, matrices.shape[1])
         assert grouped_mm._grad_weight(grad, x, ends).shape == weight.shape
-        kinds = {"prim::device", "aten::t", "aten::transpose.int", "aten::transpose", "aten::_grouped_mm"}
-        assert ops.names.count("aten::_grouped_mm") == 3 and set(ops.names) <= kinds
+        assert ops.names.count("aten::_grouped_mm") == 3
+        assert not {"aten::_local_scalar_dense", "aten::item", "aten::_to_copy", "aten::copy_"} & set(ops.names)

@@ -235,3 +235,25 @@ def test_a_dense_model_takes_no_sizes_of_experts():
     with pytest.raises(ConfigError, match="llama3 has no num_experts, top_k: its layers have no experts") as found:
         SPECS["llama3"].describe("debug", num_experts=4, top_k=2, dim=64)
     assert found.value.where == "model.num_experts"
+
+
+def test_adapters_are_trained_beside_frozen_experts_and_merged(saved, tmp_path, alone):
+    flags = [
+        "--checkpoint.init_from",
+        str(saved),
+        "--lora.rank",
+        "4",
+        "--steps",
+        "1",
+        "--seq_len",
+        "32",
+        "--batch",
+        "4",
+    ]
+    flags += ["--validation.interval", "0", "--checkpoint.enable", "--job.run_dir", str(tmp_path / "run")]
+    assert main(["train", *flags]) == 0
+    done = export_model(open_source(str(tmp_path / "run"), -1), str(tmp_path / "merged"))
+    before, after = load_file(saved / "model.safetensors"), load_file(tmp_path / "merged" / "model.safetensors")
+    assert done.tensors == len(after) and before.keys() == after.keys()
+    changed = {key for key in before if not torch.equal(before[key], after[key])}
+    assert {key.split(".")[-2] for key in changed} == {"q_proj", "k_proj", "v_proj", "o_proj"}

@@ -339,8 +339,10 @@ def _routed(workload: Workload, layer: Layer, rates: Rates, constants: TimeConst
     experts = layer.feed_forward
     if not experts.num_experts:
         return 0.0
-    local = max(1.0, experts.num_experts / workload.layout.ep)
-    routed = rates.matmuls(tokens * experts.top_k, expert_matmuls(layer, workload.layout.tp), local)
+    local, tp = max(1.0, experts.num_experts / workload.layout.ep), workload.layout.tp
+    if not workload.trainer.splits_experts:  # each expert is whole, and each rank sends its part of a sequence
+        tokens, tp = tokens / tp, 1
+    routed = rates.matmuls(tokens * experts.top_k, expert_matmuls(layer, tp), local)
     return routed / (constants.expert_efficiency if workload.model.is_routed else 1.0)
 
 

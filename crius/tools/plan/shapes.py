@@ -121,6 +121,21 @@ _KINDS = {name: kind for name, kind in get_type_hints(PlannedConfig).items() if 
 _NEEDED = ("num_layers", "dim", "ffn_dim", "num_heads", "num_kv_heads", "vocab_size")
 
 
+def trained_as(model: str, flavor: str) -> tuple[str, str] | None:
+    """Name and flavor of the model of Crius that is called ``model`` in one word, as ``qwen3-30b-a3b``; None: of none.
+
+    Args:
+        model: the whole name, or its part before the size.
+        flavor: the size; empty where ``model`` has it.
+    """
+    name = f"{model}-{flavor}" if flavor else model
+    for spec in SPECS.values():
+        for size in spec.flavors:
+            if name in (f"{spec.name}-{size}", f"{spec.name.removesuffix('_moe')}-{size}"):
+                return spec.name, size
+    return None
+
+
 def shape_named(model: str, flavor: str) -> ModelDescription:
     """A model that Crius does not train yet.
 

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import faulthandler
 import functools
+import itertools
 import json
 import os
 import sys
@@ -35,6 +36,7 @@ from crius.metrics.ledger import TimeLedger
 from crius.metrics.record import Record, StepMetrics
 from crius.models.description import ModelDescription
 from crius.models.layers import CausalAttention, Linear
+from crius.models.moe import MixtureOfExperts, Router
 from crius.models.plan import match
 from crius.parallel.init import Init, Normal, init_parameters, init_rules
 from crius.parallel.mesh import build_mesh
@@ -53,8 +55,10 @@ RESULT = "result.json"
 KEPT = ((0.0, 1.0), (0.0, 0.06), (0.5, 1.0), (0.9, 1.0), (0.0, 0.7), (0.25, 0.3))
 """Which part of a row keeps its labels, by turns: from, to."""
 
-ATTENTION_GAIN = 1.5
+GAIN = 1.5
 """Size of a projection's output relative to its input. Attention scores then have a standard deviation of about 2."""
+BIASES = (0.03, -0.06, 0.0)
+"""Of a layer's experts, by turns."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,7 @@ def train(task: Task, placement: Placement) -> None:
         if config.lora.is_on:
             uneven_adapters(loop.state.parts, facts, config.debug.seed)
         if not is_enabled(config.quantize.dense):  # it would carry roundings to 8 bits as far as a fault
-            uneven_attention(loop.state.parts, init_rules(facts))
+            uneven_weights(loop.state.parts, init_rules(facts))
         place = functools.partial(_place, config, job.sizes.total, loop.place)
         state = named_state(loop.state.parts)
         if task.is_reference and _writes(task, ranks):
@@ -282,11 +286,12 @@ def uneven_adapters(parts: Sequence[nn.Module], facts: ModelDescription, seed: i
 
 
 @torch.no_grad()
-def uneven_attention(parts: Sequence[nn.Module], rules: Sequence[tuple[str, Init]]) -> None:
-    """Enlarge the weights of attention in place, so that it depends on positions from the first step.
+def uneven_weights(parts: Sequence[nn.Module], rules: Sequence[tuple[str, Init]]) -> None:
+    """Enlarge the weights of attention and of experts in place, and give routers a bias, so that all of it matters.
 
     A small model starts with attention scores near 0. Every token then sees all earlier tokens alike, and wrong rotary
-    positions change the loss by less than the tolerance.
+    positions change the loss by less than the tolerance. So would a token that its experts never see, or a bias in
+    their weights, as what they add is small.
 
     Args:
         parts: the stages of this rank, with the weights that ``rules`` drew.
@@ -294,8 +299,11 @@ def uneven_attention(parts: Sequence[nn.Module], rules: Sequence[tuple[str, Init
     """
     for part in parts:
         for prefix, module in part.named_modules():
-            if any(isinstance(child, CausalAttention) for child in module.children()):
+            if isinstance(module, MixtureOfExperts) or any(isinstance(c, CausalAttention) for c in module.children()):
                 for name, weight in module.named_parameters(prefix):
                     rule = next((rule for pattern, rule in rules if match(pattern, name)), None)
                     if isinstance(rule, Normal):
-                        local_tensor(weight).mul_(max(1.0, ATTENTION_GAIN / (rule.std * weight.shape[-1] ** 0.5)))
+                        local_tensor(weight).mul_(max(1.0, GAIN / (rule.std * weight.shape[-1] ** 0.5)))
+            if isinstance(module, Router) and hasattr(module, "bias"):
+                turns = itertools.islice(itertools.cycle(BIASES), len(module.bias))
+                module.bias.copy_(torch.tensor([*turns]))
