@@ -43,10 +43,7 @@ class Buffer(NamedTuple):
         """Numbers in it."""
         return prod(self.shape)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of it; a dtype's name ends in its bits."""
-        return self.numel * int(self.dtype[-2:]) // 8
+    nbytes = property(lambda self: self.numel * int(self.dtype[-2:]) // 8, doc="Bytes: a dtype's name ends in bits.")
 
 
 class Weight(NamedTuple):
