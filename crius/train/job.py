@@ -355,7 +355,8 @@ def _log_run(job: Job, run_dir: Path, corpus: Corpus) -> None:
         f"kernels: {kernels.current()}",
         f"mesh: {layout.axes} = {layout.num_ranks} ranks",
         f"model: {model.name}/{model.flavor}, {facts.num_parameters:,} parameters, "
-        f"{facts.matmul_parameters:,} in matmuls",
+        + f"{facts.num_active_parameters:,} of them active for a token, " * facts.is_routed
+        + f"{facts.matmul_parameters:,} in matmuls",
         f"model: {describe_rows(config, facts.vocab_size, corpus.tokenizer.vocab_size)}",
         *(f"data: {line}" for line in corpus.description),
     ]

@@ -27,7 +27,12 @@ def row_numbers(workload: Workload, ffn: FeedForward, per_hidden: float) -> floa
     return ffn.top_k * (2 * workload.model.dim + per_hidden * ffn.expert_width) / workload.layout.tp
 
 
+def choice_bytes(workload: Workload, ffn: FeedForward) -> float:
+    """Of a token: its experts and their scores, which no recomputation chooses again."""
+    return (_ID_BYTES + _FLOAT_BYTES) * ffn.top_k / workload.layout.tp
+
+
 def selective_bytes(workload: Workload, ffn: FeedForward) -> float:
     """Of a token: the results of every other matmul from the router's on that selective recomputation leaves."""
     hidden = ffn.top_k * ffn.expert_width * workload.param_bytes
-    return (_FLOAT_BYTES * ffn.num_experts + hidden) / workload.layout.tp
+    return (_FLOAT_BYTES * ffn.num_experts + hidden) / workload.layout.tp + choice_bytes(workload, ffn)

@@ -22,7 +22,7 @@ from crius.tools.plan.adapters import (
     kept_by,
     waiting,
 )
-from crius.tools.plan.experts import routing_bytes, row_numbers, selective_bytes
+from crius.tools.plan.experts import choice_bytes, routing_bytes, row_numbers, selective_bytes
 from crius.tools.plan.hardware import Hardware
 from crius.tools.plan.holdings import Held, held_by
 from crius.tools.plan.peaks import Activations, LayerKind, LossBytes, Moment, parts_between, peak, waiting_for_loss
@@ -126,7 +126,7 @@ def layer_bytes(workload: Workload, layer: Layer) -> LayerBytes:
     widest = (2 if itemsize == 4 else 3) * max(dense_width, routed)
     every = none * itemsize + routing + normed + scores - kept.first * (source * itemsize + normed / 2)
     return LayerBytes(
-        full=source * itemsize,
+        full=source * itemsize + choice_bytes(workload, ffn) * is_whole,
         selective=selective * itemsize + chosen + scores if trainer.selects_ops else every,
         none=every,
         backward=widest * itemsize,

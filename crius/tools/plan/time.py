@@ -332,8 +332,8 @@ class _Step:
     def _idle(self, busy: float, scale: float, passes: float) -> float:
         """Seconds that the processor waits for the host in passes of ``busy`` seconds at least: to launch, to route.
 
-        A GPU computes while the host launches ahead, but waits at every layer of experts for what goes where; under
-        Crius only where rows leave the rank. A CPU launches nothing ahead, and each expert's matmuls by themselves.
+        A GPU computes while the host launches ahead, but waits at every layer of experts for what goes where, Crius
+        only if rows leave the rank. A CPU launches nothing ahead, and each expert's matmuls by themselves.
         """
         workload = self._workload
         layers = scale * workload.model.num_layers / workload.layout.pp
