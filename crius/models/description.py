@@ -20,8 +20,9 @@ MATMULS = ("linear", "router", "expert", "output")
 
 
 class Buffer(NamedTuple):
-    """One tensor that no gradient trains: state that a layer's ``after_update`` changes, or a counter of a step. Whole on
-    every rank that has the layer, and of its own dtype, whatever the weights are trained in.
+    """One tensor that no gradient trains: state that a layer's ``after_update`` changes, or a counter of a step.
+
+    Every rank that has the layer has all of it, and it keeps its dtype whatever the weights are trained in.
 
     Attributes:
         name: its dotted name, within what lists it.
