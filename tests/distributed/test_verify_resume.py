@@ -83,6 +83,22 @@ def test_what_is_not_restored_is_found(mistake, tmp_path, monkeypatch, capsys):
     assert any("repeated" in problem for problem in found["problems"]) == (mistake == "data")
 
 
+def test_experts_that_get_the_moments_of_others_are_found_over_a_change_of_their_degree(tmp_path, monkeypatch, capsys):
+    load_tensors = checkpoints.load_tensors
+
+    def load(sources, wanted):
+        load_tensors(sources, wanted)
+        for name, target in wanted.items():
+            if ".experts." in name and "exp_avg" in name:
+                target.copy_(target.roll(1, dims=0))
+
+    monkeypatch.setattr(checkpoints, "load_tensors", load)
+    flags = ["--model.name", "qwen3_moe", "--checkpoint.interval", "2", "--checkpoint.mode", "sync"]
+    code, found = verify(tmp_path, capsys, flags, steps=6, kill_at="4", layouts="fsdp2_ep2,1")
+    assert code == 1 and not found["identical"] and not found["problems"], found
+    assert found["first_difference"].startswith("step 4 is the first that differs: loss "), found
+
+
 def test_what_is_not_restored_is_found_over_a_change_of_layout(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(*NOT_RESTORED["data"])
     flags = ["--checkpoint.interval", "2", "--checkpoint.mode", "sync"]

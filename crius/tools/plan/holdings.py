@@ -369,7 +369,7 @@ def held_by(workload: Workload, rank: int) -> Held:
         end=(units.embedding if layers.has_embedding or layers.has_head else first).whole,
         state=sum(part.state * count for part, count in held),
         buffers=sum(
-            count * sum(buffer.nbytes for buffer in layer.buffers)
+            count * sum(buffer.numel * int(buffer.dtype[-2:]) // 8 for buffer in layer.buffers)  # as in int64
             for count, (_, layer) in ((layers.dense, workload.model.dense), (layers.experts, workload.model.experts))
             if layer
         ),
