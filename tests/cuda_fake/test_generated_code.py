@@ -25,7 +25,7 @@ BLOCK = (
 ASYNC = ("--parallelism.tensor_parallel_degree", "2", "--parallelism.enable_async_tensor_parallel")
 FLOAT8 = ("--quantize.dense.float8.enable", "--quantize.dense.auto_filter", "off")
 _CALL = re.compile(
-    r"extern_kernels\.(mm|_scaled_mm)\(|torch\.ops\.(?:aten|torch_attn)\.(\w+)\.\w+\("
+    r"extern_kernels\.(mm|_scaled_mm|_grouped_mm)\(|torch\.ops\.(?:aten|torch_attn)\.(\w+)\.\w+\("
     r"|torch\.ops\._c10d_functional\.(\w+)\.|= torch\.ops\.symm_mem\.(\w+)\."
 )
 _ATTENTION = "_scaled_dot_product_cudnn_attention"
