@@ -47,6 +47,43 @@ def experts_are_enough(facts: Facts) -> Violations:
         yield from without_effect(facts, [row])
 
 
+def some_layer_has_experts(facts: Facts) -> Violations:
+    """The first layers of a model with experts may be dense, but not all of them."""
+    model = facts.model
+    num_dense = getattr(model.config, "num_dense_layers", 0) if model else 0
+    if model is not None and 0 < model.num_layers <= num_dense:
+        yield ConfigError(
+            f"model.num_layers {model.num_layers} leaves {facts.model_name} no layer with experts.",
+            where=facts.flag("model.num_layers"),
+            why=f"its first {num_dense} are dense",
+            fix=f"--model.num_layers {num_dense + 1}",
+        )
+
+
+def groups_have_enough(facts: Facts) -> Violations:
+    """Groups are equal, each is judged by two of its experts, and the best of them have those that a token visits."""
+    model = facts.model
+    groups = getattr(model.config, "num_groups", 1) if model else 1
+    if model is None or not facts.has_experts or groups <= 1 or min(model.num_experts, model.top_k) < 1:
+        return
+    experts, best = model.num_experts, model.config.top_groups
+    if experts % groups or experts < 2 * groups:
+        yield ConfigError(
+            f"model.num_experts {experts} does not make {groups} equal groups of two or more.",
+            where=facts.flag("model.num_experts"),
+            why=f"{facts.model_name} chooses among its groups by their two best experts",
+            fix=f"--model.num_experts {max(2, -(-experts // groups)) * groups}",
+        )
+    elif model.top_k > best * experts // groups:
+        yield ConfigError(
+            f"model.top_k {model.top_k} is more than the experts in the best {best} of {groups} groups of "
+            f"{facts.model_name}, {best * experts // groups} of {experts}.",
+            where=facts.flag("model.top_k"),
+            why="a token visits experts of its best groups only",
+            fix=f"--model.top_k {max(1, best * experts // groups)}",
+        )
+
+
 def muon_needs_matrices(facts: Facts) -> Violations:
     """Muon would treat stacked experts as no matrices, and leave them to AdamW without a word."""
     optimizer = facts.config.optimizer
@@ -67,4 +104,10 @@ def muon_needs_matrices(facts: Facts) -> Violations:
         )
 
 
-MOE_RULES: tuple[Rule, ...] = (settings_need_experts, experts_are_enough, muon_needs_matrices)
+MOE_RULES: tuple[Rule, ...] = (
+    settings_need_experts,
+    experts_are_enough,
+    some_layer_has_experts,
+    groups_have_enough,
+    muon_needs_matrices,
+)

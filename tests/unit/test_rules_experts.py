@@ -4,6 +4,7 @@ import importlib.metadata
 from types import SimpleNamespace
 
 import pytest
+import sigmoid_moe
 from harness import layout_flags
 from test_rules import facts_of, repairs
 
@@ -16,10 +17,19 @@ from crius.config.rules_experts import (
     experts_need_torch,
     experts_split_evenly,
 )
-from crius.config.rules_moe import MOE_RULES, experts_are_enough, muon_needs_matrices, settings_need_experts
+from crius.config.rules_moe import (
+    MOE_RULES,
+    experts_are_enough,
+    groups_have_enough,
+    muon_needs_matrices,
+    settings_need_experts,
+    some_layer_has_experts,
+)
 from crius.config.rules_training import reproducible_excludes
+from crius.models import registry
 
 DENSE, ROUTED = ["--model.name", "llama3"], ["--model.name", "qwen3_moe"]
+GROUPED = ["--model.name", "sigmoid_moe", "--model.flavor", "small"]
 EXPERTS, REPRODUCIBLE = "--parallelism.expert_parallel_degree", "--training.reproducible"
 
 # rule, layout, other flags, in the sentence, in "fix"
@@ -50,8 +60,18 @@ CASES = [
     (settings_need_experts, "1", [*DENSE, "--moe.aux_loss", "none"], "llama3/debug has no experts", "leave it out"),
     (experts_are_enough, "1", [*ROUTED, "--model.top_k", "9"], "top_k 9 is more than the 8", "--model.top_k 8"),
     (experts_are_enough, "1", [*ROUTED, "--model.ffn_dim", "64"], "all layers of qwen3_moe/debug have", "leave it out"),
+    (some_layer_has_experts, "1", [*GROUPED, "--model.num_layers", "1"], "no layer with experts", "num_layers 2"),
+    (groups_have_enough, "1", [*GROUPED, "--model.top_k", "6"], "best 2 of 4 groups", "--model.top_k 4"),
+    (groups_have_enough, "1", [*GROUPED, "--model.num_experts", "10"], "4 equal groups", "--model.num_experts 12"),
+    (groups_have_enough, "1", [*GROUPED, "--model.num_experts", "4"], "of two or more", "--model.num_experts 8"),
     (muon_needs_matrices, "1", [*ROUTED, "--optimizer.name", "muon"], "Muon does not update", "name adamw"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def grouped_model(monkeypatch):
+    monkeypatch.setitem(registry.SPECS, sigmoid_moe.SPEC.name, sigmoid_moe.SPEC)
+    monkeypatch.setattr(registry, "FLAVORS", {*registry.FLAVORS, *sigmoid_moe.SPEC.flavors})
 
 
 def facts_on(layout, flags):
