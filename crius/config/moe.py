@@ -1,7 +1,6 @@
 """``[moe]``: what keeps the load of experts even. No torch."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -9,9 +8,10 @@ class MoEConfig:
     """Balance of the experts of a mixture-of-experts model. Counts and losses are of the whole global batch or of one
     sequence, so that the curve does not depend on the layout; balance losses of a microbatch are refused for it."""
 
-    aux_loss: Literal["sequence", "none"] = "sequence"
+    aux_loss: str = "sequence"
     """Loss that is added where a sequence's tokens choose some experts more often than others (DeepSeek-V3,
-    arXiv:2412.19437, equations 17 to 20), as the mean over the sequences of the global batch. none: there is none."""
+    arXiv:2412.19437, equations 17 to 20), as the mean over the sequences of the global batch. none: there is none. A
+    loss of each microbatch, as other trainers have it, is refused."""
 
     aux_loss_coefficient: float = 1e-3
     """Weight of that loss, for each layer. It is 1 times this where the load is even."""

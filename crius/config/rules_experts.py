@@ -19,7 +19,7 @@ def _ranks(facts: Facts) -> int:
 def expert_parallel_divides(facts: Facts) -> Violations:
     """Expert parallelism gives each rank as many whole experts, and its ranks are among those that share a layer."""
     degree, model = facts.config.parallelism.expert_parallel_degree, facts.model
-    if degree <= 1 or model is None:
+    if degree <= 1 or model is None or facts.config.model.num_experts == 0:
         return
     if not facts.has_experts:
         yield LayoutError(
@@ -40,8 +40,11 @@ def expert_parallel_divides(facts: Facts) -> Violations:
         more = facts.config.parallelism.shard_degree(facts.num_ranks) * degree
         one = f"hsdp{copies // degree}x{more}" if copies > degree else f"fsdp{more}"
         fix = f"split over them, as in the layout {one}_ep{degree}: --{replicas} {copies // degree} --{shards} {more}"
-    counts = {f"{experts} experts of {facts.model_name}": experts, f"{ranks} ranks that share a layer": ranks}
-    undivided = " and ".join(f"the {what}" for what, count in counts.items() if count % degree)
+    counts = {
+        f"number of experts of {facts.model_name}, {experts}": experts,
+        f"ranks that share a layer, {ranks}": ranks,
+    }
+    undivided = ", and ".join(f"the {what}" for what, count in counts.items() if count % degree)
     yield LayoutError(
         f"expert_parallel_degree {degree} does not divide {undivided}; legal: {', '.join(map(str, legal))}.",
         where=facts.flag(DEGREE),

@@ -8,10 +8,25 @@ from crius.errors import ConfigError
 SETTINGS = ("aux_loss", "aux_loss_coefficient", "z_loss_coefficient", "bias_update_rate")
 
 
+def balance_is_of_sequences(facts: Facts) -> Violations:
+    """A balance loss looks at what no layout splits, the tokens of one sequence."""
+    asked = facts.config.moe.aux_loss
+    if asked not in ("sequence", "none"):
+        yield ConfigError(
+            f"moe.aux_loss {asked} is not sequence or none.",
+            where=facts.flag("moe.aux_loss"),
+            why="a balance loss of a microbatch, or of a rank's part of the batch, depends on how the batch is split: "
+            "another layout would have another curve",
+            fix="--moe.aux_loss sequence",
+        )
+
+
 def settings_need_experts(facts: Facts) -> Violations:
     """What balances experts does nothing where there are none."""
-    if facts.model is None:
+    if facts.model is None or facts.config.model.num_experts not in (-1, facts.model.num_experts):
         return
+    if facts.config.model.num_experts == 0:
+        return  # ranges reports it
     if not facts.model.num_experts:
         rows = [(f"--moe.{name}", f": {facts.model_name} has no experts", "leave it out") for name in SETTINGS]
         yield from without_effect(facts, rows)
@@ -105,6 +120,7 @@ def muon_needs_matrices(facts: Facts) -> Violations:
 
 
 MOE_RULES: tuple[Rule, ...] = (
+    balance_is_of_sequences,
     settings_need_experts,
     experts_are_enough,
     some_layer_has_experts,

@@ -90,6 +90,9 @@ class Weights:
         return f"{ALGORITHM}:{self.hash_now()}"
 
 
+_FUSED_EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
+
+
 def open_weights(path: str, where: str = "command line", depth: int = 0) -> Weights:
     """The weights in a run folder (its newest whole checkpoint), a checkpoint, or a folder of Hugging Face.
 
@@ -301,10 +304,12 @@ def check_tensors(
     for name, shape in (facts.parameter_shapes | buffers).items():
         wanted |= rows_of(translated(name), shape)
     if problems := misfits(there, wanted, "the source", "the model"):
+        is_fused = any(name.endswith(_FUSED_EXPERTS) for name in there.keys() - wanted.keys())
+        again = "load it with transformers and save it again, which writes each expert as a tensor"
         raise CheckpointError(
             f"the tensors of {where} are not those of the model that its settings say, {model['name']}.",
-            why=problems,
-            fix="get it again from where it came from",
+            why="a tensor holds all experts of a layer, which is not read; " * is_fused + problems,
+            fix=again if is_fused else "get it again from where it came from",
         )
     return {name: translated(name) for name in facts.state_names}
 

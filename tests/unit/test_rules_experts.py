@@ -19,6 +19,7 @@ from crius.config.rules_experts import (
 )
 from crius.config.rules_moe import (
     MOE_RULES,
+    balance_is_of_sequences,
     experts_are_enough,
     groups_have_enough,
     muon_needs_matrices,
@@ -35,10 +36,34 @@ EXPERTS, REPRODUCIBLE = "--parallelism.expert_parallel_degree", "--training.repr
 # rule, layout, other flags, in the sentence, in "fix"
 CASES = [
     (expert_parallel_divides, "fsdp2_ep2", DENSE, "and llama3/debug has none", f"{EXPERTS} 1"),
-    (expert_parallel_divides, "fsdp4_ep3", ROUTED, "the 8 experts of qwen3_moe/debug and the 4 ranks", f"{EXPERTS} 2"),
-    (expert_parallel_divides, "fsdp2_tp2_ep8", ROUTED, "does not divide the 4 ranks", f"{EXPERTS} 4"),
-    (expert_parallel_divides, "ddp4_ep2", ROUTED, "does not divide the 1 ranks", "the layout hsdp2x2_ep2"),
-    (expert_parallel_divides, "pp2_ddp2_ep2", ROUTED, "does not divide the 1 ranks", "the layout fsdp2_ep2"),
+    (
+        expert_parallel_divides,
+        "fsdp4_ep3",
+        ROUTED,
+        "the number of experts of qwen3_moe/debug, 8, and the ranks that share a layer, 4",
+        f"{EXPERTS} 2",
+    ),
+    (
+        expert_parallel_divides,
+        "fsdp2_tp2_ep8",
+        ROUTED,
+        "does not divide the ranks that share a layer, 4",
+        f"{EXPERTS} 4",
+    ),
+    (
+        expert_parallel_divides,
+        "ddp4_ep2",
+        ROUTED,
+        "does not divide the ranks that share a layer, 1",
+        "the layout hsdp2x2_ep2",
+    ),
+    (
+        expert_parallel_divides,
+        "pp2_ddp2_ep2",
+        ROUTED,
+        "does not divide the ranks that share a layer, 1",
+        "the layout fsdp2_ep2",
+    ),
     (
         experts_split_evenly,
         "fsdp16",
@@ -57,6 +82,7 @@ CASES = [
         f"{EXPERTS} 1",
     ),
     (reproducible_excludes, "tp2", [*ROUTED, REPRODUCIBLE], "tensor_parallel_degree 2 does not go", "degree 1"),
+    (balance_is_of_sequences, "1", [*ROUTED, "--moe.aux_loss", "batch"], "aux_loss batch is not", "aux_loss sequence"),
     (settings_need_experts, "1", [*DENSE, "--moe.aux_loss", "none"], "llama3/debug has no experts", "leave it out"),
     (experts_are_enough, "1", [*ROUTED, "--model.top_k", "9"], "top_k 9 is more than the 8", "--model.top_k 8"),
     (experts_are_enough, "1", [*ROUTED, "--model.ffn_dim", "64"], "all layers of qwen3_moe/debug have", "leave it out"),

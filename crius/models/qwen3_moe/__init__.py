@@ -5,28 +5,17 @@ Flavors are as published, by their config.json on the Hugging Face hub, which ha
 
 from dataclasses import dataclass
 
-from crius.models.config import RoutedConfig, decoder_layer, feed_forward, gqa
-from crius.models.description import Layer
+from crius.models.config import RoutedConfig
 from crius.models.huggingface import HuggingFace, Size
 from crius.models.plan import ShardingPlan, decoder_plan
 from crius.models.qwen3 import NAMES as QWEN3
-from crius.models.qwen3 import ROWS
+from crius.models.qwen3 import ROWS, Qwen3Config
 from crius.models.spec import ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen3MoEConfig(RoutedConfig):
+class Qwen3MoEConfig(Qwen3Config, RoutedConfig):
     """Sizes of one Qwen3 model with experts; a head is 128 wide, whatever ``dim`` is."""
-
-    vocab_size: int = 151_936
-    head_dim: int = 128
-    rope_theta: float = 1_000_000.0
-    norm_eps: float = 1e-6
-
-    def layer(self) -> Layer:
-        """A dense one, with norms of queries and keys."""
-        attention = gqa(self.dim, self.num_heads, self.num_kv_heads, self.head_dim, head_norms=True)
-        return decoder_layer(self.dim, attention, feed_forward(self.dim, self.ffn_dim))
 
 
 FLAVORS: dict[str, Qwen3MoEConfig] = {
