@@ -135,14 +135,18 @@ def _precision(config: RunConfig, facts: ModelDescription) -> tuple[LowPrecision
 
 def _load(layout: Layout, imbalance: float) -> list[str]:
     """What is said of the load of experts that several ranks share."""
+    if layout.ep == 1 and imbalance != 1:
+        raise LayoutError(
+            f"--dry_run_imbalance {imbalance:g} has no effect: no experts are shared between ranks.",
+            where="--dry_run_imbalance",
+            fix="leave it out; it is for --parallelism.expert_parallel_degree above 1",
+        )
     if not 1 <= imbalance <= layout.ep:
         raise LayoutError(
             f"--dry_run_imbalance {imbalance:g} is not between 1 and {layout.ep}, the ranks that share the experts.",
             where="--dry_run_imbalance",
             why="a rank gets its even share of all tokens at least, and all of them at most",
-            fix=f"--dry_run_imbalance {layout.ep}"
-            if layout.ep > 1
-            else "leave it out, or --parallelism.expert_parallel_degree N",
+            fix=f"--dry_run_imbalance {layout.ep}",
         )
     if layout.ep == 1:
         return []
