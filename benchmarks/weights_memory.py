@@ -2,13 +2,15 @@
 
     python benchmarks/weights_memory.py --folder DIR
 
-The folder is that of a Llama in bfloat16, in shards of 1 GB whose tensors are holes, so that it takes no disk; the run
-and the export that are made of it do. Each verb runs in a process of its own, whose RssAnon is read every few
-milliseconds. The comparison of logits at the end of an export is left out: another process makes it.
+The folder is that of a Llama, with ``--experts`` of a Qwen3-MoE, in bfloat16, in shards of 1 GB whose tensors are
+holes, so that it takes no disk; the run and the export that are made of it do. Each verb runs in a process of its own,
+whose RssAnon is read every few milliseconds. The comparison of logits at the end of an export is left out: another
+process makes it.
 """
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -16,6 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from crius.models.huggingface import config_of, rows_of
 from crius.models.registry import SPECS
 
 GB = 10**9
@@ -36,40 +39,33 @@ else:
 """
 
 
-def describe(gigabytes: float, dim: int, rows: int):
-    """A Llama of about so many bytes: as many layers as are needed."""
+def describe(gigabytes: float, dim: int, rows: int, experts: int = 0):
+    """A Llama, or a Qwen3-MoE, of about so many bytes: as many layers as are needed."""
     sizes = {"dim": dim, "num_heads": dim // 64, "num_kv_heads": dim // 256, "ffn_dim": 4 * dim, "vocab_size": rows}
-    facts = [SPECS["llama3"].describe("debug", **sizes, num_layers=layers) for layers in (1, 2)]
+    sizes |= {"num_experts": experts, "expert_ffn_dim": dim // 2} if experts else {}
+    spec = SPECS["qwen3_moe" if experts else "llama3"]
+    facts = [spec.describe("debug", **sizes, num_layers=layers) for layers in (1, 2)]
     first, second = (of.num_parameters * 2 for of in facts)
     layers = max(1, 1 + round((gigabytes * GB - first) / (second - first)))
-    return SPECS["llama3"].describe("debug", **sizes, num_layers=layers)
+    return spec.describe("debug", **sizes, num_layers=layers)
 
 
 def write(folder: Path, facts) -> int:
     """A folder of Hugging Face, all of whose numbers are 0; returns the bytes of the largest tensor."""
     folder.mkdir(parents=True)
-    config, family = facts.config, SPECS["llama3"].hf
-    (folder / "config.json").write_text(
-        json.dumps(
-            {
-                **{"architectures": [family.architecture], "model_type": family.model_type, "hidden_act": "silu"},
-                **{"hidden_size": config.dim, "intermediate_size": config.ffn_dim, "vocab_size": config.vocab_size},
-                **{"num_hidden_layers": config.num_layers, "num_attention_heads": config.num_heads},
-                **{"num_key_value_heads": config.num_kv_heads, "rms_norm_eps": 1e-5, "rope_theta": 5e5},
-            }
-        )
-    )
-    shards, largest = [{}], 0
-    for name, shape in facts.parameter_shapes.items():
-        size, begin = 2, max((entry["data_offsets"][1] for entry in shards[-1].values()), default=0)
-        for length in shape:
-            size *= length
-        if begin and begin + size > SHARD:
-            shards.append({})
-            begin = 0
-        entry = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, begin + size]}
-        shards[-1][family.translated(name)] = entry
-        largest = max(largest, size)
+    family = SPECS[facts.name.partition("/")[0]].hf
+    config = config_of(family, vars(facts.config) | {"rope_scaling": "none"})
+    (folder / "config.json").write_text(json.dumps(config))
+    shards, begin, largest = [{}], 0, 0
+    for name, whole in facts.parameter_shapes.items():
+        largest = max(largest, 2 * math.prod(whole))
+        for key, shape in rows_of(family.translated(name), whole).items():
+            size = 2 * math.prod(shape)
+            if begin and begin + size > SHARD:
+                shards.append({})
+                begin = 0
+            shards[-1][key] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, begin + size]}
+            begin += size
     where = {}
     for number, shard in enumerate(shards, start=1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
@@ -107,9 +103,9 @@ def measure(verb: str, source: Path, target: Path) -> dict:
     return {"start": start, "peak": peak, "above": peak - start}
 
 
-def run(folder: Path, gigabytes: float, dim: int, rows: int) -> dict:
+def run(folder: Path, gigabytes: float, dim: int, rows: int, experts: int = 0) -> dict:
     """Both verbs over a folder of this size."""
-    facts = describe(gigabytes, dim, rows)
+    facts = describe(gigabytes, dim, rows, experts)
     largest = write(folder / "hf", facts)
     size = sum(file.stat().st_size for file in (folder / "hf").glob("*.safetensors"))
     found = {"bytes": size, "largest_tensor": largest, "num_layers": facts.num_layers}
@@ -123,10 +119,11 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=4.0)
     parser.add_argument("--dim", type=int, default=2048)
     parser.add_argument("--rows", type=int, default=128_256)
+    parser.add_argument("--experts", type=int, default=0)
     parser.add_argument("--folder", help="for 2 times as many bytes; a temporary one otherwise")
     flags = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=flags.folder) as folder:
-        found = run(Path(folder), flags.gigabytes, flags.dim, flags.rows)
+        found = run(Path(folder), flags.gigabytes, flags.dim, flags.rows, flags.experts)
     mib = {verb: {name: round(value / 2**20) for name, value in found[verb].items()} for verb in ("import", "export")}
     print(f"{found['bytes'] / GB:.2f} GB in bfloat16, largest tensor {found['largest_tensor'] / 2**20:.0f} MiB")
     for verb, of in mib.items():

@@ -98,6 +98,12 @@ REQUIREMENTS = {
 }
 
 
+def installed_torch() -> tuple[tuple[int, ...], str] | None:
+    """Major and minor version of the installed torch, and its version as written; torch is not imported."""
+    torch = next(iter(importlib.metadata.distributions(name="torch")), None)
+    return (tuple(map(int, torch.version.split(".")[:2])), torch.version) if torch else None
+
+
 def install_line(*requirements: str) -> str:
     """A shell command that installs ``requirements`` for the Python that runs this: one made by uv has no pip."""
     python = shlex.quote(sys.executable)

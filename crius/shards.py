@@ -2,8 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,18 +34,6 @@ def zero(counted: Sequence[Tensor]) -> None:
     """Set ``counted`` to 0."""
     if counted:
         torch._foreach_zero_(list(counted))
-
-
-@contextmanager
-def uncounted(module: nn.Module) -> Iterator[None]:
-    """What passes through ``module`` meanwhile is not counted: it passed before, or is of no step."""
-    counted = counters([module])
-    before = [counter.clone() for counter in counted]
-    try:
-        yield
-    finally:
-        for counter, old in zip(counted, before, strict=True):
-            counter.copy_(old)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -81,6 +68,15 @@ def num_shards(tensor: Tensor, axis: str | None = None) -> int:
     # not is_shard(): FSDP's strided shards under tensor parallelism say no to that
     split = [i for i, place in enumerate(tensor.placements) if not place.is_replicate()]
     return math.prod(mesh.size(i) for i in split if axis is None or names[i] == axis)
+
+
+def is_first_holder(tensor: Tensor) -> bool:
+    """Whether this rank is the first one of a tensor's mesh that holds its part; of a plain tensor, of all ranks."""
+    if not isinstance(tensor, DTensor):
+        return dist.get_rank() == 0
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None
+    return all(at == 0 or not place.is_replicate() for at, place in zip(coordinate, tensor.placements, strict=True))
 
 
 def local_shard(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:

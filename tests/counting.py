@@ -32,9 +32,9 @@ class CountingBlock(Block):
 
     def forward(self, x_BTD, rope, mask):
         tokens = x_BTD.shape[0] * x_BTD.shape[1]
-        self.seen += torch.stack((torch.tensor(tokens, device=x_BTD.device), (x_BTD[..., -1] > 0).sum()))
+        seen = torch.stack((torch.tensor(tokens, device=x_BTD.device), (x_BTD[..., -1] > 0).sum()))
         moved = x_BTD + F.pad(self.shift, (0, x_BTD.shape[-1] - 2)).to(x_BTD.dtype)
-        return super().forward(moved, rope, mask)
+        return super().forward(moved, rope, mask), seen
 
     def after_update(self):
         self.shift += SHIFT * self.seen

@@ -66,7 +66,7 @@ def llama(config: str | DecoderConfig = "debug", **sizes) -> ModelDescription:
 TIED = ("--model.tied_embeddings",)
 
 GPUS = {"llama3_1b": 8, "llama3_8b": 8, "llama3_70b": 64, "llama3_405b": 512}
-GPUS |= {"qwen3_0.6b": 8, "qwen3_8b": 8, "qwen3_32b": 32}
+GPUS |= {"qwen3_0.6b": 8, "qwen3_8b": 8, "qwen3_32b": 32, "qwen3_30b_a3b": 8}
 GPUS |= {"smollm2_sft": 1, "smollm2_lora": 1, "qwen3_8b_lora": 1}
 """Recipes of real models, and numbers of 80 GB GPUs that hold them."""
 

@@ -12,7 +12,8 @@ from harness import TIED
 from torch.nn import functional as F
 
 from crius.data.loader import Batch, BatchLoader
-from crius.parallel import context, gradients, init, pipeline, tensor
+from crius.models.moe import MixtureOfExperts, Router
+from crius.parallel import context, expert, gradients, init, pipeline, tensor
 from crius.parallel.fsdp import GradientSync
 from crius.parallel.gradients import Gradients
 from crius.tools.verify import worker
@@ -275,6 +276,70 @@ def count_both_copies_of_a_tied_weight(patch):
     patch.setattr(build.Job, "copied", [])
 
 
+def scale_expert_gradients_by_the_degree(patch):
+    """As where FSDP averages over the ranks of experts alone."""
+
+    def compute(experts, x_MD, ends_E):
+        own = [weight.to_local() for weight in (experts.w1, experts.w2, experts.w3)]
+        for weight in own:
+            if weight.requires_grad:
+                weight.register_hook(lambda gradient: gradient * dist.get_world_size())
+        return experts.compute(x_MD, ends_E, *own)
+
+    patch.setattr(expert, "_own_experts", compute)
+
+
+def count_tokens_where_they_are_recomputed(patch):
+    """In the block, that is."""
+    original = MixtureOfExperts.forward
+
+    def forward(self, x_BTD):
+        def count(router, args, found):
+            self.load += found[2]
+
+        hook = self.router.register_forward_hook(count)
+        y_BTD, load = original(self, x_BTD)
+        hook.remove()
+        return y_BTD, torch.zeros_like(load)
+
+    patch.setattr(MixtureOfExperts, "forward", forward)
+
+
+def weigh_experts_by_the_bias_too(patch):
+    original = Router.route
+
+    def route(self, x_BTD, weight_ED):
+        ids_NK, weights_NK, load = original(self, x_BTD, weight_ED)
+        return ids_NK, weights_NK + self.bias[ids_NK], load
+
+    patch.setattr(Router, "route", route)
+
+
+def leave_experts_out_of_the_norm(patch):
+    original = Gradients.squared_norms
+
+    def squared_norms(self):
+        is_dense = [parameter.dim() < 3 for parameter in self._parameters]
+        return original(self) * torch.tensor(is_dense, device=self._device)
+
+    patch.setattr(Gradients, "squared_norms", squared_norms)
+
+
+def lose_a_token_at_its_expert(patch):
+    """The first row that comes to a rank, where one comes."""
+    original = expert.AllToAllDispatch.forward
+
+    def forward(self, x_ND, ids_NK, experts):
+        def most(rows_MD, ends_E):
+            return experts(rows_MD * (torch.arange(len(rows_MD)) > 0)[:, None], ends_E)
+
+        return original(self, x_ND, ids_NK, experts if dist.get_rank() else most)
+
+    patch.setattr(expert.AllToAllDispatch, "forward", forward)
+
+
+QWEN3_MOE = ("--model.name", "qwen3_moe")
+SIGMOID_MOE = ("--model.flavor", "small", "--model.name", "sigmoid_moe")
 BFLOAT16 = ("--training.mixed_precision_param", "bfloat16")
 ONE_KEY_VALUE_HEAD = ("--model.num_kv_heads", "1")
 
@@ -306,12 +371,21 @@ MUTATIONS = [
     (clip_by_the_norm_of_one_stage, "pp2", ()),
     (average_the_copies_of_a_tied_weight, "pp2", TIED),
     (count_both_copies_of_a_tied_weight, "pp2", TIED),
+    (scale_expert_gradients_by_the_degree, "fsdp2_ep2", QWEN3_MOE),
+    (weigh_experts_by_the_bias_too, "fsdp2", SIGMOID_MOE),
+    (leave_experts_out_of_the_norm, "fsdp2_ep2", QWEN3_MOE),
+    (lose_a_token_at_its_expert, "fsdp2_ep2", QWEN3_MOE),
 ]
-NAMES = ["-".join((mutate.__qualname__.split(".")[0], layout, *flags[1:])) for mutate, layout, flags in MUTATIONS]
+NAMES = ["-".join((mutate.__qualname__.split(".")[0], layout, *flags[-1:])) for mutate, layout, flags in MUTATIONS]
 
 
 def planted(number, work, placement):
     """``work`` as one rank, with a mutation planted while it runs."""
+    with_fault(MUTATIONS[number][0], work, placement)
+
+
+def with_fault(mutate, work, placement):
+    """As ``planted``, with a mutation that has a name of its own here."""
     with pytest.MonkeyPatch.context() as patch:
-        MUTATIONS[number][0](patch)
+        mutate(patch)
         work(placement)

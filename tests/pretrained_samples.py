@@ -9,11 +9,17 @@ SIZES = {
     **{"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 4},
     **{"num_key_value_heads": 2, "head_dim": 32, "vocab_size": 384, "rms_norm_eps": 1e-5},
 }
+EXPERTS = {
+    "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+}
 KINDS = {
     "llama": ("Llama", False),
     "llama_tied": ("Llama", True),
     "qwen3": ("Qwen3", False),
     "qwen3_tied": ("Qwen3", True),
+    "qwen3_moe": ("Qwen3Moe", False),
+    "mixtral": ("Mixtral", False),
 }
 
 
@@ -22,7 +28,7 @@ def save(kind: str, folder: Path, *, dtype=torch.float32, **sizes):
     import transformers
 
     family, tied = KINDS[kind]
-    config = getattr(transformers, f"{family}Config")(**SIZES | sizes, tie_word_embeddings=tied)
+    config = getattr(transformers, f"{family}Config")(**SIZES | EXPERTS.get(kind, {}) | sizes, tie_word_embeddings=tied)
     torch.manual_seed(0)
     model = getattr(transformers, f"{family}ForCausalLM")(config).to(dtype).eval()
     with torch.no_grad():

@@ -16,6 +16,8 @@ CHAT = ["--data.format", "chat", "--data.source", "jsonl", "--data.path", "x"]
 # the model and the tokenizer, so that no weights are asked for theirs
 GIVEN = ["--model.name", "llama3", "--model.flavor", "debug", "--tokenizer.path", "byte"]
 
+ROUTED = ["--model.name", "qwen3_moe", "--model.flavor", "debug", "--tokenizer.path", "byte"]
+
 # rule, flags, what else is known, in the sentence, in "from", in "fix"
 CASES = [
     (rules.known_model, ["--model.name", "llama"], {}, "called llama, did you mean llama3?", "--model.name", "llama3"),
@@ -30,6 +32,15 @@ CASES = [
         "--model.dim (command line)",
         "--model.num_heads 5",
     ),
+    (
+        rules.known_model,
+        ["--model.num_experts", "4", "--model.top_k", "2"],
+        {},
+        "llama3 has no num_experts, top_k: its layers have no experts",
+        "--model.num_experts (command line)",
+        "leave out --model.num_experts, --model.top_k",
+    ),
+    (rules.sizes, [*ROUTED, "--model.num_experts", "99999"], {}, "above 65,536", "--model.num_experts", "65536"),
     (rules.heads_divide, ["--model.head_dim", "7"], {}, "7 wide, which is odd", "--model.head_dim", "head_dim 8"),
     (
         rules.heads_divide,
@@ -496,14 +507,6 @@ CASES = [
         "package torchao",
         "--optimizer.state_dtype",
         "pip install",
-    ),
-    (
-        rules.built_already,
-        ["--parallelism.expert_parallel_degree", "2"],
-        {},
-        "not built yet: expert parallelism",
-        "",
-        "leave out --parallelism.expert_parallel_degree",
     ),
     (
         rules_training.checkpoints_have_a_folder,

@@ -74,6 +74,7 @@ def trainers(time: OthersTime, memory: OthersMemory) -> Mapping[str, Trainer]:
         eager_logit_bytes=memory.torchtitan_logit_bytes,
         balances_time=False,
         keeps_weights=False,
+        splits_experts=True,
     )
     megatron = Trainer(
         gathers_keys=False,
@@ -86,6 +87,7 @@ def trainers(time: OthersTime, memory: OthersMemory) -> Mapping[str, Trainer]:
         split_logit_bytes=0.0,
         balances_time=False,
         keeps_weights=False,
+        splits_experts=True,
     )
     fused = time.float8_fused, time.float8_fused_blackwell
     return {

@@ -200,9 +200,13 @@ def load_tensors(sources: Mapping[str, TensorSource], tensors: dict[str, Tensor]
             if piece.read_rows is None:
                 _fill(part, item, item.storage_offsets, planner)
                 continue
-            (first, *starts), count = item.storage_offsets, item.lengths[0]
-            rows = as_tensor(piece.read_rows(first, first + count), dtype, (count, *piece.shape[1:]))
-            _fill(rows, item, [0, *starts], planner)
+            starts, dim = list(item.storage_offsets), piece.row_dim
+            first, count = starts[dim], item.lengths[dim]
+            rows = as_tensor(
+                piece.read_rows(first, first + count), dtype, (*piece.shape[:dim], count, *piece.shape[dim + 1 :])
+            )
+            starts[dim] = 0
+            _fill(rows, item, starts, planner)
 
 
 def _metadata(sources: Mapping[str, TensorSource]) -> Metadata:

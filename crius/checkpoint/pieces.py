@@ -2,7 +2,7 @@
 
 import io
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, BinaryIO, NamedTuple
@@ -27,6 +27,7 @@ class Piece(NamedTuple):  # large checkpoints have millions
         read: its bytes, little endian and in C order; checks all that can be checked of them.
         read_rows: the same of the rows from a first up to another one; None: only the whole can be read.
         place: file and first byte, by which a load orders its reads.
+        row_dim: dim that has the rows; those before it are of size 1.
     """
 
     offset: Shape
@@ -34,6 +35,7 @@ class Piece(NamedTuple):  # large checkpoints have millions
     read: Callable[[], memoryview]
     read_rows: Callable[[int, int], memoryview] | None = None
     place: tuple[str, int] = ("", 0)
+    row_dim: int = 0
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,28 @@ class TensorSource:
             place = tuple(slice(start, start + size) for start, size in zip(piece.offset, piece.shape, strict=True))
             whole[place] = as_array(piece.read(), piece.shape, self.dtype)
         return memoryview(whole.reshape(-1))  # type: ignore[arg-type]  # numpy's stubs do not say that it is a buffer
+
+
+def stacked(key: str, rows: Sequence[TensorSource]) -> TensorSource:
+    """Tensors as the rows of one, along a new dim in front; nothing is read.
+
+    Args:
+        key: of the one.
+        rows: of one shape.
+
+    Raises:
+        CheckpointError: they have several dtypes.
+    """
+    dtypes = {row.dtype: row.key for row in rows}
+    if len(dtypes) > 1:
+        found = ", ".join(f"{name} is of {dtype}" for dtype, name in sorted(dtypes.items()))
+        raise CheckpointError(f"{found}, and both are parts of one tensor here.", fix="save them in one dtype")
+    pieces = tuple(
+        piece._replace(offset=(index, *piece.offset), shape=(1, *piece.shape), row_dim=piece.row_dim + 1)
+        for index, row in enumerate(rows)
+        for piece in row.pieces
+    )
+    return TensorSource(key, rows[0].dtype, (len(rows), *rows[0].shape), pieces)
 
 
 def as_array(data: memoryview, shape: Shape, dtype: str) -> np.ndarray[Any, np.dtype[np.uint8]]:

@@ -54,6 +54,9 @@ DryRun = Annotated[
     ),
 ]
 DryRunRank = Annotated[int, Parameter(help="Rank that --dry_run shows.")]
+DryRunImbalance = Annotated[
+    float, Parameter(help="Tokens that the experts of that rank get, over the mean of the ranks that share them.")
+]
 Json = Annotated[bool, Parameter(name="--json", negative=(), help="Print JSON.")]
 
 STARTED = time.monotonic()

@@ -139,6 +139,7 @@ def _case(run: RunConfig, gpu: str, gpus: int | None, nodes: int | None, precisi
     found = hardware(gpu)
     num_gpus, on_gpu = _count(gpus, nodes, found), found.generation != "cpu"
     run = replace_fields(run, {"parallelism.auto": False})  # which is what a plan does anyway
+    run = _with_full_name(run)
     pinned = set(SOURCES.origins) & set(flatten(RunConfig())) - {"parallelism.auto"}
     changes: dict[str, Any] = dict(PRECISIONS.get(precision, {})) | ({} if on_gpu else {"training.device": "cpu"})
     if "training.seq_len" not in pinned:
@@ -161,6 +162,20 @@ def _case(run: RunConfig, gpu: str, gpus: int | None, nodes: int | None, precisi
         num_gpus=num_gpus,
         pinned=frozenset(pinned | set(changes)),
     )
+
+
+def _with_full_name(run: RunConfig) -> RunConfig:
+    """``run``, where its model is named in one word that Crius has as a name and a flavor."""
+    from crius.tools.plan.shapes import trained_as
+
+    if run.model.name in SPECS:
+        return run
+    origins = SOURCES.origins
+    found = trained_as(run.model.name, run.model.flavor if "model.flavor" in origins else "")
+    if found is None:
+        return run
+    origins["model.flavor"] = origins["model.name"]
+    return replace_fields(run, dict(zip(("model.name", "model.flavor"), found, strict=True)))
 
 
 def _open_flavor(run: RunConfig, pinned: set[str]) -> Iterator[CriusError]:

@@ -73,8 +73,6 @@ def show(
         run = dataclasses.replace(resolved.config, data=run.data)  # a checkpoint may have the last word there
     decided = {name: value for name, value in flatten(resolved.config).items() if name in SHOWN_DECIDED}
     run = replace_fields(run, decided)
-    for problem in rules.not_built(run):
-        raise problem
     values = _shown(flatten(run))
     origins = {name: SOURCES.origin(name) for name in values}
     origins |= {name: f"{origins[name]}: {why}" for name, why in resolved.reasons.items() if name in decided}

@@ -12,6 +12,7 @@ from crius.cli.app import (
     STARTED,
     ConfigFiles,
     DryRun,
+    DryRunImbalance,
     DryRunRank,
     Json,
     Layout,
@@ -54,6 +55,7 @@ def train(
     strict: Strict = False,
     dry_run: DryRun = False,
     dry_run_rank: DryRunRank = 0,
+    dry_run_imbalance: DryRunImbalance = 1.0,
     as_json: Json = False,
 ) -> int:
     """Train a model.
@@ -65,9 +67,9 @@ def train(
     """
     from crius.launch.environment import joined_placement
 
-    _check_options(nproc, strict, dry_run, dry_run_rank, as_json)
+    _check_options(nproc, strict, dry_run, (dry_run_rank, dry_run_imbalance), as_json)
     if dry_run:
-        return _dry_run(run, nproc, dry_run_rank, as_json)
+        return _dry_run(run, nproc, dry_run_rank, dry_run_imbalance, as_json)
     placement = joined_placement(os.environ)
     if placement and nproc and nproc != placement.world_size:
         raise ConfigError(
@@ -198,16 +200,18 @@ def _end(facts: Facts, folder: Path, placement: Placement | None, code: int) -> 
     return code
 
 
-def _check_options(nproc: int, strict: bool, dry_run: bool, dry_run_rank: int, as_json: bool) -> None:
+def _check_options(nproc: int, strict: bool, dry_run: bool, shown: tuple[int, float], as_json: bool) -> None:
     if nproc < 0:
         raise ConfigError(f"--nproc {nproc} is negative.", fix="give the number of processes, e.g. --nproc 4")
-    given = {"--strict": strict and dry_run, "--dry_run_rank": dry_run_rank and not dry_run}
+    rank, imbalance = shown
+    given: dict[str, object] = {"--strict": strict and dry_run, "--dry_run_rank": rank and not dry_run}
+    given["--dry_run_imbalance"] = imbalance != 1 and not dry_run
     for name in (name for name, is_vain in (given | {"--json": as_json and not dry_run}).items() if is_vain):
         other = "with --dry_run, which trains nothing" if dry_run else "without --dry_run"
         raise ConfigError(f"{name} has no effect {other}.", where="command line", fix=f"leave out {name}")
 
 
-def _dry_run(run: RunConfig, nproc: int, rank: int, as_json: bool) -> int:
+def _dry_run(run: RunConfig, nproc: int, rank: int, imbalance: float, as_json: bool) -> int:
     """Build, lay out and step the model on tensors without memory, and say what a rank would hold and do."""
     facts = facts_of(run, nproc, None, is_dry=True)
     rules.check(facts)
@@ -217,7 +221,7 @@ def _dry_run(run: RunConfig, nproc: int, rank: int, as_json: bool) -> int:
     check_save_ops(run)
     from crius.tools.dry_run.run import dry_run
 
-    report = dry_run(run, facts.num_ranks, rank, STARTED)
+    report = dry_run(run, facts.num_ranks, rank, STARTED, imbalance=imbalance)
     notes = [*report.notes, *([why] if why else [])]
     if machine.on_gpu:
         peak, whole = max(one.peak.total() for one in report.ranks), hardware.memory_bytes

@@ -103,6 +103,13 @@ def resume(
     nproc: NumProcesses = 0,
     steps: Annotated[int, Parameter(help="Steps to train.")] = 20,
     kill_at: Annotated[str, Parameter(help="Steps at which a rank is killed, joined by commas.")] = "7,13",
+    layouts: Annotated[
+        str,
+        Parameter(
+            help="Layouts joined by commas, such as fsdp2_ep2,tp2,1, that starts get in turn; losses may then differ "
+            "by a tolerance. Empty: always that of the run."
+        ),
+    ] = "",
     timeout: Annotated[int, Parameter(help="Seconds that each of the two runs may take.")] = 600,
     as_json: Json = False,
 ) -> int:
@@ -112,11 +119,18 @@ def resume(
     sample differs, to the last bit, or where a kill did not come.
     """
     from crius.tools.verify.resume import resume
-    from crius.tools.verify.survival import SET_BY_VERB
+    from crius.tools.verify.starts import SET_BY_VERB
 
     refuse_given(SET_BY_VERB, "this verb sets them", "--steps 20 --kill_at 7,13")
-    facts = facts_of(run, nproc, None)
-    return resume(facts, _folder(run), steps=steps, kill_at=kill_at, timeout=timeout, as_json=as_json)
+    return resume(
+        facts_of(run, nproc, None),
+        _folder_of_starts(run, nproc, layouts),
+        steps=steps,
+        kill_at=kill_at,
+        layouts=layouts,
+        timeout=timeout,
+        as_json=as_json,
+    )
 
 
 @verify_app.command
@@ -136,6 +150,13 @@ def chaos(
             "with --training.reproducible. Empty: always those of the run."
         ),
     ] = "",
+    layouts: Annotated[
+        str,
+        Parameter(
+            help="Layouts joined by commas, such as fsdp2_ep2,tp2, one of which each start gets at random; losses may "
+            "then differ by a tolerance. Empty: always that of the run."
+        ),
+    ] = "",
     timeout: Annotated[int, Parameter(help="Seconds that each of the two runs may take.")] = 1800,
     as_json: Json = False,
 ) -> int:
@@ -144,8 +165,8 @@ def chaos(
     Takes the flags of train, degrees and all. Exit code 1 where a loss, a gradient norm, weights, optimizer state or a
     sample differs, to the last bit, where a kill did not come, or where a process is left.
     """
-    from crius.tools.verify.chaos import DATA_PARALLEL, chaos
-    from crius.tools.verify.survival import SET_BY_VERB
+    from crius.tools.verify.chaos import chaos
+    from crius.tools.verify.starts import DATA_PARALLEL, SET_BY_VERB
 
     refuse_given(SET_BY_VERB, "this verb sets them", "--steps 40 --kills 25")
     if world_sizes:
@@ -154,11 +175,12 @@ def chaos(
             raise ConfigError("--nproc with --world_sizes.", where="command line", fix="leave out --nproc")
     return chaos(
         facts_of(run, nproc, None),
-        _folder(run),
+        _folder_of_starts(run, nproc, layouts),
         kills=kills,
         seed=seed,
         steps=steps,
         world_sizes=world_sizes,
+        layouts=layouts,
         timeout=timeout,
         as_json=as_json,
     )
@@ -214,6 +236,19 @@ def _verify_folder(run: RunConfig, instead: str = "--layouts, such as fsdp2_tp2 
     set_by_layout = [*(name for name in flatten(run) if name.endswith("_degree")), "training.local_batch_size"]
     refuse_given(set_by_layout, "a layout sets all degrees and the microbatches", instead)
     return _folder(run)
+
+
+def _folder_of_starts(run: RunConfig, nproc: int, layouts: str) -> Path:
+    """The folder of the logs; refuses what ``layouts`` set, where there are any.
+
+    Raises:
+        ConfigError: names it.
+    """
+    if not layouts:
+        return _folder(run)
+    if nproc:
+        raise ConfigError("--nproc with --layouts.", where="command line", fix="leave out --nproc")
+    return _verify_folder(run, "--layouts")
 
 
 def _folder(run: RunConfig) -> Path:

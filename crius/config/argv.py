@@ -14,7 +14,15 @@ def normalized_argv(argv: Sequence[str]) -> list[str]:
     torchtitan's flag names are replaced, ``--flag true`` is joined to ``--flag=true``, and of a flag that is given
     more than once the last one stays, so that a script can append to common flags. Flags that take lists collect.
     """
-    options = {"recipe": "", "nproc": 0, "layout": "", "strict": False, "dry_run": False, "dry_run_rank": 0}
+    options = {
+        "recipe": "",
+        "nproc": 0,
+        "layout": "",
+        "strict": False,
+        "dry_run": False,
+        "dry_run_rank": 0,
+        "dry_run_imbalance": 1.0,
+    }
     defaults: dict[str, Any] = flatten(RunConfig()) | options
     aliases = ALIASES | _short_forms(argv[0] if argv else "")
     out: list[str] = []

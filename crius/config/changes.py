@@ -31,6 +31,7 @@ KINDS: tuple[tuple[str, Kind], ...] = (
     ("lr_scheduler.*", "warn"),
     ("quantize.*", "warn"),
     ("lora.*", "refuse"),  # other weights, or another model around them
+    ("moe.*", "warn"),
     ("stability.*", "warn"),
     ("data.prefetch", "free"),
     ("data.add_bos", "refuse"),  # other inputs for the same text
@@ -48,6 +49,7 @@ more. ``warn``: the curve changes, as it may be meant to. ``free``: it stays, up
 SHAPES = (
     *("model.name", "model.flavor", "model.vocab_size", "model.dim", "model.num_layers", "model.num_heads"),
     *("model.num_kv_heads", "model.head_dim", "model.ffn_dim", "model.tied_embeddings"),
+    *("model.num_experts", "model.expert_ffn_dim"),
     *("lora.rank", "lora.targets"),
 )
 """Of weights: a checkpoint of others cannot be read, whoever allows it."""

@@ -51,6 +51,11 @@ class Facts(Resolved):
         return parallelism.data_parallel_replicate_degree * parallelism.shard_degree(self.num_ranks)
 
     @property
+    def has_experts(self) -> bool:
+        """Whether the layers of the model have experts."""
+        return self.model is not None and self.model.num_experts > 0
+
+    @property
     def model_name(self) -> str:
         """Architecture and flavor."""
         return f"{self.config.model.name}/{self.config.model.flavor}"

@@ -126,6 +126,11 @@ class Layout:
         return self.dp_shard * self.cp
 
     @property
+    def efsdp(self) -> int:
+        """Ranks that the experts of one rank are split over by FSDP: all that have the layer, but for replicas."""
+        return self.dp_shard * self.cp * self.tp // self.ep
+
+    @property
     def batch(self) -> int:
         """Ranks that read different sequences."""
         return self.dp_replicate * self.dp_shard

@@ -36,6 +36,9 @@ TAKEN = (
 )
 """Sizes that a file of ``model.from_hf`` gives, all of which the run.toml of its run has."""
 
+OF_EXPERTS = ("num_experts", "top_k", "expert_ffn_dim")
+"""Those that a model with experts has beside them."""
+
 LENGTHS = ("training.steps", "training.epochs")
 """Each says how long a run is: one in a stronger source stands for the other in a weaker one."""
 FROM_HF = "--model.from_hf"
@@ -197,7 +200,7 @@ class RunSources:
         if token is None or not token.value:
             return
         _leave_open(named)
-        brought = ("model.name", "model.flavor", *(f"model.{size}" for size in TAKEN), "tokenizer.path")
+        brought = ("model.name", "model.flavor", *(f"model.{size}" for size in (*TAKEN, *OF_EXPERTS)), "tokenizer.path")
         wanted = [name for name in brought if not named[f"--{name}"].tokens]
         if named["--model.flavor"].tokens:
             wanted = [name for name in wanted if name in ("model.name", "tokenizer.path")]

@@ -33,6 +33,8 @@ TOO_SMALL = "too small to gain"
 SENSITIVE = "sensitive"
 
 # dim of the weight (out_features, in_features) that a tensor-parallel style splits
+WHOLE_STYLES = ("router", "experts")
+"""Of modules that every rank has whole."""
 _SPLIT_DIM = {"colwise": 0, "colwise_heads": 0, "logits": 0, "rowwise": 1}
 
 
@@ -222,7 +224,7 @@ def parts(style: str, num_kv_heads: int, degree: int) -> tuple[int, int]:
     Raises:
         PlanError: nothing is known of how the style splits a linear layer.
     """
-    if degree <= 1 or not style:
+    if degree <= 1 or style in ("", *WHOLE_STYLES):
         return 1, 1
     if style not in _SPLIT_DIM:
         what = f"which dim of a linear layer the style {style} splits is not known."

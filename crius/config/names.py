@@ -200,6 +200,15 @@ MOVED = {
     "validation.enable": "validation.interval",
     "validation.enabled": "validation.interval",
     "validation.steps": "validation.num_samples",
+    # experts: torchtitan's, Megatron's and Hugging Face's
+    **dict.fromkeys(("expert_model_parallel_size", "expert_parallel_size"), "parallelism.expert_parallel_degree"),
+    **dict.fromkeys(("load_balance_coeff", "moe_router_bias_update_rate"), "moe.bias_update_rate"),
+    **dict.fromkeys(("moe_aux_loss_coeff", "router_aux_loss_coef"), "moe.aux_loss_coefficient"),
+    **dict.fromkeys(("moe_ffn_hidden_size", "moe_inter_dim", "moe_intermediate_size"), "model.expert_ffn_dim"),
+    **dict.fromkeys(("moe_router_topk", "num_experts_per_tok"), "model.top_k"),
+    **dict.fromkeys(("num_experts", "num_local_experts"), "model.num_experts"),
+    "moe_router_load_balancing_type": "moe.aux_loss",
+    "moe_z_loss_coeff": "moe.z_loss_coefficient",
     # Hugging Face's TrainingArguments
     "adam_beta1": "optimizer.beta1",
     "adam_beta2": "optimizer.beta2",
@@ -251,7 +260,6 @@ _ACCUMULATION = (
 _WANDB = "metrics are written to metrics.jsonl in the run folder; none are sent anywhere"
 _EXPORT = "checkpoints are saved in Crius's own format: docs/checkpoints.md"
 _MODULES = "settings are data: --import MODULE on the command line names a module with a model"
-_EXPERTS = "models with experts are not trained yet"
 _VALIDATION = "validation takes the sequences and the microbatches of training"
 
 # Names of torchtitan and Hugging Face that nothing stands for, and what there is to know; ``section.*`` is all of it.
@@ -288,6 +296,7 @@ NOTHING = {
         ("lora.dropout", "lora_dropout"), "adapters have no dropout, whose numbers would depend on the layout"
     ),
     **dict.fromkeys(("dpo.beta", "training.dpo", "dpo.enable"), "DPO is not built"),
+    **dict.fromkeys(("capacity_factor", "moe_expert_capacity_factor"), "no token is dropped, and nothing is padded"),
     "metrics.save_tb_folder": "TensorBoard's files are in the run folder",
     "model.hf_assets_path": "tokenizer.path names a tokenizer; weights of Hugging Face are not read",
     "model.norm_type": "the model decides it",
@@ -296,11 +305,11 @@ NOTHING = {
     "optimizer.early_step_in_backward": "gradients are clipped by their global norm, which is known after the backward",
     "parallelism.disable_loss_parallel": "the output layer is split under tensor parallelism, and so is the loss",
     "parallelism.enable_compiled_autograd": "the blocks are compiled, not the backward as a whole",
-    "parallelism.expert_tensor_parallel_degree": _EXPERTS,
+    "parallelism.expert_tensor_parallel_degree": "tensor parallelism splits no expert, only what is around them",
     "per_device_eval_batch_size": _VALIDATION,
     "profiling.save_traces_folder": "traces are in the run folder",
     "push_to_hub": "nothing is uploaded",
-    "quantize.grouped_mm.*": _EXPERTS,
+    "quantize.grouped_mm.*": "experts are computed in training.mixed_precision_param: float8 and MXFP8 are for linears",
     "report_to": _WANDB,
     "tf32": "float32 is computed in full; training.mixed_precision_param bfloat16 is what is fast",
     "training.enable_loss_parallel": "the output layer is split under tensor parallelism, and so is the loss",

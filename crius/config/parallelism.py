@@ -43,7 +43,10 @@ class ParallelismConfig:
     pipeline's bubble."""
 
     expert_parallel_degree: int = 1
-    """Ranks that share the experts of a mixture-of-experts layer. Not built yet: more than 1 is refused."""
+    """Ranks that share the experts of a mixture-of-experts layer, each with whole ones; rows travel to them by
+    all-to-all. It adds no ranks: it must divide the product of the shard, context and tensor parallel degrees, and the
+    experts. FSDP splits the experts of a rank over the ranks that are left. Raise it until the experts that are
+    gathered for one layer fit, and keep it inside a node."""
 
     pipeline_parallel_schedule: Schedule = "1f1b"
     """Order of the microbatches in the pipeline. gpipe: all forwards, then all backwards. 1f1b: fewer live

@@ -14,8 +14,10 @@ from crius.config.facts import Facts, Rule, Violations
 from crius.config.load import did_you_mean
 from crius.config.rules_data import DATA_RULES
 from crius.config.rules_debugging import DEBUGGING_RULES
+from crius.config.rules_experts import EXPERT_RULES
 from crius.config.rules_layout import LAYOUT_RULES, divisors
 from crius.config.rules_lora import LORA_RULES
+from crius.config.rules_moe import MOE_RULES
 from crius.config.rules_pipeline import PIPELINE_RULES
 from crius.config.rules_quantize import QUANTIZE_RULES
 from crius.config.rules_training import (
@@ -25,7 +27,6 @@ from crius.config.rules_training import (
     REPRODUCIBLE_RULES,
     STABILITY_RULES,
 )
-from crius.config.run import RunConfig
 from crius.config.toml_file import flatten, imports_of
 from crius.errors import ConfigError
 from crius.plugins import REQUIREMENTS, install_line
@@ -152,6 +153,9 @@ _RANGES: list[tuple[str, Callable[[Any], bool], str, str]] = [
             "sdc.recompute_interval",
             "sdc.replica_interval",
             "profiler.interval",
+            "moe.aux_loss_coefficient",
+            "moe.z_loss_coefficient",
+            "moe.bias_update_rate",
         )
     ],
     ("optimizer.lr", lambda value: value > 0, "above 0", "3e-4"),
@@ -189,7 +193,7 @@ def ranges(facts: Facts) -> Violations:
 
 _LARGEST, _LARGEST_STEP, _LARGEST_VOCABULARY = 2**31 - 1, 2**36, 2**24
 """Of a whole number, of the tokens of a step, of the rows of an embedding: what tensors with 64-bit sizes can hold."""
-_MOST_LAYERS, _WIDEST = 100_000, 2**20
+_MOST_LAYERS, _WIDEST, _MOST_EXPERTS = 100_000, 2**20, 2**16
 _COUNTS = ("training.steps", "training.epochs", "debug.seed")
 """Whole numbers that are no size of a tensor."""
 
@@ -200,7 +204,9 @@ def sizes(facts: Facts) -> Violations:
     limits = dict.fromkeys((name for name, value in values.items() if isinstance(value, int)), _LARGEST)
     limits |= dict.fromkeys(_COUNTS, 2**63 - 1)
     limits |= {"model.vocab_size": _LARGEST_VOCABULARY, "model.num_layers": _MOST_LAYERS}
-    limits |= dict.fromkeys((f"model.{name}" for name in ("dim", "num_heads", "head_dim", "ffn_dim")), _WIDEST)
+    widths = ("dim", "num_heads", "head_dim", "ffn_dim", "expert_ffn_dim")
+    limits |= dict.fromkeys((f"model.{name}" for name in widths), _WIDEST)
+    limits |= {"model.num_experts": _MOST_EXPERTS}
     too_large = {name: limit for name, limit in limits.items() if values[name] > limit}
     for name, limit in too_large.items():
         yield ConfigError(f"{name} {values[name]} is above {limit:,}.", where=facts.flag(name), fix=f"--{name} {limit}")
@@ -275,24 +281,6 @@ def extras_installed(facts: Facts) -> Violations:
             )
 
 
-def built_already(facts: Facts) -> Violations:
-    """What parses but is not built yet is refused, never ignored."""
-    yield from not_built(facts.config)
-
-
-def not_built(config: RunConfig) -> Violations:
-    """The settings of ``config`` that nothing obeys yet."""
-    p = config.parallelism
-    refused = [
-        (p.expert_parallel_degree > 1, "parallelism.expert_parallel_degree", "expert parallelism"),
-    ]
-    values = flatten(config)
-    found = [(name, feature) for asked, name, feature in refused if asked]
-    if found:
-        named = ", ".join(f"{feature} (--{name} {values[name]})" for name, feature in found)
-        yield ConfigError(f"not built yet: {named}.", fix=f"leave out {', '.join(f'--{name}' for name, _ in found)}")
-
-
 RULES: tuple[Rule, ...] = (
     known_model,
     heads_divide,
@@ -303,6 +291,8 @@ RULES: tuple[Rule, ...] = (
     *PIPELINE_RULES,
     *QUANTIZE_RULES,
     *LORA_RULES,
+    *MOE_RULES,
+    *EXPERT_RULES,
     *KERNEL_RULES,
     *OPTIMIZER_RULES,
     *STABILITY_RULES,
@@ -312,7 +302,6 @@ RULES: tuple[Rule, ...] = (
     sinks_installed,
     *DEBUGGING_RULES,
     extras_installed,
-    built_already,
 )
 
 

@@ -167,11 +167,13 @@ def tensor_parallel_divides(facts: Facts) -> Violations:
     if min(queries, pairs) < 1:
         return  # known_model reports it
 
+    widths = {layer.feed_forward.width for _, layer in model.layers}  # of experts those that all tokens visit
+
     def undivided(n: int) -> list[str]:
         fitting = {
             f"{facts.heads[0]} {queries}": queries % n == 0,
             f"{facts.heads[1]} {pairs}": pairs % n == 0 or n % pairs == 0,
-            f"ffn_dim {model.ffn_dim}": model.ffn_dim % n == 0,
+            **{f"ffn_dim {width}": width % n == 0 for width in sorted(widths)},
         }
         return [size for size, is_fit in fitting.items() if not is_fit]
 

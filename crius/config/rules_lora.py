@@ -10,9 +10,10 @@ from crius.config.param_groups import fits, nearest
 from crius.config.pipeline import num_stages, split_stages
 from crius.config.rules_pipeline import modules_split
 from crius.errors import ConfigError, LayoutError
-from crius.plugins import REQUIREMENTS, install_line
+from crius.plugins import REQUIREMENTS, install_line, installed_torch
 
 _TARGETS = "lora.targets"
+_WHOLE_NUMBERS_TORCH = (2, 12)
 
 
 def lora_flags_have_effect(facts: Facts) -> Violations:
@@ -149,6 +150,19 @@ def quantized_base_fits(facts: Facts) -> Violations:
         )
 
 
+def split_base_needs_torch(facts: Facts) -> Violations:
+    """FSDP splits weights of whole numbers since torch 2.12."""
+    lora, version = facts.config.lora, installed_torch()
+    if lora.is_on and lora.base != "keep" and facts.num_ranks > 1 and version and version[0] < _WHOLE_NUMBERS_TORCH:
+        yield LayoutError(
+            f"--lora.base {lora.base} on {facts.num_ranks} ranks needs torch 2.12 or newer; torch {version[1]} is "
+            "installed.",
+            where=facts.flag("lora.base"),
+            why="FSDP of older ones takes weights of floating-point numbers only",
+            fix=f"--lora.base keep, one rank, or {install_line('--upgrade', 'torch>=2.12')}",
+        )
+
+
 def every_stage_has_adapters(facts: Facts) -> Violations:
     """Each stage of a pipeline trains something: gradients flow back through all of them."""
     parallelism, model, lora = facts.config.parallelism, facts.model, facts.config.lora
@@ -177,5 +191,6 @@ LORA_RULES: tuple[Rule, ...] = (
     lora_goes_with,
     the_model_has_no_state,
     quantized_base_fits,
+    split_base_needs_torch,
     every_stage_has_adapters,
 )

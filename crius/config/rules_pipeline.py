@@ -1,7 +1,5 @@
 """Rules about the pipeline: stages, microbatches, schedule files, and what does not go with a split backward."""
 
-import importlib.metadata
-
 from crius.config.facts import Facts, Rule, Violations, without_effect
 from crius.config.parallelism import ParallelismConfig
 from crius.config.pipeline import (
@@ -18,7 +16,7 @@ from crius.config.pipeline import (
 from crius.config.resolve import batch_sizes
 from crius.config.schedule import PREFIX, read_schedule
 from crius.errors import LayoutError
-from crius.plugins import install_line
+from crius.plugins import install_line, installed_torch
 
 _DEFAULTS = ParallelismConfig()
 _SPLITTING_TORCH = (2, 13)
@@ -156,10 +154,9 @@ def split_backward_goes_with(facts: Facts) -> Violations:
     else:
         asked, other = "schedule", f"--{PREFIX}schedule interleave_1f1b"
     schedule = f"{PREFIX}{asked} {getattr(parallelism, f'pipeline_parallel_{asked}')}"
-    torch = next(iter(importlib.metadata.distributions(name="torch")), None)
-    if torch and tuple(map(int, torch.version.split(".")[:2])) < _SPLITTING_TORCH:
+    if (version := installed_torch()) and version[0] < _SPLITTING_TORCH:
         yield LayoutError(
-            f"{schedule} needs torch 2.13 or newer; torch {torch.version} is installed.",
+            f"{schedule} needs torch 2.13 or newer; torch {version[1]} is installed.",
             where=facts.flag(f"{PREFIX}{asked}"),
             why="older ones compute no gradients of weights apart where an operator is an autograd function in Python",
             fix=f"{other}, or {install_line('--upgrade', 'torch>=2.13')}",

@@ -310,6 +310,15 @@ def reproducible_excludes(facts: Facts) -> Violations:
             "a schedule sums the gradients of its microbatches by itself",
             "--parallelism.pipeline_parallel_degree 1",
         ),
+        *(
+            (
+                f"parallelism.{kind}_parallel_degree",
+                facts.has_experts and getattr(config.parallelism, f"{kind}_parallel_degree") > 1,
+                "experts would add the rows of several virtual shards at once: a tree of them is not built yet",
+                f"--parallelism.{kind}_parallel_degree 1",
+            )
+            for kind in ("expert", "tensor")
+        ),
         (
             "training.gradient_sync",
             sync not in ("default", "immediate"),

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from crius.config.data import DataConfig, TokenizerConfig, ValidationConfig
 from crius.config.lora import LoraConfig
+from crius.config.moe import MoEConfig
 from crius.config.operation import (
     CheckpointConfig,
     DebugConfig,
@@ -39,7 +40,8 @@ class ModelConfig:
 
     flavor: str = "debug"
     """Size: one of the flavors of the architecture, for llama3 debug, 1b, 8b, 70b or 405b, for qwen3 debug, 0.6b,
-    1.7b, 4b, 8b, 14b or 32b. custom: none; what is not given is what the architecture has as a default."""
+    1.7b, 4b, 8b, 14b or 32b, for qwen3_moe debug, 30b-a3b or 235b-a22b, for mixtral debug, 8x7b or 8x22b. custom:
+    none; what is not given is what the architecture has as a default."""
 
     from_hf: str = ""
     """A config.json of Hugging Face on this machine, or its folder: architecture and sizes are taken from it, but for
@@ -66,7 +68,17 @@ class ModelConfig:
     """Width of a head, an even number. -1: dim / num_heads where the flavor's is that, else the flavor's."""
 
     ffn_dim: int = -1
-    """Hidden width of the feed-forward. -1: in the flavor's ratio to dim, rounded up to a multiple of 64."""
+    """Hidden width of the feed-forward, of layers without experts. -1: in the flavor's ratio to dim, rounded up to a
+    multiple of 64."""
+
+    num_experts: int = -1
+    """Routed experts of each layer, of a model that has experts. -1: the flavor's."""
+
+    top_k: int = -1
+    """Routed experts that a token visits, at most num_experts. -1: the flavor's."""
+
+    expert_ffn_dim: int = -1
+    """Hidden width of one routed expert. -1: in the flavor's ratio to dim, rounded up to a multiple of 64."""
 
     rope_theta: float = -1.0
     """Base of the rotary frequencies. -1: the flavor's."""
@@ -107,6 +119,7 @@ class RunConfig:
     kernels: KernelsConfig = field(default_factory=KernelsConfig)
     quantize: QuantizeConfig = field(default_factory=QuantizeConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    moe: MoEConfig = field(default_factory=MoEConfig)
     stability: StabilityConfig = field(default_factory=StabilityConfig)
     sdc: SdcConfig = field(default_factory=SdcConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

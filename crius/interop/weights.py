@@ -10,10 +10,10 @@ from crius.checkpoint.disk import Disk
 from crius.checkpoint.folder import read_manifest
 from crius.checkpoint.manifest import ALGORITHM, Hasher, Manifest, blocks_of
 from crius.checkpoint.names import MANIFEST, step_name
-from crius.checkpoint.pieces import Shape, TensorSource, misfits, stored
+from crius.checkpoint.pieces import Shape, TensorSource, misfits, stacked, stored
 from crius.checkpoint.state import read_state
 from crius.checkpoint.whereabouts import find_checkpoints
-from crius.config.load import TAKEN
+from crius.config.load import OF_EXPERTS, TAKEN
 from crius.config.lora import saved_lora
 from crius.data.chat.template import LARGEST_TEXT, find_template
 from crius.data.tokenizer_files import TOKENIZER, original_file
@@ -23,7 +23,7 @@ from crius.interop.foreign import Foreign, open_inside, read_inside
 from crius.interop.safetensors_file import SUFFIX, json_object, read_safetensors, safetensors_names
 from crius.models.config import rope_scaling_text
 from crius.models.description import ModelDescription
-from crius.models.huggingface import read_model_settings
+from crius.models.huggingface import read_model_settings, rows_of
 from crius.models.registry import SPECS, families, find_spec
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -88,6 +88,9 @@ class Weights:
     def digest(self) -> str:
         """``xxh3-128:HEX`` of the manifest of a checkpoint, of all bytes of other sources: those are read for it."""
         return f"{ALGORITHM}:{self.hash_now()}"
+
+
+_FUSED_EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 
 
 def open_weights(path: str, where: str = "command line", depth: int = 0) -> Weights:
@@ -202,14 +205,15 @@ def _saved_model(manifest: Manifest, where: str) -> dict[str, Any]:
             where=where,
             fix="--import MODULE of that model" if saved else "resume from it: --checkpoint.load_path",
         )
-    sizes = {name: saved[name] for name in TAKEN if saved.get(name) not in (-1, None, "")}
+    sizes = {name: saved[name] for name in (*TAKEN, *OF_EXPERTS) if saved.get(name) not in (-1, None, "")}
     return settled({"name": spec.name, "flavor": flavor, **sizes})
 
 
 def settled(model: Mapping[str, Any]) -> dict[str, Any]:
     """Settings of ``[model]`` with every size, also those that the flavor says or that hang on others."""
     config = described(model).config
-    sizes = {name: getattr(config, name) for name in TAKEN if name != "rope_scaling"}
+    names = (name for name in (*TAKEN, *OF_EXPERTS) if name != "rope_scaling" and hasattr(config, name))
+    sizes = {name: getattr(config, name) for name in names}
     scaling = rope_scaling_text(config.rope_scaling)
     return {"name": model["name"], "flavor": model["flavor"], **sizes, "rope_scaling": scaling}
 
@@ -267,14 +271,21 @@ def hugging_face_tensors(foreign: Foreign, model: Mapping[str, Any], where: str)
                 fix="tie_word_embeddings: false, if they are two",
             )
         del there[second]
+    facts, tensors = described(model), dict[str, TensorSource]()
+    if family.splits_rows and facts.experts[0] * facts.num_experts > len(there):  # before each of them gets a name
+        what = f"{facts.experts[0]:,} layers of {facts.num_experts:,} experts"
+        raise CheckpointError(f"{where} has {len(there):,} tensors for {what}.")
     names = check_tensors(model, {key: tensor.shape for key, tensor in there.items()}, family.translated, where)
-    return {name: there[key] for name, key in names.items()}
+    for name, key in names.items():
+        rows = rows_of(key, facts.parameter_shapes.get(name, ()))
+        tensors[name] = there[key] if key in rows else stacked(key, [there[row] for row in rows])
+    return tensors
 
 
 def check_tensors(
     model: Mapping[str, Any], there: Mapping[str, Shape], translated: Callable[[str], str], where: str
 ) -> dict[str, str]:
-    """Names elsewhere of the weights and the buffers of a model, by ours.
+    """Names elsewhere of the weights and the buffers of a model, by ours; see ``crius.models.huggingface.rows_of``.
 
     Args:
         model: settings of ``[model]``, all sizes among them.
@@ -289,12 +300,16 @@ def check_tensors(
     if facts.num_layers > len(there):  # before each of them gets a name
         raise CheckpointError(f"{where} has {len(there):,} tensors for {facts.num_layers:,} layers.")
     buffers = {buffer.name: buffer.shape for buffer in facts.buffers if buffer.persistent}
-    wanted = {translated(name): shape for name, shape in (facts.parameter_shapes | buffers).items()}
+    wanted: dict[str, Shape] = {}
+    for name, shape in (facts.parameter_shapes | buffers).items():
+        wanted |= rows_of(translated(name), shape)
     if problems := misfits(there, wanted, "the source", "the model"):
+        is_fused = any(name.endswith(_FUSED_EXPERTS) for name in there.keys() - wanted.keys())
+        again = "load it with transformers and save it again, which writes each expert as a tensor"
         raise CheckpointError(
             f"the tensors of {where} are not those of the model that its settings say, {model['name']}.",
-            why=problems,
-            fix="get it again from where it came from",
+            why="a tensor holds all experts of a layer, which is not read; " * is_fused + problems,
+            fix=again if is_fused else "get it again from where it came from",
         )
     return {name: translated(name) for name in facts.state_names}
 

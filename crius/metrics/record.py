@@ -31,6 +31,11 @@ class StepMetrics:
         rolled_back_steps: steps so far whose update was lost when the weights of a snapshot came back.
         goodput: share in [0, 1] of the time since the command began that went into steps which count.
         max_loss: largest of the means over the valid tokens of one rank; None unless TensorBoard is on.
+        load_max_over_mean: tokens of the expert with the most, over the mean of its layer's, in the worst layer. Like
+            the next three of models with experts only, and of steps whose update was applied.
+        load_entropy: of the share of tokens of each expert of a layer, 1 where it is even; in the worst layer.
+        dead_experts: experts, over all layers, that no token of the step chose.
+        aux_loss: the balance losses, in nats, which are not part of ``loss``.
     """
 
     step: int
@@ -53,6 +58,10 @@ class StepMetrics:
     max_reserved_gib: float = 0.0
     num_alloc_retries: int = 0
     num_ooms: int = 0
+    load_max_over_mean: float | None = None
+    load_entropy: float | None = None
+    dead_experts: float | None = None
+    aux_loss: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -74,6 +74,7 @@ class ConsoleSink:
             ("skipped", record.skipped_steps),
             ("rolled_back", record.rolled_back_steps),
         )
+        load = record.load_max_over_mean
         return "  ".join(
             (
                 f"step {record.step:>{width}}/{self._steps}",
@@ -84,6 +85,7 @@ class ConsoleSink:
                 f"mfu {mfu}",
                 f"mem {record.memory_gib:.2f}{total} GiB",
                 f"data {data:.1%}",
+                *(() if load is None else (f"load {load:.2f}", f"dead {record.dead_experts:.0f}")),
                 *(f"{name} {count}" for name, count in lost if count),
             )
         )

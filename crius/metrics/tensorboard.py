@@ -81,5 +81,7 @@ def _scalars(record: Record, total_gib: float | None) -> dict[str, float]:
         scalars["memory/max_reserved(%)"] = 100 * record.max_reserved_gib / total_gib
     if record.mfu is not None:
         scalars["mfu(%)"] = 100 * record.mfu
+    loads = ("load_max_over_mean", "load_entropy", "dead_experts", "aux_loss")
+    scalars |= {f"experts/{name}": value for name in loads if (value := getattr(record, name)) is not None}
     lost = {"skipped_steps": record.skipped_steps, "rolled_back_steps": record.rolled_back_steps}
     return scalars | {f"stability/{name}": float(count) for name, count in lost.items() if count}

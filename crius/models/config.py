@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
-from crius.models.description import Attention, FeedForward, Layer, Weight
+from crius.models.description import Attention, Buffer, FeedForward, Layer, Weight
 from crius.strict_json import load_object
 
 FFN_UNIT = 64
@@ -114,8 +114,51 @@ def feed_forward(dim: int, width: int, *, gated: bool = True) -> FeedForward:
     )
 
 
-def decoder_layer(dim: int, attention: Attention, feed_forward: FeedForward) -> Layer:
-    """Attention and feed-forward, each behind a norm: the weights of ``crius.models.decoder.Block``, in its order."""
+def routed_feed_forward(
+    dim: int,
+    *,
+    num_experts: int,
+    top_k: int,
+    width: int,
+    shared_width: int = 0,
+    gated: bool = True,
+    biases: bool = False,
+) -> FeedForward:
+    """A router and experts, of which each token visits some, as ``crius.models.moe`` has them.
+
+    Args:
+        dim: width of the residual stream.
+        num_experts: routed experts.
+        top_k: those that a token visits.
+        width: hidden width of one of them.
+        shared_width: hidden width of the shared experts together, which all tokens visit; 0: there are none.
+        gated: with a gate (SwiGLU).
+        biases: the router and the experts have biases.
+    """
+    weights = [Weight("router.weight", (num_experts, dim), "router")]
+    for weight in feed_forward(dim, width, gated=gated).weights:
+        name = f"experts.{weight.name.removesuffix('.weight')}"
+        weights.append(Weight(name, (num_experts, *weight.shape), "expert", "", weight.to_residual))
+        if biases:
+            weights.append(Weight(f"{name}_bias", (num_experts, weight.shape[0]), "bias"))
+    if biases:
+        weights.append(Weight("router.bias", (num_experts,), "bias"))
+    shared = feed_forward(dim, shared_width, gated=gated).weights if shared_width else ()
+    return FeedForward(
+        width=shared_width,
+        gated=gated,
+        num_experts=num_experts,
+        top_k=top_k,
+        expert_width=width,
+        weights=(*weights, *(weight.within("shared") for weight in shared)),
+    )
+
+
+def decoder_layer(dim: int, attention: Attention, feed_forward: FeedForward, buffers: tuple[Buffer, ...] = ()) -> Layer:
+    """Attention and feed-forward, each behind a norm: the weights of ``crius.models.decoder.Block``, in its order.
+
+    ``buffers`` are named within the feed-forward.
+    """
     return Layer(
         attention=attention,
         feed_forward=feed_forward,
@@ -125,6 +168,7 @@ def decoder_layer(dim: int, attention: Attention, feed_forward: FeedForward) -> 
             Weight("ffn_norm.weight", (dim,), "norm"),
             *(weight.within("feed_forward") for weight in feed_forward.weights),
         ),
+        buffers=tuple(buffer._replace(name=f"feed_forward.{buffer.name}") for buffer in buffers),
     )
 
 
@@ -184,6 +228,56 @@ class DecoderConfig:
         return ((self.num_layers, self.layer()),)
 
 
+@dataclass(frozen=True, kw_only=True)
+class RoutedConfig(DecoderConfig):
+    """Sizes of a decoder whose layers have experts, but for the first ``num_dense_layers``.
+
+    Attributes:
+        num_experts: routed experts of a layer.
+        top_k: those that a token visits.
+        expert_ffn_dim: hidden width of one of them; ``ffn_dim`` is that of the dense layers.
+        shared_ffn_dim: hidden width of the shared experts together, which all tokens visit; 0: there are none.
+        num_dense_layers: leading layers with a dense feed-forward.
+        score: what makes the router's logits weights: a softmax over all experts, or a sigmoid of each.
+        norm_topk: the weights of the chosen experts are divided by their sum.
+        route_scale: the weights are multiplied by this.
+        router_bias: experts are chosen by score plus a bias, which balances their load and never enters the weights
+            (arXiv:2408.15664).
+        num_groups: the experts lie in so many groups of equal size.
+        top_groups: experts are chosen from the best so many groups, each judged by its two best scores (DeepSeek-V3,
+            arXiv:2412.19437).
+    """
+
+    num_experts: int
+    top_k: int
+    expert_ffn_dim: int
+    shared_ffn_dim: int = 0
+    num_dense_layers: int = 0
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    norm_topk: bool = True
+    route_scale: float = 1.0
+    router_bias: bool = False
+    num_groups: int = 1
+    top_groups: int = 1
+
+    def layers(self) -> tuple[tuple[int, Layer], ...]:
+        """The dense layers, then those with experts."""
+        dense = self.layer()
+        experts = routed_feed_forward(
+            self.dim,
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            width=self.expert_ffn_dim,
+            shared_width=self.shared_ffn_dim,
+        )
+        bias = (Buffer("router.bias", (self.num_experts,)),) if self.router_bias else ()
+        load = Buffer("load", (self.num_experts + 1,), "int64", persistent=False)
+        routed = decoder_layer(self.dim, dense.attention, experts, (*bias, load))
+        num_dense = min(self.num_dense_layers, self.num_layers)
+        runs = ((num_dense, dense), (self.num_layers - num_dense, routed))
+        return tuple((count, layer) for count, layer in runs if count)
+
+
 Config = TypeVar("Config", bound=DecoderConfig)
 
 
@@ -197,8 +291,9 @@ def resized(config: Config, **sizes: Any) -> Config:
     dim, heads = sizes.get("dim", config.dim), sizes.get("num_heads", config.num_heads)
     if "head_dim" not in sizes and config.head_dim * config.num_heads == config.dim:
         changed["head_dim"] = -1
-    if "ffn_dim" not in sizes and dim != config.dim:
-        changed["ffn_dim"] = -(-config.ffn_dim * dim // (config.dim * FFN_UNIT)) * FFN_UNIT
+    for name in ("ffn_dim", "expert_ffn_dim", "shared_ffn_dim") if dim != config.dim else ():
+        if name not in sizes and (width := getattr(config, name, 0)):
+            changed[name] = -(-width * dim // (config.dim * FFN_UNIT)) * FFN_UNIT
     if "num_kv_heads" not in sizes and heads != config.num_heads:
         group = config.num_heads // config.num_kv_heads
         changed["num_kv_heads"] = heads // group if heads % group == 0 else heads

@@ -14,10 +14,11 @@ What parallelism, checkpoints and the planner take for granted, and ``check_deco
   tensor-parallel rows, in one of those.
 - ``ties`` names the parameters that are another one. A stage that has only such a module has a copy of the weight, and
   ``crius.parallel.pipeline`` keeps the two equal.
-- Buffers are those of the description, by name, shape and dtype, each whole on every rank that has its layer. A
-  persistent one is state, which no forward changes. One with ``persistent=False`` counts: int64, 0 at the start of each
-  step, and a forward adds in place what it sees of its part of the tokens, of which no other rank has the same. What
-  is recomputed, validated or computed twice to compare is not counted. A compiled block that recomputes cannot count.
+- Buffers are those of the description, by name, shape and dtype, each whole on every rank that has its layer. No block
+  changes one in its forward. A persistent one is state. One with ``persistent=False`` counts: int64, 0 at the start of
+  each step. A block with counters returns a tuple: behind the hidden state, for each counter in order, what it sees of
+  its part of the tokens, of which no other rank has the same, and the decoder adds it, outside of what is compiled or
+  recomputed. What is validated or computed twice to compare is not counted.
 - A block, or a module in it, may have ``after_update()``. It is called after each update of the weights on every rank
   that has the module, without gradients, when its counters are the sums over all ranks; of these and of its state it
   makes the new state, alike on every rank. Weights are shards there. A step whose update is left out changes nothing.
@@ -60,17 +61,33 @@ class Block(nn.Module):
         self.attention_norm = RMSNorm(config.dim, eps=config.norm_eps)
         self.attention = self.build_attention(config)
         self.ffn_norm = RMSNorm(config.dim, eps=config.norm_eps)
-        self.feed_forward = FeedForward(config.dim, config.ffn_dim)
+        self.feed_forward = self.build_feed_forward(config, index)
 
     def build_attention(self, config: DecoderConfig) -> nn.Module:
         """The attention; a model whose attention differs overrides this."""
         return Attention(config.dim, config.num_heads, config.num_kv_heads, config.head_dim)
+
+    def build_feed_forward(self, config: DecoderConfig, index: int) -> nn.Module:
+        """The feed-forward of layer ``index``; a model whose feed-forward differs overrides this."""
+        return FeedForward(config.dim, config.ffn_dim)
 
     def forward(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], mask: Mask | None) -> Tensor:
         """``(B, T, D)`` to ``(B, T, D)``."""
         h_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rope, mask)
         y: Tensor = h_BTD + self.feed_forward(self.ffn_norm(h_BTD))
         return y
+
+
+def counted(block: nn.Module, result: Tensor | tuple[Tensor, ...]) -> Tensor:
+    """The hidden state of what ``block`` returned; what it counted is added to its counters."""
+    if isinstance(result, Tensor):
+        return result
+    h_BTD, *seen = result
+    counters = [buffer for name, buffer in block.named_buffers() if not is_persistent(block, name)]
+    with torch.no_grad():
+        for counter, more in zip(counters, seen, strict=True):
+            counter += more
+    return h_BTD
 
 
 class Decoder(nn.Module):
@@ -123,7 +140,7 @@ class Decoder(nn.Module):
         rope = rotary_cos_sin(positions_BT, self.frequencies(positions_BT.device))
         h_BTD = self.tok_embeddings(tokens_BT)
         for layer in self.layers.values():
-            h_BTD = layer(h_BTD, rope, mask)
+            h_BTD = counted(layer, layer(h_BTD, rope, mask))
         y: Tensor = self.norm(h_BTD)
         return y
 

@@ -245,9 +245,9 @@ class ModelDescription:
 
     @property
     def ffn_dim(self) -> int:
-        """Width of a feed-forward's hidden layer that tensor parallelism splits; of experts that of one."""
+        """Hidden width of a feed-forward; of experts that of one."""
         feed_forward = self.layers[-1][1].feed_forward
-        return feed_forward.expert_width if feed_forward.num_experts else feed_forward.width
+        return feed_forward.expert_width or feed_forward.width
 
     @property
     def attention(self) -> Attention:

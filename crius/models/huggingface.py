@@ -4,10 +4,10 @@ import json
 import re
 import shlex
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from crius.errors import ConfigError
 from crius.models.config import parse_rope_scaling, rope_scaling_of, rope_scaling_text
@@ -17,18 +17,36 @@ _LARGEST_FILE = 1 << 20
 _MOST_LAYERS = 100_000
 _LARGEST_NUMBER = 2**63 - 1
 
-# Their key, our field, what it has to be, and whether transformers has a default for a file that leaves it out.
+
+class Size(NamedTuple):
+    """One number of a config.json.
+
+    Attributes:
+        key: theirs.
+        field: ours.
+        kind: what it has to be.
+        has_default: transformers has a default for a file that leaves it out.
+        other: what other versions of transformers call it; either is read.
+    """
+
+    key: str
+    field: str
+    kind: type = int
+    has_default: bool = False
+    other: str = ""
+
+
 _SIZES = (
-    ("hidden_size", "dim", int, False),
-    ("intermediate_size", "ffn_dim", int, False),
-    ("num_hidden_layers", "num_layers", int, False),
-    ("num_attention_heads", "num_heads", int, False),
-    ("num_key_value_heads", "num_kv_heads", int, True),
-    ("head_dim", "head_dim", int, True),
-    ("vocab_size", "vocab_size", int, False),
-    ("rms_norm_eps", "norm_eps", float, True),
-    ("rope_theta", "rope_theta", float, True),
-    ("tie_word_embeddings", "tied_embeddings", bool, True),
+    Size("hidden_size", "dim"),
+    Size("intermediate_size", "ffn_dim"),
+    Size("num_hidden_layers", "num_layers"),
+    Size("num_attention_heads", "num_heads"),
+    Size("num_key_value_heads", "num_kv_heads", int, True),
+    Size("head_dim", "head_dim", int, True),
+    Size("vocab_size", "vocab_size"),
+    Size("rms_norm_eps", "norm_eps", float, True),
+    Size("rope_theta", "rope_theta", float, True),
+    Size("tie_word_embeddings", "tied_embeddings", bool, True),
 )
 # Keys that change what is computed, and the values that mean what our decoders compute.
 _COMPUTES: dict[str, tuple[Any, ...]] = {
@@ -40,6 +58,7 @@ _COMPUTES: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (1, None),
 }
 _OF_ROPE = ("partial_rotary_factor",)  # left out of what is written: transformers moves it into rope_parameters
+_ROW = "#"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +68,11 @@ class HuggingFace:
     Attributes:
         model_type: in its config.json.
         architecture: its class.
-        names: our parameter name patterns to theirs; ``*`` is the layer number.
+        names: our parameter name patterns to theirs; ``*`` is the layer number. ``#`` in theirs is the row of dim 0 of
+            ours, which they have as a tensor of its own, such as each of the experts.
+        sizes: numbers of its config.json that not every model has.
+        computes: keys of its config.json, beside those of every model, that change what is computed, and the values
+            that mean what we compute; the first of them is written. None: transformers takes it so without the key.
         defaults: our fields that a config.json may leave out, with the values of their configuration class. Key/value
             heads are as many as query heads, and a head ``dim / num_heads`` wide, unless this says otherwise.
     """
@@ -57,15 +80,34 @@ class HuggingFace:
     model_type: str
     architecture: str
     names: Mapping[str, str] = field(default_factory=dict)
+    sizes: tuple[Size, ...] = ()
+    computes: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def splits_rows(self) -> bool:
+        """They have the rows of a parameter of ours as tensors of their own."""
+        return any(_ROW in theirs for theirs in self.names.values())
+
     def translated(self, name: str) -> str:
-        """Their name of our parameter ``name``."""
+        """Their name of our parameter ``name``; with ``#`` those of its rows, see ``rows_of``."""
         number = re.search(r"\.(\d+)\.", name)
         if number is None:
             return self.names[name]
         pattern = f"{name[: number.start()]}.*.{name[number.end() :]}"
         return self.names[pattern].replace("*", number[1])
+
+
+def rows_of(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """The tensors that ``name`` stands for, of ``HuggingFace.translated``, and their shapes.
+
+    Args:
+        name: theirs.
+        shape: of our parameter.
+    """
+    if _ROW not in name:
+        return {name: shape}
+    return {name.replace(_ROW, str(row)): shape[1:] for row in range(shape[0])}
 
 
 def read_model_settings(
@@ -90,12 +132,12 @@ def read_model_settings(
     name = next((name for name, family in families.items() if family.model_type == kind), "")
     if not name:
         raise ConfigError(
-            f"{file} is of model_type {_shown(kind)}, which is not that of {' or '.join(families) or 'any model'}.",
+            f"{file} is of model_type {_shown(kind)}, which is not that of {_any_of(families) or 'any model'}.",
             where=where,
-            fix=f"use a config.json of {' or '.join(family.model_type for family in families.values())}",
+            fix=f"use a config.json of {_any_of(family.model_type for family in families.values())}",
         )
     settings: dict[str, Any] = {"name": name, "flavor": "custom"}
-    wrong = [*_differences(content, families[name]), *_take(content, families[name], settings)]
+    wrong = list(dict.fromkeys((*_differences(content, families[name]), *_take(content, families[name], settings))))
     if with_weights and (quantised := content.get("quantization_config")) is not None:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
         wrong.append(f"quantization_config: weights quantised by {_shown(method)} are not read, only whole ones are")
@@ -113,15 +155,20 @@ def config_of(family: HuggingFace, model: Mapping[str, Any]) -> dict[str, Any]:
         family: of the model.
         model: settings of ``[model]``, all sizes among them.
     """
-    sizes = {key: model[name] for key, name, _, _ in _SIZES}
+    sizes = {size.key: model[size.field] for size in (*_SIZES, *family.sizes)}
+    computes = {**_COMPUTES, **family.computes}
     scaling = parse_rope_scaling(model["rope_scaling"])
     return {
         "architectures": [family.architecture],
         "model_type": family.model_type,
         **sizes,
         "rope_scaling": load_object(rope_scaling_text(scaling).encode()) if scaling else None,
-        **{key: same[0] for key, same in _COMPUTES.items() if key not in _OF_ROPE},
+        **{key: same[0] for key, same in computes.items() if key not in _OF_ROPE},
     }
+
+
+def _any_of(names: Iterable[str]) -> str:
+    return " or ".join(", ".join(names).rsplit(", ", 1))
 
 
 def _shown(value: object) -> str:
@@ -163,10 +210,12 @@ def _differences(content: Mapping[str, Any], family: HuggingFace) -> Iterator[st
     architectures = content.get("architectures") or [family.architecture]
     if architectures != [family.architecture]:
         yield f"architectures is {_shown(architectures)}, and what is built is {_shown([family.architecture])}"
-    for key, same in _COMPUTES.items():
+    for key, same in {**_COMPUTES, **family.computes}.items():
         value = content.get(key)
-        if value not in same:
+        if value not in same and key in content:
             yield f"{key} {_shown(value)} is not built, only {json.dumps(same[0])} is"
+        elif value not in same:
+            yield f"it has no {key}, which stands for another value than {json.dumps(same[0])}, and only that is built"
     layers = content.get("layer_types")
     if layers is not None and layers != ["full_attention"] * _length(content.get("num_hidden_layers")):
         yield f"layer_types {_shown(layers)} is not built, only full_attention in each of the num_hidden_layers is"
@@ -194,7 +243,12 @@ def _take(content: Mapping[str, Any], family: HuggingFace, settings: dict[str, A
     if rope.get("partial_rotary_factor") not in (1, None):
         yield f"partial_rotary_factor {_shown(rope['partial_rotary_factor'])} is not built, only 1 is"
     known = {"rope_theta": rope["rope_theta"]} if rope.get("rope_theta") is not None else {}
-    for key, field_name, kind, has_default in _SIZES:
+    for name, field_name, kind, has_default, other in (*_SIZES, *family.sizes):
+        both = [key for key in (name, other) if key and key in content]
+        key = both[0] if both else name
+        if len(both) == 2 and content[name] != content[other]:
+            yield f"{name} {_shown(content[name])} and {other} {_shown(content[other])} are the same, and differ"
+            continue
         value = known.get(key, content.get(key))
         if value is None and has_default:
             if field_name in family.defaults and not (key in content and field_name == "num_kv_heads"):

@@ -18,6 +18,9 @@ class ShardingPlan:
         sensitive: linear layers that stay in high precision unless a config says otherwise, such as the output layer.
         tensor_parallel: module pattern to the name of a style in ``crius.parallel.tensor``; none: it is refused.
         heads: counts of the model that tensor parallelism splits: query heads first, then key/value heads.
+        experts: modules whose parameters have the experts of a layer in their first dim, and which expert parallelism
+            splits; empty where there are none.
+        routers: modules that choose them, whose matrices have a group of their own in the optimizer; likewise.
     """
 
     block: str
@@ -26,6 +29,8 @@ class ShardingPlan:
     sensitive: tuple[str, ...] = ()
     tensor_parallel: Mapping[str, str] = field(default_factory=dict)
     heads: tuple[str, ...] = ("num_heads", "num_kv_heads")
+    experts: str = ""
+    routers: str = ""
 
     def style_of(self, name: str) -> str:
         """The tensor-parallel style of the module ``name``; empty where it has no row."""
@@ -54,6 +59,7 @@ class ShardingPlan:
         names = list(module_names)
         patterns = (*(part for unit in self.fsdp_units for part in unit.split("+")), self.block)
         patterns = (*patterns, *self.embeddings, *self.sensitive, *self.tensor_parallel)
+        patterns = (*patterns, *filter(None, (self.experts, self.routers)))
         unmatched = [pattern for pattern in patterns if not any(match(pattern, name) for name in names)]
         yield from (f"the sharding plan's row {pattern!r} matches no module of the model" for pattern in unmatched)
         if unmatched:
@@ -80,14 +86,32 @@ def _matches(pattern: str, names: list[str]) -> list[str]:
     return matching
 
 
-def decoder_plan(*, tied_embeddings: bool, rows: Mapping[str, str] | None = None) -> ShardingPlan:
+EXPERTS, ROUTERS = "layers.*.feed_forward.experts", "layers.*.feed_forward.router"
+_FEED_FORWARD = {"": "gather_sequence", ".w1": "colwise", ".w3": "colwise", ".w2": "rowwise"}
+
+
+def decoder_plan(
+    *,
+    tied_embeddings: bool,
+    rows: Mapping[str, str] | None = None,
+    dense_layers: Iterable[int] | None = None,
+    shared_experts: bool = False,
+) -> ShardingPlan:
     """The plan of a decoder whose layers are ``crius.models.decoder.Block``, or like it but for ``rows``.
 
     Args:
         tied_embeddings: the output layer shares the embedding's weight, and so must share its FSDP unit.
         rows: tensor-parallel rows of the modules that such a block lacks.
+        dense_layers: numbers of the layers with a dense feed-forward; the others have experts. None: all are dense.
+        shared_experts: the layers with experts have shared ones, too.
     """
     ends = ("tok_embeddings+norm+output", "layers.*") if tied_embeddings else None
+    dense = ["layers.*"] if dense_layers is None else [f"layers.{number}" for number in dense_layers]
+    wide = [f"{layer}.feed_forward" for layer in dense]
+    routed = dense_layers is not None
+    if shared_experts:
+        wide.append("layers.*.feed_forward.shared")
+    experts = {ROUTERS: "router", EXPERTS: "experts"} if routed else {}
     return ShardingPlan(
         block="layers.*",
         fsdp_units=ends or ("tok_embeddings", "layers.*", "norm+output"),  # norm is too small to gather alone
@@ -102,12 +126,12 @@ def decoder_plan(*, tied_embeddings: bool, rows: Mapping[str, str] | None = None
             "layers.*.attention.wv": "colwise_heads",
             "layers.*.attention.wo": "rowwise",
             "layers.*.ffn_norm": "sequence",
-            "layers.*.feed_forward": "gather_sequence",
-            "layers.*.feed_forward.w1": "colwise",
-            "layers.*.feed_forward.w3": "colwise",
-            "layers.*.feed_forward.w2": "rowwise",
+            **{f"{name}{part}": style for name in wide for part, style in _FEED_FORWARD.items()},
+            **experts,
             "norm": "sequence",
             "output": "logits",
             **(rows or {}),
         },
+        experts=EXPERTS if routed else "",
+        routers=ROUTERS if routed else "",
     )

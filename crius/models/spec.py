@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 from crius.errors import ConfigError
-from crius.models.config import DecoderConfig, parse_rope_scaling, resized
+from crius.models.config import DecoderConfig, RoutedConfig, parse_rope_scaling, resized
 from crius.models.description import ModelDescription
 from crius.models.huggingface import HuggingFace
 from crius.models.plan import ShardingPlan
@@ -43,9 +43,18 @@ class ModelSpec:
         """What a model of ``flavor`` is, with ``sizes`` in place of its own (``crius.models.config.resized``).
 
         Raises:
-            ConfigError: ``rope_scaling``, given as text, is wrong, or a size is missing that flavor custom needs;
-                ``where`` is the field.
+            ConfigError: ``rope_scaling``, given as text, is wrong, a size is missing that flavor custom needs, or the
+                model has none of that name; ``where`` is the field.
         """
+        own, routed = (
+            {size.name for size in fields(kind)} for kind in (type(next(iter(self.flavors.values()))), RoutedConfig)
+        )
+        if strange := [name for name in sizes if name in routed - own]:
+            raise ConfigError(
+                f"{self.name} has no {', '.join(strange)}: its layers have no experts.",
+                where=f"model.{strange[0]}",
+                fix=f"leave out {', '.join(f'--model.{name}' for name in strange)}, or name a model with experts",
+            )
         if isinstance(text := sizes.get("rope_scaling"), str):
             try:
                 sizes["rope_scaling"] = parse_rope_scaling(text)

@@ -32,7 +32,8 @@ class ParameterGroup:
     """Parameters with the same settings.
 
     Attributes:
-        name: ``decayed``, ``embeddings``, ``1d`` or ``muon``, behind the pattern of ``optimizer.param_groups``, if any.
+        name: ``decayed``, ``router``, ``embeddings``, ``1d`` or ``muon``, behind the pattern of
+            ``optimizer.param_groups``, if any.
         optimizer: that updates them.
         lr_factor: of the learning rate of the step.
         weight_decay: decoupled.
@@ -62,13 +63,13 @@ def parameter_groups(
         ValueError: an entry of ``config.param_groups`` is not of its form; rules say so before anything starts.
     """
     specs = [parse_group(text) for text in config.param_groups]
-    order = {"decayed": 0, "muon": 1, "embeddings": 2, "1d": 3}
+    order = {"decayed": 0, "muon": 1, "router": 2, "embeddings": 3, "1d": 4}
     groups: dict[tuple[int, int], ParameterGroup] = {}
     for name, parameter in parameters:
         spec = group_of(specs, name)
         base = decay_class(name, parameter, plan, config)
         optimizer: Kind = "muon" if config.name == "muon" and is_inner_matrix(name, parameter, plan) else "adamw"
-        decay, factor = config.weight_decay if base == "decayed" else 0.0, 1.0
+        decay, factor = config.weight_decay if base in ("decayed", "router") else 0.0, 1.0
         if spec:
             optimizer, factor = spec.optimizer or optimizer, spec.lr_factor
             decay = decay if spec.weight_decay is None else spec.weight_decay
@@ -81,18 +82,21 @@ def parameter_groups(
 
 
 def decay_class(name: str, parameter: nn.Parameter, plan: ShardingPlan, config: OptimizerConfig) -> str:
-    """``embeddings`` and ``1d``, which by default do not decay, or ``decayed``."""
+    """``embeddings`` and ``1d``, which by default do not decay, or ``decayed``, or ``router``, which decays too."""
     if any(match(f"{pattern}.weight", name) for pattern in plan.embeddings) and not config.decay_embeddings:
         return "embeddings"
-    return "1d" if parameter.dim() < 2 and not config.decay_1d else "decayed"
+    if parameter.dim() < 2 and not config.decay_1d:
+        return "1d"
+    return "router" if plan.routers and match(f"{plan.routers}.weight", name) else "decayed"
 
 
 def is_inner_matrix(name: str, parameter: nn.Parameter, plan: ShardingPlan) -> bool:
-    """Whether Muon is for this parameter: a matrix of a repeated block, neither embedding nor output layer."""
+    """Whether Muon is for this parameter: a matrix of a repeated block, no embedding, output layer or router."""
     parts = name.split(".")
     modules = [".".join(parts[:end]) for end in range(1, len(parts))]
     is_inside = any(match(plan.block, module) for module in modules)
-    is_excluded = any(match(pattern, module) for pattern in (*plan.embeddings, *plan.sensitive) for module in modules)
+    excluded = (*plan.embeddings, *plan.sensitive, *filter(None, (plan.routers,)))
+    is_excluded = any(match(pattern, module) for pattern in excluded for module in modules)
     return parameter.dim() == 2 and is_inside and not is_excluded
 
 

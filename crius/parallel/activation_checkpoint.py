@@ -5,12 +5,11 @@ the module, run once. Recomputation runs the same kernels on the same inputs, so
 to the last bit (eager).
 """
 
-import contextlib
 import difflib
 import re
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,8 +28,8 @@ from torch.utils.checkpoint import (
 
 from crius.config.training import ActivationCheckpointConfig
 from crius.errors import ConfigError
+from crius.models.moe import MixtureOfExperts
 from crius.models.plan import ShardingPlan, match
-from crius.shards import counters, uncounted
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 ContextFn = Callable[[], Contexts]
@@ -38,7 +37,7 @@ ContextFn = Callable[[], Contexts]
 EVERY_OTHER = "matmul_every_other"
 _MATMULS = (
     *("aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default", "aten.linear.default"),
-    "crius.mkldnn_linear.default",
+    *("crius.mkldnn_linear.default", "crius.grouped_mm.default"),
     *("aten._scaled_mm.default", "aten._scaled_mm_v2.default"),
     *("aten._grouped_mm.default", "aten._scaled_grouped_mm.default", "aten._scaled_grouped_mm_v2.default"),
 )
@@ -63,6 +62,15 @@ CATEGORIES: Mapping[str, tuple[str, ...]] = {
         "_c10d_functional.reduce_scatter_tensor_coalesced.default",
     ),
 }
+_CHOICES = ("aten.topk.default", "aten._local_scalar_dense.default")
+_COUNTS = (
+    *("_c10d_functional.all_to_all_single.default", "_c10d_functional.wait_tensor.default"),
+    *("_c10d_functional.all_reduce.default", "aten._to_copy.default"),
+)
+"""A layer with experts keeps its choices in every mode, and what ops of ``_COUNTS`` make of whole numbers. Routed in
+another way, a recomputed layer would have other shapes, or silently another gradient; and the host would wait for the
+numbers of rows once more. Rows themselves travel again."""
+
 _OP_NAME = re.compile(r"(\w+)\.(\w+)\.(\w+)")
 
 
@@ -117,22 +125,27 @@ def apply_activation_checkpoint(
         return _memory_budget(len(blocks), config.memory_budget, compile_enabled)
     attention_stays = compile_enabled and any(_is_split_on_cpu(block) for block in blocks)
     note = "; attention stays too, which torch cannot recompute in such a graph on a CPU" * attention_stays
+    routed = {block for block in blocks if any(isinstance(part, MixtureOfExperts) for part in block.modules())}
+    choices = "; choices and counts of experts stay too" * bool(routed)
     if config.mode == "selective" and config.selective_option == "op":
         matches = Counter(dict.fromkeys(config.save_ops, 0))
         context_fn = _selective_contexts(config.save_ops, matches, attention_stays)
+        routing = _selective_contexts(config.save_ops, matches, attention_stays, routes=True)
         for block in blocks:
-            _wrap(block, context_fn, compile_enabled)
+            _wrap(block, routing if block in routed else context_fn)
         kept = ", ".join(config.save_ops) or "nothing"
         note *= "attention" not in config.save_ops
-        return CheckpointedBlocks(len(blocks), len(blocks), f"of each block stay: {kept}{note}", matches)
+        return CheckpointedBlocks(len(blocks), len(blocks), f"of each block stay: {kept}{note}{choices}", matches)
     assert config.mode in ("full", "selective"), config.mode  # auto is one of the others by now: choices.decide
     every = 1 if config.mode == "full" else int(config.selective_option)
     # by its number in the whole model, so that it is the same block under every layout
     wrapped = [block for name, block in numbered.items() if (int(name.rpartition(".")[2]) + 1) % every == 0]
+    plain = _selective_contexts((), Counter(), True) if attention_stays else None
+    routing = _selective_contexts((), Counter(), attention_stays, routes=True)
     for block in wrapped:
-        _wrap(block, _selective_contexts((), Counter(), True) if attention_stays else None, compile_enabled)
+        _wrap(block, routing if block in routed else plain)
     which = "every block" if every == 1 else f"one block of {every}"
-    return CheckpointedBlocks(len(wrapped), len(blocks), f"{which} keeps its input only{note}")
+    return CheckpointedBlocks(len(wrapped), len(blocks), f"{which} keeps its input only{note}{choices}")
 
 
 def _is_split_on_cpu(block: nn.Module) -> bool:
@@ -163,12 +176,10 @@ def _memory_budget(num_blocks: int, budget: float, compile_enabled: bool) -> Che
     )
 
 
-def _wrap(block: nn.Module, context_fn: ContextFn | None, compile_enabled: bool) -> None:
+def _wrap(block: nn.Module, context_fn: ContextFn | None) -> None:
     assert "forward" not in vars(block), "activation checkpointing comes before compile"
     keeps_rng = any(isinstance(module, _DropoutNd) and module.p > 0 for module in block.modules())
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": keeps_rng}
-    if counters([block]) and not compile_enabled:  # torch.compile takes no other contexts than its own
-        context_fn = _counting_once(block, context_fn)
     if context_fn is not None:
         options["context_fn"] = context_fn
     block._checkpoint_options = options  # type: ignore[assignment]
@@ -180,23 +191,16 @@ def _checkpointed_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return checkpoint(type(self).forward, self, *args, **self._checkpoint_options, **kwargs)  # type: ignore[arg-type]
 
 
-def _counting_once(block: nn.Module, context_fn: ContextFn | None) -> ContextFn:
-    """``context_fn`` with a recomputation that the counters of ``block`` do not count."""
-
-    @contextlib.contextmanager
-    def again(inner: AbstractContextManager[Any]) -> Iterator[None]:
-        with uncounted(block), inner:  # whose mode would watch the copies
-            yield
-
-    def contexts() -> Contexts:
-        first, second = context_fn() if context_fn else (contextlib.nullcontext(), contextlib.nullcontext())
-        return first, again(second)
-
-    return contexts
-
-
-def _selective_contexts(save_ops: Sequence[str], matches: Counter[str], attention_stays: bool) -> ContextFn:
+def _selective_contexts(
+    save_ops: Sequence[str], matches: Counter[str], attention_stays: bool, *, routes: bool = False
+) -> ContextFn:
     """What ``checkpoint`` calls before each forward of a block; counts into ``matches``.
+
+    Args:
+        save_ops: what stays.
+        matches: how many results each entry of it keeps.
+        attention_stays: attention, too.
+        routes: the block has experts.
 
     Raises:
         ConfigError: see ``resolve_save_ops``.
@@ -205,7 +209,7 @@ def _selective_contexts(save_ops: Sequence[str], matches: Counter[str], attentio
     categories = {**anyway, **resolve_save_ops(save_ops)}
 
     def contexts() -> Contexts:
-        return create_selective_checkpoint_contexts(_Policy(categories, matches))
+        return create_selective_checkpoint_contexts(_Policy(categories, matches, routes=routes))
 
     # no cache_hash on it: from its cache, torch would take a graph without asking the policy, which then counts nothing
     return contexts
@@ -218,13 +222,15 @@ class _Policy:
     sooner, but not reorder it.
     """
 
-    def __init__(self, categories: Mapping[str, str], matches: Counter[str]) -> None:
-        self._categories, self._matches = categories, matches
+    def __init__(self, categories: Mapping[str, str], matches: Counter[str], *, routes: bool) -> None:
+        self._categories, self._matches, self._routes = categories, matches, routes
         self._found: Counter[str] = Counter()
         self._matmuls: Counter[bool] = Counter()
 
     def __call__(self, context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         category = self._categories.get(str(op))
+        if category is None and self._routes and _is_routing(str(op), args):
+            return CheckpointPolicy.MUST_SAVE
         if category is None:
             return CheckpointPolicy.PREFER_RECOMPUTE
         again = bool(getattr(context, "is_recompute", False))
@@ -236,6 +242,12 @@ class _Policy:
             self._found[category] += 1
             self._matches[category] = max(self._matches[category], self._found[category])
         return CheckpointPolicy.MUST_SAVE
+
+
+def _is_routing(op: str, args: Sequence[Any]) -> bool:
+    """Whether an op of a layer with experts chooses experts or counts their rows."""
+    is_whole = bool(args) and isinstance(args[0], torch.Tensor) and not args[0].is_floating_point()
+    return op in _CHOICES or (op in _COUNTS and is_whole)
 
 
 def resolve_save_ops(save_ops: Sequence[str]) -> dict[str, str]:

@@ -14,6 +14,7 @@ from crius.parallel.activation_checkpoint import CheckpointedBlocks, apply_activ
 from crius.parallel.allocate import allocate
 from crius.parallel.compile import compile_blocks
 from crius.parallel.context import apply_context_parallel
+from crius.parallel.expert import apply_expert_parallel, experts_of
 from crius.parallel.fsdp import describe_units, end_backward_at_adapters, needs_fsdp, plan_units, shard
 from crius.parallel.init import Init, init_parameters
 from crius.parallel.lora import apply_lora
@@ -46,6 +47,8 @@ def parallelize(model: nn.Module, facts: ModelDescription, mesh: Mesh, config: R
     plan = facts.plan
     if mesh.tp:
         _say(apply_tensor_parallel(model, plan, facts.num_kv_heads, mesh.tp))
+    if facts.num_experts:
+        _say(apply_expert_parallel(model, plan, mesh))
     if mesh.cp:
         _say(apply_context_parallel(model, mesh.cp, config.parallelism.context_parallel_method))
     if facts.adapted:
@@ -63,7 +66,8 @@ def _shard(model: nn.Module, plan: ShardingPlan, mesh: Mesh, config: RunConfig) 
         yield f"fsdp: none: one rank holds all weights, computes in {dtype}, and sums with nobody"
         return
     units = plan_units(plan, model, config.parallelism)
-    shard(model, units, mesh, training, casts=not config.lora.is_on)
+    experts = experts_of(model, plan)
+    shard(model, units, mesh, training, experts, casts=not config.lora.is_on)
     if config.lora.is_on:
         end_backward_at_adapters(model, units, plan.embeddings[0])
     offloaded = ", offloaded to host memory" if training.enable_cpu_offload else ""
@@ -71,6 +75,8 @@ def _shard(model: nn.Module, plan: ShardingPlan, mesh: Mesh, config: RunConfig) 
         f"fsdp: {len(units)} units, weights split over {layout.fsdp} ranks, {layout.dp_replicate} replicas, "
         f"param {training.mixed_precision_param}, reduce {training.mixed_precision_reduce}{offloaded}"
     )
+    if experts and mesh.experts:
+        yield f"fsdp: weights of experts split over {layout.efsdp} ranks that have the same experts"
     yield from describe_units(units, layout, config.parallelism, training)
 
 

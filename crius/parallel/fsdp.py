@@ -4,12 +4,15 @@ DDP is a mesh of replicas with one shard each, one process a mesh of one: ``full
 other passes it leaves alone what it would not change: one rank whose weights need no cast.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_common as fsdp_common
+from torch.distributed.tensor import Shard
 
 from crius.config.layout import Layout
 from crius.config.parallelism import ParallelismConfig
@@ -121,12 +124,20 @@ def _reshard(parallelism: ParallelismConfig, is_last: bool) -> tuple[bool | int,
     return True, "frees its weights until the backward"
 
 
-def shard(model: nn.Module, units: list[FsdpUnit], mesh: Mesh, training: TrainingConfig, *, casts: bool = True) -> None:
+def shard(
+    model: nn.Module,
+    units: list[FsdpUnit],
+    mesh: Mesh,
+    training: TrainingConfig,
+    experts: Collection[nn.Parameter] = (),
+    *,
+    casts: bool = True,
+) -> None:
     """Shard ``model`` in place. Gradients are summed over ranks, never averaged: the loss is already normalised.
 
     Without ``casts`` weights are gathered as they are: a frozen base is in the dtype of the activations, and the layers
     cast their adapters. Under ``training.reproducible`` FSDP knows nothing of the replicas, over which
-    ``GradientSync`` sums.
+    ``GradientSync`` sums. ``experts`` are parameters that have a mesh of their own where the layout has one.
     """
     precision = MixedPrecisionPolicy(
         param_dtype=getattr(torch, training.mixed_precision_param) if casts else None,
@@ -144,11 +155,32 @@ def shard(model: nn.Module, units: list[FsdpUnit], mesh: Mesh, training: Trainin
             reshard_after_forward=unit.reshard_after_forward,
             mp_policy=precision,
             offload_policy=offload,
+            shard_placement_fn=_placement(experts, mesh) if experts else None,
         )
     fully_shard(model, mesh=axes, mp_policy=precision, offload_policy=offload)
-    for module in fsdp_modules(model) if axes.size() > 1 else ():  # one rank would divide by the factor it is given
+    sizes = [mesh.size() for mesh in (axes, mesh.experts) if mesh]
+    for module in fsdp_modules(model) if max(sizes) > 1 else ():  # one rank would divide by the factor it is given
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # Gloo cannot pre-multiply; a plain sum is NCCL's fast path too
+
+
+def _placement(experts: Collection[nn.Parameter], mesh: Mesh) -> Callable[[nn.Parameter], Any]:
+    """How FSDP splits each parameter of a unit: ``experts`` over ``mesh.experts``, inside where there are too few."""
+    axes = mesh.experts
+    info: fsdp_common.FSDPMeshInfo | None = None
+    if axes is not None and axes.ndim == 2:
+        info = fsdp_common.HSDPMeshInfo(axes, shard_mesh_dim=1, replicate_mesh_dim=0)
+    elif axes is not None:
+        info = fsdp_common.FSDPMeshInfo(axes, shard_mesh_dim=0)
+    ranks = (axes or mesh.shards).size(-1)
+
+    def place(parameter: nn.Parameter) -> Any:
+        if parameter not in experts:
+            return None
+        placement = Shard(0 if local_tensor(parameter).shape[0] >= ranks else 1)
+        return fsdp_common.ShardPlacementResult(placement, info) if info else placement
+
+    return place
 
 
 def end_backward_at_adapters(model: nn.Module, units: list[FsdpUnit], embedding: str) -> None:
@@ -180,11 +212,19 @@ def show_gradients(
     shown = {}
     for unit in units:
         inner = TreeReduceScatter(mesh.layout.cp) if training.reproducible else PlainReduceScatter()
-        shown["+".join(unit.modules)] = scatter = HashedReduceScatter(inner)
-        module = model.get_submodule(unit.modules[0])  # the modules of a unit share its state
+        name, module = "+".join(unit.modules), model.get_submodule(unit.modules[0])  # its modules share a state
         assert isinstance(module, FSDPModule)
-        module.set_custom_reduce_scatter(scatter)
+        for index, group in enumerate(param_groups(module)):  # experts may be a second one
+            shown[f"{name}/experts" if index else name] = scatter = HashedReduceScatter(inner)
+            group._reduce_scatter_comm = scatter
     return shown
+
+
+def param_groups(module: FSDPModule) -> list[Any]:
+    """FSDP's groups of parameters of one unit: those on one mesh are gathered and summed together."""
+    state: Any = module._get_fsdp_state()
+    several = getattr(state, "_fsdp_param_groups", None)  # since torch has a mesh for each parameter
+    return list(several) if several is not None else [state._fsdp_param_group] if state._fsdp_param_group else []
 
 
 def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
@@ -207,7 +247,7 @@ class GradientSync:
     ) -> None:
         self._model = model if isinstance(model, FSDPModule) else None
         trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
-        self._numel = sum(parameter.numel() // num_shards(parameter, "tp") for parameter in trained)
+        self._numel = sum(p.numel() // (num_shards(p, "tp") * num_shards(p, "ep")) for p in trained)
         self._trees: list[TreeAccumulation] = []
         if training.reproducible:
             assert mesh is not None

@@ -2,7 +2,8 @@
 
 A DTensor on a CPU mesh has no random state of its own: every rank would draw the same shard. So each parameter is
 drawn in blocks of rows, every block from a generator seeded by (seed, parameter name, block number), and a rank draws
-only the blocks that its shard touches. Any layout then starts from the same bits.
+only the blocks that its shard touches. Any layout then starts from the same bits. Stacked matrices, those of experts,
+are drawn one by one, each by its number: FSDP may split the rows of every one of them.
 """
 
 import hashlib
@@ -112,12 +113,30 @@ def init_parameters(model: nn.Module, rules: list[tuple[str, Init]], seed: int, 
             elif not draws:
                 local.fill_(math.nan)
             elif local.numel():
-                first, *columns = (slice(start, start + size) for start, size in zip(offset, local.shape, strict=True))
-                # no second buffer where the numbers can be drawn in place
-                out = local if local.device.type == "cpu" and local.dtype == torch.float32 else None
-                drawn = draw_rows(name, parameter.shape, first.start, first.stop, seed, rule, tuple(columns), out, pool)
-                if out is None:
-                    local.copy_(drawn)
+                place = tuple(slice(start, start + size) for start, size in zip(offset, local.shape, strict=True))
+                _draw(name, parameter.shape, place, local, seed, rule, pool)
+
+
+def _draw(
+    name: str,
+    shape: tuple[int, ...],
+    place: tuple[slice, ...],
+    out: Tensor,
+    seed: int,
+    rule: Normal | Uniform,
+    pool: ThreadPoolExecutor | None = None,
+) -> None:
+    """Draw the part ``place`` of a parameter of ``shape`` into ``out``."""
+    first, *columns = place
+    if len(shape) == 3:
+        for number, matrix in zip(range(first.start, first.stop), out, strict=True):
+            _draw(f"{name}/{number}", shape[1:], place[1:], matrix, seed, rule, pool)
+        return
+    # no second buffer where the numbers can be drawn in place
+    target = out if out.device.type == "cpu" and out.dtype == torch.float32 else None
+    drawn = draw_rows(name, torch.Size(shape), first.start, first.stop, seed, rule, tuple(columns), target, pool)
+    if target is None:
+        out.copy_(drawn)
 
 
 def draw_weight(name: str, shape: tuple[int, ...], rules: list[tuple[str, Init]], seed: int) -> Tensor:
@@ -125,7 +144,9 @@ def draw_weight(name: str, shape: tuple[int, ...], rules: list[tuple[str, Init]]
     rule = next(rule for pattern, rule in rules if match(pattern, name))
     if isinstance(rule, Constant):
         return torch.full(shape, rule.value)
-    return draw_rows(name, torch.Size(shape), 0, shape[0], seed, rule)
+    drawn = torch.empty(shape)
+    _draw(name, drawn.shape, tuple(slice(0, size) for size in shape), drawn, seed, rule)
+    return drawn
 
 
 def draw_rows(

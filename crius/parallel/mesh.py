@@ -19,6 +19,8 @@ class Mesh:
         tp: ranks that share the matmuls of a layer; None at degree 1.
         cp: ranks that share a sequence; None at degree 1.
         pp: ranks that hold the stages of one pipeline; None at degree 1.
+        experts: what ``fully_shard`` takes for experts, with an axis ``efsdp``; None where that is ``fsdp``.
+        ep: ranks that share the experts of a layer; None at degree 1.
         batch_rank: which of the ``layout.batch`` slices of the global batch this rank reads.
     """
 
@@ -28,14 +30,18 @@ class Mesh:
     tp: DeviceMesh | None
     cp: DeviceMesh | None
     pp: DeviceMesh | None
+    experts: DeviceMesh | None
+    ep: DeviceMesh | None
     batch_rank: int
 
 
-def build_mesh(layout: Layout, device_type: str) -> Mesh:
+def build_mesh(layout: Layout, device_type: str, *, has_experts: bool = False) -> Mesh:
     """The mesh of all ranks; axes of degree 1 are left out, but for ``fsdp``, which every layout has.
 
     FSDP splits weights over the ranks of a sequence as well, so ``dp_shard`` and ``cp`` are one axis of the mesh that
     ``fully_shard`` and tensor parallelism share; the ranks of one sequence, neighbours on it, have a mesh beside it.
+    Experts have a mesh beside it as well, where they are split over other ranks than the rest: over those of tensor
+    parallelism too, first by expert.
     """
     degrees = {
         "pp": layout.pp,
@@ -49,13 +55,28 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
     if layout.cp > 1:
         ranks = torch.arange(layout.num_ranks).view(-1, layout.cp, layout.tp).transpose(1, 2).reshape(-1, layout.cp)
         cp = DeviceMesh(device_type, ranks, mesh_dim_names=("sequence", "cp"))["cp"]
+    sparse = _expert_mesh(layout, device_type) if has_experts and max(layout.tp, layout.ep) > 1 else None
     replica = mesh.get_local_rank("dp_replicate") if "dp_replicate" in axes else 0
     return Mesh(
         layout=layout,
-        fsdp=mesh["dp_replicate", "fsdp"] if "dp_replicate" in axes else mesh["fsdp"],
+        fsdp=_with_replicas(mesh, "fsdp"),
         shards=mesh["fsdp"],
         tp=mesh["tp"] if "tp" in axes else None,
         cp=cp,
         pp=mesh["pp"] if "pp" in axes else None,
+        experts=sparse and _with_replicas(sparse, "efsdp"),
+        ep=sparse["ep"] if sparse and layout.ep > 1 else None,
         batch_rank=replica * layout.dp_shard + mesh.get_local_rank("fsdp") // layout.cp,
     )
+
+
+def _with_replicas(mesh: DeviceMesh, shards: str) -> DeviceMesh:
+    """The axis ``shards``, behind that of the replicas if there are any."""
+    return mesh["dp_replicate", shards] if "dp_replicate" in (mesh.mesh_dim_names or ()) else mesh[shards]
+
+
+def _expert_mesh(layout: Layout, device_type: str) -> DeviceMesh:
+    """All ranks as experts see them, those that share the experts of a layer next to each other."""
+    degrees = {"pp": layout.pp, "dp_replicate": layout.dp_replicate, "efsdp": layout.efsdp, "ep": layout.ep}
+    axes = {axis: degree for axis, degree in degrees.items() if degree > 1 or axis == "efsdp"}
+    return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))

@@ -25,20 +25,14 @@ from crius.config.parallelism import ParallelismConfig
 from crius.config.pipeline import placement
 from crius.parallel.fsdp import fsdp_modules
 from crius.parallel.stages import TORCH_SCHEDULES, order_of
-from crius.shards import counters, local_tensor, uncounted, zero
-
-_HIDDEN_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+from crius.shards import counters, local_tensor, zero
 
 
 class _Stage(PipelineStage):
-    """A stage that does not write to its own rank, which Gloo cannot, and does not count what it learns shapes with.
+    """A stage that does not write to its own rank, which Gloo cannot.
 
     In torch 2.11 a schedule's first step tries the way to each neighbouring stage, in a V to one of the same rank too.
     """
-
-    def _prepare_forward_infra(self, *args: Any, **options: Any) -> Any:
-        with uncounted(self.submod):
-            return super()._prepare_forward_infra(*args, **options)
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]
@@ -100,8 +94,8 @@ class TiedStages:
 class Pipeline:
     """This rank's stages of a model, and the steps over all of them. All ranks of a pipeline bring the same batch.
 
-    The first step also runs one microbatch forward and backward to learn the shapes between stages; each microbatch
-    has receive buffers of its own from then on.
+    Stages are told the shapes between them: to learn them, torch would run each on numbers that nobody wrote, which
+    experts would count. Each microbatch has receive buffers of its own.
 
     Args:
         parts: the stages of this rank, laid out and materialised; their forward is ``part(x, positions_BT=...,
@@ -112,6 +106,8 @@ class Pipeline:
         num_microbatches: of a training step; the schedule takes so many (``config.pipeline.microbatches_allowed``).
         mesh: the ranks of this pipeline, one axis.
         device: of the tensors.
+        dim: width of the hidden state.
+        dtype: of the hidden state.
     """
 
     def __init__(
@@ -122,6 +118,8 @@ class Pipeline:
         num_microbatches: int,
         mesh: DeviceMesh,
         device: torch.device,
+        dim: int,
+        dtype: torch.dtype,
     ) -> None:
         self._parts = dict(zip(indices, parts, strict=True))
         self._counters = counters(parts)
@@ -135,7 +133,7 @@ class Pipeline:
         self._schedule: _PipelineSchedule | None = None
         self._batch_shape = torch.Size()
         self._valid_tokens = torch.ones((), dtype=torch.float64, device=device)
-        self._hidden: dict[torch.Size, tuple[torch.Size, torch.dtype]] = {}
+        self._dim, self._dtype = dim, dtype
 
     @property
     def has_last_stage(self) -> bool:
@@ -166,7 +164,7 @@ class Pipeline:
             without the last stage.
         """
         if self._schedule is None or tokens_BT.shape != self._batch_shape:  # other shapes than its buffers abort Gloo
-            self._schedule, self._batch_shape = self._build(), tokens_BT.shape
+            self._schedule, self._batch_shape = self._build(tokens_BT), tokens_BT.shape
         self._valid_tokens = valid_tokens
         zero(self._counters)
         losses: list[Tensor] = []
@@ -198,7 +196,6 @@ class Pipeline:
         count = math.gcd(len(tokens_BT), self._num_microbatches)
         batch = [tensor.chunk(count) for tensor in (tokens_BT, positions_BT, labels_BT)]
         ends = [None] * count if ends_BM is None else ends_BM.chunk(count)
-        hidden, dtype = self._hidden_like(batch[0][0], batch[1][0], ends[0])
         me = dist.get_rank(self._group)
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         inputs = {(0, number): tokens for number, tokens in enumerate(batch[0])}
@@ -219,7 +216,7 @@ class Pipeline:
                         peer = next(other for other, stages in enumerate(self._ranks) if stage + 1 in stages)
                         exchanges.append(self._exchange(dist.isend, output.contiguous(), peer))
                 elif stage + 1 in self._parts:
-                    inputs[following] = torch.empty(hidden, dtype=dtype, device=self._device)
+                    inputs[following] = self._hidden(batch[0][number], self._device)
                     exchanges.append(self._exchange(dist.irecv, inputs[following], rank))
             for work in dist.batch_isend_irecv(exchanges) if exchanges else ():
                 work.wait()
@@ -228,10 +225,22 @@ class Pipeline:
                 module.reshard()
         return total
 
-    def _build(self) -> _PipelineSchedule:
-        """The schedule with fresh stages."""
+    def _build(self, tokens_BT: Tensor) -> _PipelineSchedule:
+        """The schedule with fresh stages, for batches like this one."""
+        tokens = tokens_BT.chunk(self._num_microbatches)[0].to("meta")
+        hidden = self._hidden(tokens, torch.device("meta")).requires_grad_()
+        loss = torch.empty((), dtype=torch.float64, device="meta", requires_grad=True)
+        last = self._num_stages - 1
         stages = [
-            _Stage(part, index, self._num_stages, self._device, group=self._group)
+            _Stage(
+                part,
+                index,
+                self._num_stages,
+                self._device,
+                input_args=hidden if index else tokens,
+                output_args=loss if index == last else hidden,
+                group=self._group,
+            )
             for index, part in self._parts.items()
         ]
         options = {"n_microbatches": self._num_microbatches, "loss_fn": self._scaled_loss, "scale_grads": False}
@@ -248,21 +257,10 @@ class Pipeline:
         """What the schedule calls with the output of the last stage, and with labels that this has seen already."""
         return loss_sum / self._valid_tokens
 
-    def _hidden_like(
-        self, tokens_BT: Tensor, positions_BT: Tensor, ends_BM: Tensor | None
-    ) -> tuple[torch.Size, torch.dtype]:
-        """Shape and dtype of the hidden state between stages, found by the first stage, once for each input shape."""
-        if tokens_BT.shape not in self._hidden:
-            # numbers: objects would travel as pickles
-            dtype_and_shape = torch.zeros(4, dtype=torch.int64, device=self._device)
-            if 0 in self._parts:
-                output = self._parts[0](tokens_BT, positions_BT=positions_BT, ends_BM=ends_BM)
-                dtype_and_shape = torch.tensor([_HIDDEN_DTYPES.index(output.dtype), *output.shape], device=self._device)
-            first = next(rank for rank, stages in enumerate(self._ranks) if 0 in stages)
-            dist.broadcast(dtype_and_shape, src=dist.get_global_rank(self._group, first), group=self._group)
-            dtype, *shape = dtype_and_shape.tolist()
-            self._hidden[tokens_BT.shape] = torch.Size(shape), _HIDDEN_DTYPES[dtype]
-        return self._hidden[tokens_BT.shape]
+    def _hidden(self, tokens_BT: Tensor, device: torch.device) -> Tensor:
+        """Memory for the hidden state of a microbatch between stages, ``(B, T / tp, D)``."""
+        num_tokens = tokens_BT.shape[1] // self._parallelism.tensor_parallel_degree
+        return torch.empty(tokens_BT.shape[0], num_tokens, self._dim, dtype=self._dtype, device=device)
 
     def _exchange(self, way: Callable[..., Any], tensor: Tensor, peer: int) -> dist.P2POp:
         return dist.P2POp(way, tensor, dist.get_global_rank(self._group, peer), self._group)

@@ -23,7 +23,7 @@ from crius.config.layout import Layout
 from crius.parallel.gradients import Gradients
 from crius.parallel.mesh import Mesh
 from crius.parallel.runtime import World
-from crius.shards import num_shards
+from crius.shards import is_first_holder
 
 CHUNK = {"cpu": 1 << 16}
 """Numbers hashed at a time: on a CPU their places and products stay in its cache (2.7 GB/s on a core; 0.3 without)."""
@@ -228,16 +228,9 @@ class ReproducibleGradients(Gradients):
     def __init__(self, parameters: Sequence[nn.Parameter], mesh: Mesh, world: World) -> None:
         super().__init__(parameters, world.size, world.device)
         self._world, self._layout = world, mesh.layout
-        place = {"fsdp": mesh.shards.get_local_rank()}
-        if mesh.layout.dp_replicate > 1:
-            place["dp_replicate"] = mesh.fsdp.get_local_rank("dp_replicate")
-        if mesh.tp is not None:
-            place["tp"] = mesh.tp.get_local_rank()
-        # of the ranks that hold the same shard, the first counts
-        counted = [
-            all(rank == 0 or num_shards(parameter, axis) > 1 for axis, rank in place.items())
-            for parameter in self._parameters
-        ]
+        # FSDP knows nothing of the replicas here, and so neither do the meshes of its parameters
+        is_replica = mesh.layout.dp_replicate > 1 and mesh.fsdp.get_local_rank("dp_replicate") > 0
+        counted = [not is_replica and is_first_holder(parameter) for parameter in self._parameters]
         self._is_counted = torch.tensor(counted, dtype=torch.float64, device=world.device)[:, None]
 
     def _squared(self, tensors: Sequence[Tensor]) -> Tensor:

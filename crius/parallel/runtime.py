@@ -55,6 +55,27 @@ def all_to_all(x: Tensor, mesh: DeviceMesh) -> Tensor:
     return exchanged
 
 
+def all_to_all_rows(x: Tensor, to: list[int], of: list[int], mesh: DeviceMesh) -> Tensor:
+    """The first ``to[0]`` rows go to rank 0 of ``mesh``, one axis, the next ones to rank 1, and so on.
+
+    The gradient takes the way back.
+
+    Args:
+        x: rows, as many as ``to`` has.
+        to: rows for each rank.
+        of: rows that come from each rank, in whose order they lie in the result.
+        mesh: the ranks.
+    """
+    exchanged: Tensor = functional.all_to_all_single_autograd(x.contiguous(), of, to, mesh)
+    return exchanged
+
+
+def all_reduce(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The sum over the ranks of ``mesh``, one axis, of whole numbers, which have no gradient."""
+    total: Tensor = functional.wait_tensor(functional.all_reduce(x, "sum", mesh))
+    return total
+
+
 _NO_PEERS = "fake"
 """Backend of a rank that has no peers, or whose peers do not exist; registered by the import of its store."""
 

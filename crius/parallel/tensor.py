@@ -29,6 +29,7 @@ from torch.nn import functional as F
 from crius.errors import PlanError
 from crius.kernels.cpu.pointwise import rms_norm, rms_norm_reference
 from crius.models.layers import Linear, Loss, Output, RMSNorm
+from crius.models.moe import Router
 from crius.models.plan import ShardingPlan
 from crius.parallel.allocate import keeping_ties
 from crius.parallel.runtime import all_gather, reduce_scatter
@@ -121,6 +122,11 @@ def _head_norm(norm: RMSNorm, x_BTNH: Tensor) -> Tensor:
     return rms_norm(x_BTNH, _replica(norm), norm.eps)
 
 
+def _route(router: Router, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The experts of this rank's part of the sequence."""
+    return router.route(x_BTD, _replica(router))
+
+
 def _sequence_norm(norm: RMSNorm, x_BTD: Tensor) -> Tensor:
     """This rank's part of the sequence, normalised; not by the fused kernel, whose last bits differ.
 
@@ -151,7 +157,7 @@ def _whole_loss(loss: nn.Module, inputs: tuple[Any, ...], result: Tensor) -> Ten
 
 
 GATHER = "gather_sequence"
-Style = tuple[type[nn.Module], Placement, Callable[..., Tensor]]
+Style = tuple[type[nn.Module], Placement, Callable[..., Any]]
 STYLES: dict[str, Style] = {
     "vocab": (nn.Embedding, Shard(0), _lookup),
     "sequence": (nn.Module, Replicate(), _sequence_norm),
@@ -160,9 +166,13 @@ STYLES: dict[str, Style] = {
     "colwise_heads": (Linear, Shard(0), _columns),
     "rowwise": (Linear, Shard(1), _rows),
     "logits": (Linear, Shard(0), _vocabulary),
+    "router": (Router, Replicate(), _route),
 }
 """Modules that have the style, how their weight is placed, and their forward in place of their own; a module of style
 ``GATHER`` has its input gathered instead."""
+
+WHOLE = "experts"
+"""The style of modules that tensor parallelism leaves alone: their ranks have other rows of the sequence."""
 
 FEW_HEADS: Style = (Linear, Replicate(), _one_head)
 """``colwise_heads`` where there are fewer heads than ranks."""
@@ -193,6 +203,8 @@ def apply_tensor_parallel(model: nn.Module, plan: ShardingPlan, num_kv_heads: in
                 # in a tuple, or the linear would be a part of the module twice
                 module._gather = (rounding, mesh, str(mesh.get_group().group_name), mesh.size())
                 module.register_forward_pre_hook(_gather_input)
+            elif style == WHOLE:
+                continue
             elif style in STYLES:
                 few_heads = style == "colwise_heads" and num_kv_heads < mesh.size()
                 _split(name, module, mesh, *(FEW_HEADS if few_heads else STYLES[style]))
@@ -200,7 +212,7 @@ def apply_tensor_parallel(model: nn.Module, plan: ShardingPlan, num_kv_heads: in
                     head = mesh.get_local_rank() * num_kv_heads // mesh.size()
                     module._head = (head, num_kv_heads)
             else:
-                known = ", ".join([*STYLES, GATHER])
+                known = ", ".join([*STYLES, GATHER, WHOLE])
                 raise PlanError(f"{name} has the tensor-parallel style {style}, which there is not: {known}.")
     lines = [f"tensor parallel: {mesh.size()} ranks, " + ", ".join(f"{n} {style}" for style, n in rows.items())]
     if num_kv_heads < mesh.size() and "colwise_heads" in rows:
@@ -219,7 +231,7 @@ def _split(
     mesh: DeviceMesh,
     kind: type[nn.Module],
     placement: Placement,
-    forward: Callable[..., Tensor],
+    forward: Callable[..., Any],
 ) -> None:
     """Place the weights of ``module`` on ``mesh``, without communication: all ranks build the same meta tensors.
 

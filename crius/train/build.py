@@ -29,6 +29,7 @@ from crius.models import registry
 from crius.models.decoder import check_decoder
 from crius.models.description import ModelDescription
 from crius.models.layers import loss_of
+from crius.models.moe import MixtureOfExperts
 from crius.parallel.apply import Applied, materialize, parallelize
 from crius.parallel.compile import compile_loss
 from crius.parallel.fsdp import GradientSync
@@ -182,6 +183,16 @@ def set_up_loss(part: nn.Module, chunks: LossChunks, config: RunConfig) -> None:
         loss.chunks = loss.chunks and replace(loss.chunks, score=compile_loss(loss.chunks.score, config.compile))
 
 
+def set_up_balance(part: nn.Module, job: "Job") -> None:
+    """Have the experts of a part of the model balanced as ``[moe]`` says, over the global batch of the run."""
+    moe, sequences = job.config.moe, job.sizes.total
+    for module in part.modules():
+        if isinstance(module, MixtureOfExperts):
+            module.router.aux_scale = moe.aux_loss_coefficient / sequences if moe.aux_loss == "sequence" else 0.0
+            module.router.z_scale = moe.z_loss_coefficient / (sequences * job.config.training.seq_len)
+            module.bias_rate = moe.bias_update_rate
+
+
 def _mib(size: int) -> str:
     return f"{size / 2**20:,.1f} MiB"
 
@@ -243,6 +254,7 @@ def build_part(
     converted = precision.convert(part, job.mesh.fsdp.size(-1)) if precision else Converted(0)
     quantize_base(part, job.facts, job.config.lora)
     set_up_loss(part, run_loss(job, precision), job.config)
+    set_up_balance(part, job)
     applied = parallelize(part, job.facts, job.mesh, job.config)
     return part, applied, converted
 
@@ -319,5 +331,7 @@ def build_runner(job: Job, built: Built) -> Runner:
     for name in job.copied:
         log.info("pipeline: %s is tied: the first and the last stage have a copy each, and sum its gradients", name)
     log.info("gradient_sync deferred: the schedule synchronises once a step, after the last microbatch")
-    pipeline = Pipeline(built.parts, built.stages, parallelism, sizes.accumulation, mesh.pp, job.ranks.device)
+    dtype = getattr(torch, training.mixed_precision_param)
+    where = (mesh.pp, job.ranks.device, job.facts.dim, dtype)
+    pipeline = Pipeline(built.parts, built.stages, parallelism, sizes.accumulation, *where)
     return Pipelined(pipeline)

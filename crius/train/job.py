@@ -28,6 +28,7 @@ from crius.launch.environment import Placement, sees_own_gpu
 from crius.launch.stop import PREEMPTED, catch_stop_signals
 from crius.metrics.device import machine_of, peak_tflops, total_memory_gib
 from crius.metrics.ledger import TimeLedger
+from crius.metrics.loads import ExpertLoads
 from crius.metrics.record import PlanSink, Sink
 from crius.metrics.sinks import build_sinks
 from crius.models import registry
@@ -100,7 +101,7 @@ def run(
             story.begin(device, machine, config, facts)
             config, corpus = open_run_data(config, layout.batch)  # before the ranks meet: none waits in a collective
             ranks = stack.enter_context(_meet(config, placement, device))
-            mesh = build_mesh(one_layout(layout, ranks), device.type)
+            mesh = build_mesh(one_layout(layout, ranks), device.type, has_experts=facts.num_experts > 0)
             _log_run(Job(config, facts, mesh, ranks), run_dir, corpus)
             story.config = decided = decide(config, facts, machine, ranks, tools.fit)
             job = Job(config, facts, mesh, ranks)  # a run that goes on from this one decides anew
@@ -210,9 +211,14 @@ def assemble(
     gradients = build_gradients(job, parameters)
     if mesh.pp is None:  # a bad gradient of a later stage would be seen on the rank of the first one
         gradients.watch(built.parts[0])
-    after = build_copies(job, parameters), AfterUpdate(built.parts, facts.buffers, ranks)
-    sdc = build_sdc(job, built, runner)
-    guard = UpdateGuard(config.stability, state, parameters, gradients, built.names, ranks, run_dir, *after)
+    after_update = AfterUpdate(built.parts, facts.buffers, ranks)
+    sdc, copies = build_sdc(job, built, runner), build_copies(job, parameters)
+    guard = UpdateGuard(
+        config.stability, state, parameters, gradients, built.names, ranks, run_dir, copies, after_update
+    )
+    loads = None
+    if facts.num_experts:
+        loads = ExpertLoads(facts, after_update.take_totals, ranks.device, warns=ranks.rank == 0)
     peak = config.metrics.peak_tflops or peak_tflops(ranks.device)
     meter = Meter(facts.flops_per_token((training.seq_len + 1) / 2), peak, ranks)
     return Loop(
@@ -228,7 +234,7 @@ def assemble(
         validation=_validation(job, corpus),
         world=ranks,
         ledger=ledger,
-        reports=StepReports(meter, ledger, guard),
+        reports=StepReports(meter, ledger, guard, loads),
         after_step=[functools.partial(_after_step, job, built, watch, ledger)],
         profiler=profiler(config.profiler, run_dir, ranks.rank, ranks.device.type),
     )
@@ -349,7 +355,8 @@ def _log_run(job: Job, run_dir: Path, corpus: Corpus) -> None:
         f"kernels: {kernels.current()}",
         f"mesh: {layout.axes} = {layout.num_ranks} ranks",
         f"model: {model.name}/{model.flavor}, {facts.num_parameters:,} parameters, "
-        f"{facts.matmul_parameters:,} in matmuls",
+        + f"{facts.num_active_parameters:,} of them active for a token, " * facts.is_routed
+        + f"{facts.matmul_parameters:,} in matmuls",
         f"model: {describe_rows(config, facts.vocab_size, corpus.tokenizer.vocab_size)}",
         *(f"data: {line}" for line in corpus.description),
     ]

@@ -257,12 +257,13 @@ class Loop:
         state.step, state.tokens = step, state.tokens + tokens
         if self.samples:
             self.samples.write(step, batch.sample_ids)
+        loads = self.reports.loads(tokens)
         self.reports.count(step, tokens, started, data_seconds)
         if is_reported:
-            numbers = [result.loss, result.grad_norm]
+            numbers = {"loss": result.loss, "grad_norm": result.grad_norm}
             if config.metrics.enable_tensorboard:
-                numbers.append(largest_loss(result, placed, self.world, self.layout))
-            self.reports.add(state, lr, numbers)
+                numbers["max_loss"] = largest_loss(result, placed, self.world, self.layout)
+            self.reports.add(state, lr, numbers | loads)
         if step == config.training.steps:
             self.reports.finish()
         self.reports.settle(step)

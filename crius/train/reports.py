@@ -11,7 +11,7 @@ import math
 import signal
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from crius.launch.environment import Placement
 from crius.launch.status import status
 from crius.metrics.device import peak_memory
 from crius.metrics.ledger import TimeLedger
+from crius.metrics.loads import ExpertLoads
 from crius.metrics.record import PlanSink, Record, Sink, StepMetrics, ValidationMetrics
 from crius.parallel.runtime import World
 from crius.run_file import write_run_file
@@ -93,16 +94,15 @@ class Meter:
         """Add time of the steps since the last report that ``count`` has not had."""
         self._seconds += seconds
 
-    def report(
-        self, state: TrainState, loss: float, grad_norm: float, lr: float, goodput: float, max_loss: float | None = None
-    ) -> StepMetrics:
-        """Metrics averaged over the steps since the last report; the arguments are those of the newest step."""
+    def report(self, state: TrainState, lr: float, goodput: float, numbers: Mapping[str, Any]) -> StepMetrics:
+        """Metrics averaged over the steps since the last report; the arguments are those of the newest step.
+
+        ``numbers`` are further fields of the record, loss and gradient norm among them.
+        """
         per_rank = self._tokens / self._seconds / self._world.size
         tflops = per_rank * self._flops / 1e12
         record = StepMetrics(
             step=state.step,
-            loss=loss,
-            grad_norm=grad_norm,
             lr=lr,
             tokens=state.tokens,
             tokens_per_second=self._tokens / self._seconds,
@@ -114,7 +114,7 @@ class Meter:
             skipped_steps=state.skipped_steps,
             rolled_back_steps=state.rolled_back_steps,
             goodput=goodput,
-            max_loss=max_loss,
+            **numbers,
             **peak_memory(self._world.device),
         )
         self._tokens = self._steps = 0
@@ -154,6 +154,7 @@ class _Report:
 
     state: TrainState
     lr: float
+    names: tuple[str, ...]
     totals: Late
 
 
@@ -164,13 +165,15 @@ class StepReports:
         meter: rates over the steps.
         ledger: of this process.
         guard: lets a step pass, or not.
+        loads: of the experts of a model that has some.
 
     Attributes:
         sinks: take the records.
+        experts: their loads; None where the model has none.
     """
 
-    def __init__(self, meter: Meter, ledger: TimeLedger, guard: UpdateGuard) -> None:
-        self.meter, self.sinks = meter, list[Sink]()
+    def __init__(self, meter: Meter, ledger: TimeLedger, guard: UpdateGuard, loads: ExpertLoads | None = None) -> None:
+        self.meter, self.sinks, self.experts = meter, list[Sink](), loads
         self._ledger, self._guard = ledger, guard
         self._clock = Clock()
         self._pace = Pace(meter.device_type)  # tells the watchdog how long a step takes
@@ -188,9 +191,14 @@ class StepReports:
         if step % PACE_INTERVAL == 0 or not status.limit_seconds:
             status.limit_seconds = self._pace.limit_seconds()
 
-    def add(self, state: TrainState, lr: float, numbers: Sequence[Tensor]) -> None:
-        """Report this step when its numbers, loss, gradient norm and perhaps the largest loss, have arrived."""
-        self._unwritten.append(_Report(copy.copy(state), lr, Late(torch.stack(list(numbers)))))
+    def add(self, state: TrainState, lr: float, numbers: Mapping[str, Tensor]) -> None:
+        """Report this step when its numbers have arrived: loss, gradient norm, perhaps other metrics."""
+        values = Late(torch.stack(list(numbers.values())))
+        self._unwritten.append(_Report(copy.copy(state), lr, tuple(numbers), values))
+
+    def loads(self, tokens: int) -> dict[str, Tensor]:
+        """Numbers of the experts' loads in a step of ``tokens``, of all ranks; none where nothing is known of them."""
+        return self.experts.numbers(tokens) if self.experts else {}
 
     def settle(self, step: int) -> None:
         """Write what can be written after ``step``."""
@@ -246,9 +254,9 @@ class StepReports:
     def _write_next(self) -> None:
         with self._ledger.phase("report"):
             report = self._unwritten.pop(0)
-            loss, grad_norm, *largest = report.totals.read()
-            goodput, max_loss = self._ledger.goodput(), largest[0] if largest else None
-            self.write(self.meter.report(report.state, loss, grad_norm, report.lr, goodput, max_loss))
+            numbers = dict(zip(report.names, report.totals.read(), strict=True))
+            numbers = self.experts.taken(numbers) if self.experts else numbers
+            self.write(self.meter.report(report.state, report.lr, self._ledger.goodput(), numbers))
 
     def _rescue(self) -> None:
         # the guard is not asked: its report of a broken step is a collective, and other ranks may be elsewhere. Where

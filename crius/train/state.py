@@ -217,6 +217,14 @@ class AfterUpdate:
         self._counters = [local_tensor(counter).view(-1) for _, counter in held]
         places = [range(start_of[name], start_of[name] + counter.numel()) for name, counter in held]
         self._places = torch.tensor([place for of_one in places for place in of_one], device=world.device)
+        self._totals: Tensor | None = None
+
+    def take_totals(self) -> Tensor | None:
+        """What all ranks counted in the step of the last call, int64, flat in the order of the buffers; None where
+        there was none since this was asked, or nothing is counted.
+        """
+        totals, self._totals = self._totals, None
+        return totals
 
     @torch.no_grad()
     def __call__(self) -> None:
@@ -225,7 +233,7 @@ class AfterUpdate:
             totals = torch.zeros(self._total, dtype=torch.int64, device=self._world.device)
             if self._counters:  # a stage of a pipeline may have none
                 totals[self._places] = torch.cat(self._counters)
-            self._world.sum(totals)
+            self._totals = self._world.sum(totals)
             if self._counters:
                 own = totals[self._places].split([counter.numel() for counter in self._counters])
                 torch._foreach_copy_(self._counters, list(own))

@@ -12,6 +12,7 @@ class Case:
         flags: of ``crius train``, beside a small model in bfloat16.
         attention: how often each kernel runs forward in a step of this rank; None where another may come to be better.
         ops: how often other operators run.
+        splits: how often the host asks how many rows go where; each time it waits for what it sent last.
         may_wait: the host may have to know the loss before the update; else it looks at it one step later.
         is_slow: it repeats, joined in another way, what others show.
     """
@@ -19,6 +20,7 @@ class Case:
     flags: str
     attention: dict[str, int] | None = field(default_factory=lambda: {"cudnn": 2})
     ops: dict[str, int] = field(default_factory=dict)
+    splits: int = 0
     may_wait: bool = False
     is_slow: bool = False
 
@@ -37,6 +39,9 @@ CONTEXT = "--p.context_parallel_degree 2 --p.data_parallel_shard_degree 2"
 SELECTIVE = "--activation_checkpoint.mode selective --activation_checkpoint.selective_option"
 DOCUMENT = "--model.attention_mask document"
 FLOAT32 = "--training.mixed_precision_param float32"
+EXPERTS = "--model.name qwen3_moe"
+GROUPED = {"_grouped_mm": 3 * 6}
+"""Forward and two gradients of three stacked weights in each of two blocks."""
 MATMULS = 3 * 14  # forward and two gradients of seven linear layers in each of two blocks
 
 CASES = {
@@ -78,6 +83,22 @@ CASES = {
     "document_mask_float32": Case(f"{FSDP} {DOCUMENT} {FLOAT32}", {"efficient": 2}, is_slow=True),
     "cp2_document_mask": Case(f"{CONTEXT} {DOCUMENT}", {"efficient": 4}, is_slow=True),
     "float32": Case(f"{FSDP} {FLOAT32}", {"efficient": 2}),
+    "experts": Case(EXPERTS, ops=GROUPED),
+    "experts_fsdp8": Case(f"{EXPERTS} {FSDP}", ops=GROUPED, is_slow=True),
+    "experts_ep4_fsdp2": Case(f"{EXPERTS} {FSDP} --p.expert_parallel_degree 4", ops=GROUPED, splits=2),
+    "experts_ep4_recompute_full": Case(
+        f"{EXPERTS} {FSDP} --p.expert_parallel_degree 4 --activation_checkpoint.mode full",
+        {"cudnn": 4},
+        {"_grouped_mm": 24},
+        splits=4,
+        is_slow=True,
+    ),
+    "experts_tp2_ep4": Case(
+        f"{EXPERTS} --p.tensor_parallel_degree 2 --p.data_parallel_shard_degree 4 --p.expert_parallel_degree 4",
+        ops=GROUPED,
+        splits=2,
+        is_slow=True,
+    ),
     "bfloat16_weights": Case(f"{FSDP} --training.dtype bfloat16"),
     "muon": Case(f"{FSDP} --optimizer.name muon"),
     "muon_tp2": Case(

@@ -1,7 +1,7 @@
 """Some steps of the real training loop on fake tensors of device cuda. All that these tests know of Crius is here.
 
 The job is assembled as ``crius train`` does it, with three things in other places: the ranks are a fake process group,
-weights are allocated and not drawn, and a stage of a pipeline is told the shapes that it would ask its neighbour for.
+weights are allocated and not drawn, and an oracle tells how many rows go to which experts, which is noted.
 """
 
 import contextlib
@@ -9,6 +9,7 @@ import functools
 import importlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,6 @@ from typing import Any
 
 import torch
 from harness import num_ranks, parse
-from torch.distributed.pipelining import PipelineStage
 
 from crius.checkpoint.tensors import StagedPlanner
 from crius.config.layout import Layout
@@ -25,13 +25,14 @@ from crius.host import Machine
 from crius.kernels import choice
 from crius.metrics.ledger import TimeLedger
 from crius.parallel.allocate import allocate
+from crius.parallel.expert import AllToAllDispatch
 from crius.parallel.mesh import build_mesh
 from crius.parallel.runtime import World, fake_world
 from crius.quantize.convert import usable_torchao
-from crius.tools.dry_run.measure import hidden_shape
 from crius.tools.dry_run.memory import Timeline
 from crius.tools.dry_run.recorder import collective
 from crius.tools.dry_run.run import _axes, dry_run
+from crius.tools.dry_run.splits import foretell
 from crius.train import build, job
 from crius.train.checkpoints import Parts
 from crius.train.inputs import describe_model, open_run_corpus, resolve
@@ -97,7 +98,8 @@ def run(flags: list[str], rank: int, folder: str, *, stages: bool = False) -> di
         ranks = _Ranks(alone.rank, alone.size, CUDA)
         layout = Layout.of(config.parallelism, ranks.size)
         stack.enter_context(choice.applied(run_kernels(config, CUDA)))
-        mesh, facts = build_mesh(layout, "cuda"), describe_model(config)
+        facts = describe_model(config)
+        mesh = build_mesh(layout, "cuda", has_experts=facts.num_experts > 0)
         config = decide(config, facts, Machine(device="cuda"), ranks, None)
         part = job.Job(config, facts, mesh, ranks, is_loaded=True)  # weights are allocated alone
         timeline = Timeline()
@@ -105,11 +107,18 @@ def run(flags: list[str], rank: int, folder: str, *, stages: bool = False) -> di
         watch = Watch(timeline, functools.partial(_on_axis, axes))
         fake = FakeMode()
         stack.enter_context(_weights_are_fake(fake, watch, timeline, stack))
-        stack.enter_context(_stages_know_shapes(part))
         corpus = open_run_corpus(config, layout.batch)
         WAITS.step, WAITS.seen, WAITS.order = 1, [], []
         with FakeFactories(fake):
             loop = job.assemble(part, corpus, Path(folder), TimeLedger(time.monotonic()), stack)
+        if loop.reports.experts:  # the counts have no numbers, which would not add up
+            loop.reports.experts.taken = lambda found: {name: found[name] for name in ("loss", "grad_norm")}
+        asked = Counter[int]()
+        for stage in loop.state.parts:
+            foretell(stage, 1.0)
+            for module in stage.modules():
+                if isinstance(module, AllToAllDispatch):
+                    module.read_splits = functools.partial(_noted, asked, module.read_splits)
 
         def after_step(step: int, done: int) -> None:
             watch.next_step()
@@ -130,9 +139,15 @@ def run(flags: list[str], rank: int, folder: str, *, stages: bool = False) -> di
     return {
         **vars(seen),
         "peak": max(peaks),
+        "splits": asked[STEADY],
         "waits": [step for when, step in WAITS.seen if when == STEADY],
         "order": [what for when, *what in WAITS.order if when == STEADY],
     }
+
+
+def _noted(asked: Counter[int], answer: Any, splits: torch.Tensor, rows: int) -> Any:
+    asked[WAITS.step] += 1
+    return answer(splits, rows)
 
 
 def _on_axis(axes: dict[str, str], *operator: Any) -> tuple[str, str, int] | None:
@@ -156,23 +171,3 @@ def _weights_are_fake(fake: FakeMode, watch: Watch, timeline: Timeline, stack: c
         yield
     finally:
         build.materialize = original
-
-
-@contextlib.contextmanager
-def _stages_know_shapes(part: job.Job) -> Iterator[None]:
-    """Stages of a pipeline with shapes given, which they would ask the rank of the stage before."""
-    original = PipelineStage.__init__
-
-    def init(stage: PipelineStage, module: Any, index: int, count: int, device: Any, **options: Any) -> None:
-        dtype = getattr(torch, part.config.training.mixed_precision_param)
-        hidden = torch.empty(hidden_shape(part), dtype=dtype, device=device, requires_grad=True)
-        tokens = torch.empty((part.sizes.local, part.num_tokens), dtype=torch.int64, device=device)
-        loss = torch.empty((), dtype=torch.float64, device=device, requires_grad=True)
-        options |= {"input_args": hidden if index else tokens, "output_args": hidden if index < count - 1 else loss}
-        original(stage, module, index, count, device, **options)
-
-    PipelineStage.__init__ = init
-    try:
-        yield
-    finally:
-        PipelineStage.__init__ = original

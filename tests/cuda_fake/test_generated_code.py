@@ -4,6 +4,7 @@ The counts are those of torch 2.13: as many matmuls and calls of attention as th
 """
 
 import importlib.util
+import math
 import re
 from collections import Counter
 
@@ -24,7 +25,7 @@ BLOCK = (
 ASYNC = ("--parallelism.tensor_parallel_degree", "2", "--parallelism.enable_async_tensor_parallel")
 FLOAT8 = ("--quantize.dense.float8.enable", "--quantize.dense.auto_filter", "off")
 _CALL = re.compile(
-    r"extern_kernels\.(mm|_scaled_mm)\(|torch\.ops\.(?:aten|torch_attn)\.(\w+)\.\w+\("
+    r"extern_kernels\.(mm|_scaled_mm|_grouped_mm)\(|torch\.ops\.(?:aten|torch_attn)\.(\w+)\.\w+\("
     r"|torch\.ops\._c10d_functional\.(\w+)\.|= torch\.ops\.symm_mem\.(\w+)\."
 )
 _ATTENTION = "_scaled_dot_product_cudnn_attention"
@@ -126,3 +127,21 @@ def test_a_compiled_loss_writes_no_float32_logits(fake_gpu):
     assert set(calls(code)) == {"triton"}
     buffers = re.findall(r"empty_strided_cuda\(\((\d+), 16032\), .*?, torch\.(\w+)\)", code)
     assert [dtype for _, dtype in buffers] in ([], ["bfloat16"]), buffers
+
+
+def test_a_block_with_experts_is_grouped_products_and_no_buffer_of_all_experts(fake_gpu):
+    """Rows are as many as tokens have choices; nothing has a row for each pair of token and expert."""
+    tokens, experts, dim = 2048, 32, 2048
+    flags = f"--compile.enable --model.name qwen3_moe --model.flavor 30b-a3b --model.num_experts {experts} "
+    flags += f"--model.num_layers 1 --model.vocab_size 16032 --training.seq_len {tokens} --training.global_batch_size 1"
+    seen = fake_gpu.step(flags.split(), compiles=True)
+    assert seen["reads"] == [] and seen["splits"] == 0
+    forward, backward = map(calls, seen["code"])
+    assert (forward["_grouped_mm"], backward["_grouped_mm"]) == (3, 6)
+    sizes = [
+        math.prod(map(int, shape.split(",")))
+        for code in seen["code"]
+        for shape in re.findall(r"empty_strided_cuda\(\(([\d, ]*\d),?\s*\)", code)
+    ]
+    weights = experts * 768 * dim
+    assert sizes and max(sizes) <= max(weights, tokens * 8 * dim) < tokens * experts * dim

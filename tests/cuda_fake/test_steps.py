@@ -61,6 +61,7 @@ def test_a_step_reads_nothing_and_moves_only_the_batch_and_the_loss(case: Case, 
     else:
         assert kernels and "math" not in kernels
     assert {name: seen["ops"].get(f"aten::{name}", 0) for name in case.ops} == case.ops
+    assert seen["splits"] == case.splits
 
 
 @pytest.mark.parametrize("name", ["one_rank", "fsdp8"])

@@ -20,7 +20,8 @@ from crius.errors import ConfigError
 from crius.tools.data_audit.audit import audit
 from crius.tools.faults.fault import read_faults
 from crius.tools.verify import chaos as module
-from crius.tools.verify.chaos import Killer, Pace, Start, chaos, drawn
+from crius.tools.verify.chaos import Killer, Pace, chaos, drawn
+from crius.tools.verify.starts import Start
 from crius.tools.verify.survival import Family
 
 TINY = [
@@ -45,6 +46,30 @@ def test_a_run_on_1_and_2_ranks_that_is_killed_at_random_is_the_undisturbed_one(
     assert len(found["num_ranks"]) == 5 and set(found["num_ranks"]) == {1, 2}
     starts = [(attempt.after, attempt.ranks) for attempt in audit(tmp_path / "killed").attempts]
     assert starts[-1][0] > 0 and {ranks for after, ranks in starts} == {1, 2}, starts
+
+
+def test_a_run_that_changes_its_layout_when_it_is_killed_has_the_losses_of_the_undisturbed_one(tmp_path, capsys):
+    flags = ["--checkpoint.interval", "1", "--checkpoint.mode", "sync"]
+    code, found = verify(tmp_path, capsys, flags, kills=3, seed=8, steps=6, layouts="fsdp2,tp2")
+    assert code == 0 and found["identical"] and not found["problems"], found
+    assert found["same_steps"] == 6 and found["kills"] == 3 and set(found["layouts"]) == {"fsdp2", "tp2"}
+    assert found["tolerance"] == 1e-5 and found["apart"]["loss"] < 1e-6 and found["apart"]["parameters"] < 1e-5
+    assert not found["tensors"]
+
+
+EXPERTS = ["--model.name", "qwen3_moe", "--model.flavor", "debug", "--model.num_layers", "2"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layouts", ["fsdp2_ep2,fsdp2,fsdp4_ep2,tp2_ep2", "fsdp2_ep2"])
+def test_a_run_with_experts_survives_25_kills(layouts, tmp_path, capsys):
+    code, found = verify(tmp_path, capsys, EXPERTS, seconds=600, kills=25, layouts=layouts)
+    assert code == 0 and found["identical"] and not found["problems"], found
+    assert found["same_steps"] == 40 and found["kills"] == 25 and set(found["layouts"]) == set(layouts.split(","))
+    if "," in layouts:
+        assert found["tolerance"] == 1e-5 and found["apart"]["loss"] < 1e-5
+    else:
+        assert found["tolerance"] == 0 and found["hash"] == found["hash_killed"]
 
 
 def test_draws_depend_on_the_seed_alone_and_reach_every_place():
@@ -152,6 +177,10 @@ def test_a_moment_counts_from_the_start_or_from_the_first_step(tmp_path, monkeyp
         (REPRODUCIBLE, {"world_sizes": "1,x"}, "are no numbers"),
         (REPRODUCIBLE, {"world_sizes": "3"}, "3 data-parallel ranks do not divide the 2 virtual shards"),
         ([*REPRODUCIBLE, "--parallelism.tensor_parallel_degree", "2"], {"world_sizes": "2,3"}, "3 is no multiple"),
+        (REPRODUCIBLE, {"world_sizes": "1,2", "layouts": "fsdp2"}, "--world_sizes 1,2 with --layouts fsdp2"),
+        ([], {"layouts": "fsdp2,fsdp2+document"}, r"fsdp2 and fsdp2\+document of --layouts do not compute the same"),
+        ([], {"layouts": "fsdp2,tp16"}, "16"),
+        ([], {"layouts": "fsdp2,2"}, "2 is no term of a layout"),
         ([], {"kills": 0}, "--kills 0 is not positive"),
     ],
 )

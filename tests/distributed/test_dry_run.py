@@ -44,16 +44,17 @@ def flags(*, layers=6, batch=8, local=-1, more=(), **degrees):
     return [*found, *more]
 
 
-def _report(given, rank, extrapolate, path, placement):
+def _report(given, rank, extrapolate, imbalance, path, placement):
     config = parse(given)
-    report = dry_run(config, config.parallelism.total_ranks(1), rank, time.monotonic(), extrapolate=extrapolate)
+    ranks = config.parallelism.total_ranks(1)
+    report = dry_run(config, ranks, rank, time.monotonic(), extrapolate=extrapolate, imbalance=imbalance)
     path.write_text(json.dumps({**report.as_dict(), "lines": report.lines()}))
 
 
-def reported(tmp_path, given, rank=0, extrapolate=True):
+def reported(tmp_path, given, rank=0, extrapolate=True, imbalance=1.0):
     """The report of a dry run in a process of its own, as data and ``lines``."""
-    path = tmp_path / f"report-{rank}-{extrapolate}.json"
-    assert run_workers(functools.partial(_report, given, rank, extrapolate, path), 1, tmp_path) == 0
+    path = tmp_path / f"report-{rank}-{extrapolate}-{imbalance}.json"
+    assert run_workers(functools.partial(_report, given, rank, extrapolate, imbalance, path), 1, tmp_path) == 0
     return json.loads(path.read_text())
 
 
@@ -247,6 +248,44 @@ def test_the_405b_layout_of_512_ranks_takes_seconds_and_little_memory(tmp_path):
 
 def parameters_of_405b():
     return describe_model(parse(["--model.flavor", "405b"])).num_parameters
+
+
+EXPERTS = ["--model.name", "qwen3_moe", "--model.flavor", "debug", "--training.seq_len", "64"]
+
+
+def test_experts_get_as_many_rows_as_was_chosen_and_all_to_all_moves_them(tmp_path):
+    """Of 2 ranks that share the experts: each its half, or this one all that both have."""
+    given = flags(layers=2, batch=4, fsdp=4, more=EXPERTS) + [f"{P}expert_parallel_degree", "2"]
+    even, full = (reported(tmp_path, given, imbalance=imbalance) for imbalance in (1.0, 2.0))
+    facts, [stage] = describe_model(parse(given)), even["stages"]
+    found = {(one["kind"], one["axis"]): one for one in stage["collectives"]}
+    assert {("all-to-all", "ep"), ("all-gather", "efsdp"), ("all-gather", "fsdp")} <= found.keys()
+    rows = 64 * facts.top_k  # of each layer there and back, forward and backward, in float32; and the numbers of rows
+    moved = 2 * (4 * rows * facts.dim * 4 + facts.num_experts * 8)
+    assert found["all-to-all", "ep"] == {"kind": "all-to-all", "axis": "ep", "count": 2 * 5, "bytes": moved}
+    assert stage["flops"] == pytest.approx(even["model_flops"], rel=1e-9)  # of the experts that a token visits
+    more = 6 * 2 * rows * 3 * facts.dim * facts.experts[1].feed_forward.expert_width
+    assert full["stages"][0]["flops"] - stage["flops"] == more
+    assert full["stages"][0]["activation_bytes"] > stage["activation_bytes"]
+    with pytest.raises(LayoutError, match="not between 1 and 2"):
+        dry_run(parse(given), 4, 0, 0.0, imbalance=2.5)
+
+
+@pytest.mark.slow
+def test_qwen3_30b_a3b_on_64_ranks_takes_seconds(tmp_path):
+    given = ["--model.name", "qwen3_moe", "--model.flavor", "30b-a3b", "--training.seq_len", "4096"]
+    given += [
+        f"{P}data_parallel_shard_degree",
+        "32",
+        f"{P}tensor_parallel_degree",
+        "2",
+        f"{P}expert_parallel_degree",
+        "8",
+    ]
+    report = reported(tmp_path, given)
+    total = report["stages"][0]["parameters"] * 64
+    assert total == pytest.approx(describe_model(parse(given)).num_parameters, rel=1e-3)
+    assert report["seconds"] < 120
 
 
 def test_a_rank_that_is_not_there_is_refused():

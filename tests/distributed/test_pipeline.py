@@ -142,7 +142,8 @@ def compare(config, ranks, change):
     mesh = build_mesh(Layout.of(config.parallelism, ranks.size), "cpu")
     parts, indices = build_parts(config, facts, mesh, ranks, change)
     count = microbatch_unit(config.parallelism) * 2
-    pipeline = Pipeline(parts, indices, config.parallelism, count, mesh.pp, ranks.device)
+    dtype = getattr(torch, config.training.mixed_precision_param)
+    pipeline = Pipeline(parts, indices, config.parallelism, count, mesh.pp, ranks.device, facts.dim, dtype)
     plain = one_process(facts)
     has_ends = facts.config.attention_mask == "document"
     found = {"loss": 0.0, "gradient": 0.0, "validation": 0.0, "units": num_units(parts)}
@@ -152,8 +153,7 @@ def compare(config, ranks, change):
         valid = count_valid(whole[2]).double()
         for part in parts:
             part.zero_grad()
-        # the other steps learn shapes first
-        with loss_parallel(), CountCollectives() if step == 2 else contextlib.nullcontext() as counter:
+        with loss_parallel(), CountCollectives() if step == 1 else contextlib.nullcontext() as counter:
             losses = pipeline.forward_backward(*share, valid, ends_of(*share) if has_ends else None)
         if counter:
             found["scatters"] = counter.counts["reduce_scatter"]

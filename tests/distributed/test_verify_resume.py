@@ -54,6 +54,16 @@ def test_a_killed_pipeline_is_the_undisturbed_one(tmp_path, capsys):
     assert [kill["steps_again"] for kill in found["kills"]] == [1]
 
 
+def test_a_run_that_goes_on_with_other_degrees_of_experts_has_the_same_losses(tmp_path, capsys):
+    """Saved on fsdp2_ep2 and gone on with on fsdp4_ep4, from there on tp2_ep2, from there on one device."""
+    model = ["--model.name", "qwen3_moe", "--model.flavor", "debug"]
+    layouts = "fsdp2_ep2,fsdp4_ep4,tp2_ep2,1"
+    code, found = verify(tmp_path, capsys, model, steps=8, kill_at="3,5,7", layouts=layouts)
+    assert code == 0 and found["identical"] and not found["problems"], found
+    assert found["same_steps"] == 8 and [kill["layout"] for kill in found["kills"]] == layouts.split(",")[:3]
+    assert found["tolerance"] == 1e-5 and 0 < found["apart"]["loss"] < 1e-6 and 0 < found["apart"]["parameters"] < 1e-5
+
+
 LOAD = BatchLoader.load_state_dict
 NOT_RESTORED = {
     "random": (checkpoints, "restore_streams", lambda streams, device: None),
@@ -71,6 +81,31 @@ def test_what_is_not_restored_is_found(mistake, tmp_path, monkeypatch, capsys):
     assert found["same_steps"] == 2 and found["first_difference"].startswith("step 3 is the first that differs: loss ")
     assert any(tensor.startswith("model.") for tensor in found["tensors"])
     assert any("repeated" in problem for problem in found["problems"]) == (mistake == "data")
+
+
+def test_experts_that_get_the_moments_of_others_are_found_over_a_change_of_their_degree(tmp_path, monkeypatch, capsys):
+    load_tensors = checkpoints.load_tensors
+
+    def load(sources, wanted):
+        load_tensors(sources, wanted)
+        for name, target in wanted.items():
+            if ".experts." in name and "exp_avg" in name:
+                target.copy_(target.roll(1, dims=0))
+
+    monkeypatch.setattr(checkpoints, "load_tensors", load)
+    flags = ["--model.name", "qwen3_moe", "--checkpoint.interval", "2", "--checkpoint.mode", "sync"]
+    code, found = verify(tmp_path, capsys, flags, steps=6, kill_at="4", layouts="fsdp2_ep2,1")
+    assert code == 1 and not found["identical"] and not found["problems"], found
+    assert found["first_difference"].startswith("step 4 is the first that differs: loss "), found
+
+
+def test_what_is_not_restored_is_found_over_a_change_of_layout(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(*NOT_RESTORED["data"])
+    flags = ["--checkpoint.interval", "2", "--checkpoint.mode", "sync"]
+    code, found = verify(tmp_path, capsys, flags, steps=4, kill_at="4", layouts="1,fsdp2")
+    assert code == 1 and not found["identical"] and found["same_steps"] == 2, found
+    assert found["first_difference"].startswith("step 3 is the first that differs: loss ")
+    assert found["apart"]["loss"] > found["tolerance"] == 1e-5 and any("repeated" in one for one in found["problems"])
 
 
 def test_a_kill_that_does_not_come_is_a_failure(tmp_path, monkeypatch, capsys):
@@ -101,6 +136,7 @@ def test_without_an_interval_every_kill_costs_steps(tmp_path, capsys):
     [
         ({"kill_at": "7,21"}, "", "'7,21' are not steps of this run"),
         ({"kill_at": ""}, "", "'' are not steps"),
+        ({"kill_at": "4", "layouts": "fsdp2,tp2,1"}, "", "3 --layouts for 2 starts"),
         ({"steps": 0}, "", "--steps 0 is not positive"),
         ({}, "kill:step=3", "CRIUS_FAULT has the fault: kill in forward of step 3 on rank 0"),
     ],

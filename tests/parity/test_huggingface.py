@@ -13,7 +13,9 @@ from crius.models.config import RopeScaling
 from crius.models.decode import generate
 from crius.models.huggingface import read_model_settings
 from crius.models.llama3 import Llama3Config
+from crius.models.mixtral import MixtralConfig
 from crius.models.qwen3 import Qwen3Config
+from crius.models.qwen3_moe import Qwen3MoEConfig
 from crius.models.spec import described as describe
 
 transformers = pytest.importorskip("transformers")
@@ -22,6 +24,10 @@ transformers = pytest.importorskip("transformers")
 PLAIN = Llama3Config(dim=64, num_layers=3, num_heads=4, num_kv_heads=2, ffn_dim=160, vocab_size=97)
 SCALED = replace(PLAIN, rope_scaling=RopeScaling(factor=8.0))
 QWEN3 = Qwen3Config(dim=64, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=32, ffn_dim=160, vocab_size=97)
+WITH_EXPERTS = Qwen3MoEConfig(**vars(QWEN3), num_experts=8, top_k=3, expert_ffn_dim=48)
+MIXTRAL = MixtralConfig(dim=64, num_layers=3, num_heads=4, num_kv_heads=2, expert_ffn_dim=48, vocab_size=97)
+KINDS = {Llama3Config: "llama3", Qwen3Config: "qwen3", Qwen3MoEConfig: "qwen3_moe", MixtralConfig: "mixtral"}
+CLASSES = {"llama3": "Llama", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "mixtral": "Mixtral"}
 CONFIGS = {
     "untied": PLAIN,
     "tied": replace(PLAIN, tied_embeddings=True),
@@ -31,6 +37,9 @@ CONFIGS = {
     "wide_heads": replace(PLAIN, head_dim=24),
     "qwen3": QWEN3,
     "qwen3_tied": replace(QWEN3, tied_embeddings=True),
+    "qwen3_moe": WITH_EXPERTS,
+    "qwen3_moe_tied": replace(WITH_EXPERTS, tied_embeddings=True, top_k=1),
+    "mixtral": MIXTRAL,
 }
 
 # Largest difference relative to the largest number: float32 sums in another order.
@@ -44,7 +53,7 @@ FAR_LOGITS = {"rtol": 0, "atol": 2e-3}
 
 def described(config):
     """The config as a model of its family, and that family."""
-    spec = registry.SPECS["qwen3" if isinstance(config, Qwen3Config) else "llama3"]
+    spec = registry.SPECS[KINDS[type(config)]]
     return describe(spec.name, config, spec.plan(config), spec.block), spec
 
 
@@ -70,12 +79,17 @@ def both(config, attention):
             "high_freq_factor": scaling.high_freq_factor,
             "original_max_position_embeddings": scaling.original_context,
         }
-    family = "Qwen3" if spec.name == "qwen3" else "Llama"
+    experts = {}
+    if model.num_experts:
+        width = "moe_intermediate_size" if spec.name == "qwen3_moe" else "intermediate_size"
+        experts = {"num_experts": config.num_experts, "num_experts_per_tok": config.top_k, "norm_topk_prob": True}
+        experts[width] = config.expert_ffn_dim
+    family = CLASSES[spec.name]
     theirs = getattr(transformers, f"{family}ForCausalLM")(
         getattr(transformers, f"{family}Config")(
             vocab_size=config.vocab_size,
             hidden_size=config.dim,
-            intermediate_size=config.ffn_dim,
+            **{"intermediate_size": config.ffn_dim} | experts,
             num_hidden_layers=config.num_layers,
             num_attention_heads=config.num_heads,
             num_key_value_heads=config.num_kv_heads,
@@ -87,8 +101,24 @@ def both(config, attention):
             attn_implementation=attention,
         )
     )
-    theirs.load_state_dict({hf_name(spec, name): weight for name, weight in ours.state_dict().items()}, strict=True)
+    places = dict(theirs.named_parameters())
+    with torch.no_grad():
+        for name, weight in ours.named_parameters():
+            counterpart(spec, name, places).copy_(weight)
+    assert sum(place.numel() for place in places.values()) == model.num_parameters
     return ours, theirs.eval()
+
+
+def counterpart(spec, name, theirs):
+    """What transformers has in memory for a parameter: of experts both matrices that read the tokens are one there."""
+    layer, _, part = name.removeprefix("layers.").partition(".feed_forward.")
+    if part == "router.weight":
+        return theirs[f"model.layers.{layer}.mlp.gate.weight"]
+    if not part.startswith("experts."):
+        return theirs[hf_name(spec, name)]
+    if part == "experts.w2":
+        return theirs[f"model.layers.{layer}.mlp.experts.down_proj"]
+    return theirs[f"model.layers.{layer}.mlp.experts.gate_up_proj"].chunk(2, dim=1)[part == "experts.w3"]
 
 
 def hf_name(spec, name):
@@ -164,22 +194,27 @@ def write_gradient_differences(config, path, placement):
     for logits in (ours(tokens), theirs(tokens).logits):
         torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
     their_gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
-    found = {}
+    found, gaps = {}, []
     _, spec = described(config)
     for name, parameter in ours.named_parameters():
-        found[name] = worst(parameter.grad, their_gradients[hf_name(spec, name)])
+        gradient = counterpart(spec, name, their_gradients)
+        pairs = {f"{name}.{e}": pair for e, pair in enumerate(zip(parameter.grad, gradient, strict=True))}
+        for one, (own, of_theirs) in (pairs if ".experts." in name else {name: (parameter.grad, gradient)}).items():
+            found[one] = worst(own, of_theirs)
+            gaps.append(found[one] * of_theirs.abs().max().item())
     largest = max(gradient.abs().max().item() for gradient in their_gradients.values())
-    gaps = [share * their_gradients[hf_name(spec, name)].abs().max().item() for name, share in found.items()]
     path.write_text(json.dumps([found, max(gaps) / largest]))
 
 
-@pytest.mark.parametrize("name", ["scaled", "tied", "wide_heads", "qwen3", "qwen3_tied"])
+@pytest.mark.parametrize("name", ["scaled", "tied", "wide_heads", "qwen3", "qwen3_tied", "qwen3_moe", "mixtral"])
 def test_gradients_equal_hugging_face(name, tmp_path):
     path = tmp_path / "differences.json"
     # in a process of its own: after a backward here, autograd on a machine with a GPU refuses to run in later forks
     assert run_workers(functools.partial(write_gradient_differences, CONFIGS[name], path), 1, tmp_path) == 0
     differences, model_wide = json.loads(path.read_text())
-    assert differences.keys() == described(CONFIGS[name])[0].parameter_shapes.keys()
+    shapes = described(CONFIGS[name])[0].parameter_shapes
+    names = [[one] if len(shape) < 3 else [f"{one}.{e}" for e in range(shape[0])] for one, shape in shapes.items()]
+    assert differences.keys() == set(sum(names, []))  # each expert alone
     assert max(differences.values()) <= 2 * SAME  # of one tensor's largest (measured: 2.1e-6)
     assert model_wide <= SAME
 

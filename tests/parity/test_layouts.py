@@ -1,6 +1,7 @@
 """Every layout computes what one device computes, and each planted fault is found: rows of ``crius verify parity``.
 
 The rows of ``CORE`` always run, and a quarter of the others: which quarter, the commit decides. The rest is ``slow``.
+So it is with models with experts.
 """
 
 import functools
@@ -9,13 +10,25 @@ import json
 import subprocess
 
 import pytest
+import sigmoid_moe
 from harness import ROOT, SMALL, TEXT, TIED, layout_flags, parse, skip_what_torch_lacks, train
-from mutations import MUTATIONS, NAMES, ONE_KEY_VALUE_HEAD, planted
+from mutations import (
+    MUTATIONS,
+    NAMES,
+    ONE_KEY_VALUE_HEAD,
+    QWEN3_MOE,
+    SIGMOID_MOE,
+    count_tokens_where_they_are_recomputed,
+    planted,
+    with_fault,
+)
+from workers import RowFailed
 
 from crius.cli.app import facts_of
 from crius.config.layout import apply_layout, parse_layout
 from crius.config.pipeline import num_stages
 from crius.config.run import RunConfig
+from crius.models import registry
 from crius.tools.verify import matrix, worker
 from crius.tools.verify.compare import judge, task_of
 from crius.tools.verify.parameters import Shards
@@ -33,9 +46,20 @@ CORE = (
     *("pp2_tp2", "pp2+zbv_zero_bubble", "pp2+dualpipev", "cp2", "cp2+ulysses", "fsdp2_cp2", "cp2+document"),
     *("fsdp2+full", "fsdp2_tp2+lora", "pp2+lora", "fsdp3+nf4"),
 )
-# what the matrix lacks: a rank with fewer rows than the others, the other modes, microbatches of a pipeline with shards
 # norms of heads: as many ranks as query heads, fewer key/value heads than ranks, heads dealt out over a sequence
 QWEN3 = ("tp8", "fsdp2_tp2", "pp2_tp2", "cp2+ulysses", "fsdp2+full")
+# of matrix.EXPERTS, what no other row covers; the first with softmax, the other with sigmoids, bias and groups
+EXPERTS = {
+    "qwen3_moe": (
+        *("fsdp2_ep2_accum2+deferred", "fsdp4_ep2", "hsdp2x2_ep2", "tp2_ep2", "cp2_ep2+ulysses", "pp2_fsdp2_ep2+1f1b"),
+        *("fsdp2_ep2+full", "fsdp2_ep2+document"),
+    ),
+    "sigmoid_moe": (
+        *("accum4", "fsdp4_ep4", "fsdp2_tp2_ep4", "cp2_ep2", "pp2_tp2_ep2", "pp2_fsdp2_ep2+zbv_zero_bubble"),
+        *("tp2_ep2+full", "fsdp2_ep2+offload"),
+    ),
+}
+# what the matrix lacks: a rank with fewer rows than the others, the other modes, microbatches of a pipeline with shards
 MORE = ("fsdp3", "accum4+deferred", "ddp2_accum2+auto", "fsdp2_accum2+always", "pp2_tp2_accum2")
 
 
@@ -62,6 +86,12 @@ def rows():
         yield pytest.param("llama3", row, marks=marks, id=f"{row}@{by or 'fixed'}" if row in chance else row)
     for row in (*CORE, *others):
         yield pytest.param("qwen3", row, marks=() if row in QWEN3 else pytest.mark.slow, id=f"qwen3 {row}")
+    for model, core in EXPERTS.items():
+        others = [row for row in matrix.EXPERTS if row not in core]
+        chance = drawn([row for row in others if "compile" not in row], f"{by} {model}")
+        for row in (*core, *others):
+            marks = () if row in core or row in chance else pytest.mark.slow
+            yield pytest.param(model, row, marks=marks, id=f"{model} {row}" + f"@{by or 'fixed'}" * (row in chance))
 
 
 class Rows:
@@ -83,20 +113,24 @@ class Rows:
             flags: of the layout and its reference.
             plant: calls the work of a rank of the layout, with a fault.
         """
+        return judge(*self.results(text, flags, plant))
+
+    def results(self, text, flags=(), plant=None, steps=3):
+        """A layout, what its reference found in so many steps, and what it found."""
         skip_what_torch_lacks(text)
         layout = parse_layout(text)
         layers = max(2, num_stages(apply_layout(RunConfig(), layout).parallelism))
         facts = facts_of(parse([*FLAGS, "--model.num_layers", str(layers), *flags]), 0, None)
-        config = matrix.fixed(facts.config, [layout], 3)
+        config = matrix.fixed(facts.config, [layout], steps)
         case, alone = (matrix.case(facts, config, one) for one in (layout, matrix.reference_of(layout)))
         assert case.config, case.refusal
-        key = alone.layout, layers, config.training.global_batch_size, flags
+        key = alone.layout, layers, config.training.global_batch_size, flags, steps
         if key not in self.references:
             shards = Shards(self.folder / f"shards-{len(self.references)}", is_whole=True)
             shards.folder.mkdir()
             self.references[key] = shards, self._train(alone, shards, is_reference=True)
         shards, expected = self.references[key]
-        return judge(case, expected, self._train(case, shards, plant=plant))
+        return case, expected, self._train(case, shards, plant=plant)
 
     def _train(self, case, shards, is_reference=False, plant=None):
         folder = self.folder / str(len(list(self.folder.iterdir())))
@@ -107,15 +141,44 @@ class Rows:
 
 
 @pytest.fixture(scope="module")
-def row(workers, tmp_path_factory, imported_torchao):
-    return Rows(workers, tmp_path_factory.mktemp("rows")).row
+def known_model():
+    """A model that is no part of Crius, for this process and the workers that it forks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(registry.SPECS, sigmoid_moe.SPEC.name, sigmoid_moe.SPEC)
+        patch.setattr(registry, "FLAVORS", {*registry.FLAVORS, *sigmoid_moe.SPEC.flavors})
+        yield
+
+
+@pytest.fixture(scope="module")
+def trained(workers, tmp_path_factory, imported_torchao, known_model):
+    return Rows(workers, tmp_path_factory.mktemp("rows"))
+
+
+@pytest.fixture(scope="module")
+def row(trained):
+    return trained.row
 
 
 @pytest.mark.parametrize(("model", "layout"), list(rows()))
 def test_every_layout_computes_what_one_device_computes(model, layout, row):
     """Loss and gradient norm of three steps, the parameters after them, and the update of each parameter."""
-    values, note, is_wrong = row(layout, ("--model.name", model))
+    values, note, is_wrong = row(layout, SIGMOID_MOE if model == "sigmoid_moe" else ("--model.name", model))
     assert not is_wrong, (values, note)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["fsdp2_ep2", "tp2_ep2", "pp2_fsdp2_ep2"])
+@pytest.mark.parametrize("model", [QWEN3_MOE, SIGMOID_MOE], ids=EXPERTS)
+def test_a_run_with_experts_stays_that_of_one_device(model, layout, trained):
+    """20 steps; parameters and bias after them within what three steps may differ by."""
+    case, expected, got = trained.results(layout, (*model, "--model.num_layers", "4"), steps=20)
+    for name, first, last in (("loss", 1e-7, 1e-5), ("grad_norm", 1e-6, 1e-4)):
+        assert len(got[name]) == 20
+        assert got[name][0] == pytest.approx(expected[name][0], rel=first, abs=0)
+        assert got[name][-1] == pytest.approx(expected[name][-1], rel=last, abs=0)
+    values, note, is_wrong = judge(case, expected, got)
+    assert not is_wrong, (values, note)
+    assert not any(set(bias) <= set(worker.BIASES) for bias in got["buffers"].values())  # they moved
 
 
 def test_fewer_key_value_heads_than_ranks_compute_the_same(row):
@@ -142,6 +205,12 @@ def test_a_planted_fault_fails_its_row(number, row):
     values, note, is_wrong = row(layout, flags, functools.partial(planted, number))
     assert is_wrong, (values, note)
     assert values  # it ran to its end and was measured
+
+
+def test_a_row_whose_tokens_count_twice_is_at_its_end(row):
+    fault = functools.partial(with_fault, count_tokens_where_they_are_recomputed)
+    with pytest.raises(RowFailed, match="the experts' counts differ from the tokens"):
+        row("fsdp2+full", QWEN3_MOE, fault)
 
 
 def test_another_commit_draws_another_quarter():

@@ -2,8 +2,10 @@
 
 import gc
 from collections import Counter
+from dataclasses import replace
 
 import pytest
+import sigmoid_moe
 import torch
 import torch._functorch.config as functorch_config
 from harness import llama
@@ -15,11 +17,14 @@ from crius.config.training import ActivationCheckpointConfig
 from crius.errors import ConfigError
 from crius.models import registry
 from crius.models.llama3 import Llama3Config
+from crius.models.moe import RoutedBlock
 from crius.models.plan import ShardingPlan
+from crius.models.spec import described
 from crius.parallel.activation_checkpoint import CATEGORIES, apply_activation_checkpoint, resolve_save_ops
 from crius.parallel.init import init_parameters, init_rules
 
 CONFIG = Llama3Config(dim=32, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=61)
+SIGMOID = replace(sigmoid_moe.SMALL, dim=32, ffn_dim=48, expert_ffn_dim=16, shared_ffn_dim=16, vocab_size=61)
 MATMULS = 7  # linears of a block
 ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu.default"
 
@@ -58,9 +63,9 @@ class CountOps(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def build(config, *, compile_backend=None, mask="causal"):
+def build(config, *, compile_backend=None, mask="causal", facts=None):
     torch.set_num_threads(1)
-    facts = llama(CONFIG, attention_mask=mask)
+    facts = facts or llama(CONFIG, attention_mask=mask)
     model = registry.build(facts)
     with torch.no_grad():
         init_parameters(model, init_rules(facts), seed=0)
@@ -142,6 +147,21 @@ def test_what_is_not_kept_is_computed_again(config, matmuls, attentions):
     gradient_matmuls = 2 * (4 * MATMULS + 1)  # two a linear, the output layer too
     assert backward.counts["aten.mm.default"] - gradient_matmuls == matmuls
     assert backward.counts[ATTENTION] == attentions
+
+
+@pytest.mark.parametrize("config", [FULL, default(), selective()], ids=["full", "default_ops", "no_ops"])
+def test_experts_are_chosen_once(config):
+    """Another choice the second time would be another gradient."""
+    model, _ = build(config, facts=described("routed", SIGMOID, sigmoid_moe.plan(SIGMOID), RoutedBlock))
+    forward, backward = CountOps(), CountOps()
+    with forward:
+        loss = loss_of(model)
+    with backward:
+        loss.backward()
+    choices = "aten.topk.default"
+    assert forward.counts[choices] == 3 * 3  # the best two of a group, the best groups, the experts, in three layers
+    assert backward.counts[choices] == 0
+    assert backward.counts["aten.sigmoid.default"] == 3  # scores are computed again
 
 
 @pytest.mark.slow

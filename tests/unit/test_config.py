@@ -174,7 +174,7 @@ def test_the_torchtitan_name_of_a_setting_works_as_a_flag_and_in_toml(shown, tom
         (["--parallelism.tensor_parallel_size", "2"], "did you mean --parallelism.tensor_parallel_degree?"),
         (["--quantize.linear.float8.recipe_name", "x"], "did you mean --quantize.dense.float8.recipe?"),
         (["--quantize.linear.mx.filter_fqns", "x"], "did you mean --quantize.dense.exclude?"),
-        (["--quantize.grouped_mm.float8.fqns", "x"], "models with experts are not trained yet"),
+        (["--quantize.grouped_mm.float8.fqns", "x"], "float8 and MXFP8 are for linears"),
         (["--fault_tolerance.enable"], "launch.max_restarts starts all ranks again"),
         (["--experimental.custom_import", "x"], "--import MODULE on the command line"),
         (["--zzz"], "unknown flag --zzz: there is no such setting."),
@@ -574,9 +574,3 @@ def test_a_flag_of_thousands_of_digits_is_a_short_message(refused):
 
 def test_an_argument_that_is_not_utf8_is_a_message(refused):
     assert r"'caf\udce9.toml' is not UTF-8" in refused("--config", "caf\udce9.toml")
-
-
-def test_what_is_not_built_is_not_shown_as_a_setting_that_works(crius):
-    code, out, err = crius("config", "show", "--parallelism.expert_parallel_degree", "2")
-    assert (code, out) == (2, "") and "not built yet" in err
-    assert "Not built yet" in crius("train", "--help")[1]

@@ -102,6 +102,8 @@ def alone(monkeypatch):
         ("llama", {"head_dim": 16, "num_key_value_heads": 4, "dtype": torch.float16}),
         ("qwen3", {}),
         ("qwen3_tied", {"dtype": torch.bfloat16, "rope_parameters": {"rope_theta": 12345.0}}),
+        ("qwen3_moe", {}),
+        ("mixtral", {"dtype": torch.bfloat16}),
     ],
 )
 def test_what_transformers_saved_comes_back(tmp_path, alone, kind, changes):

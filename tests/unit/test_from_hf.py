@@ -103,8 +103,11 @@ def test_rows_are_those_of_the_file_but_never_fewer_than_ids(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model_type": "mistral"}, 'of model_type "mistral", which is not that of llama3 or qwen3'),
-        ({"model_type": "gemma3"}, "use a config.json of llama or qwen3"),
+        (
+            {"model_type": "mistral"},
+            'of model_type "mistral", which is not that of llama3, mixtral, qwen3 or qwen3_moe',
+        ),
+        ({"model_type": "gemma3"}, "use a config.json of llama, mixtral, qwen3 or qwen3_moe"),
         ({"model_type": ...}, "of model_type null"),
         ({"architectures": ["LlamaForSequenceClassification"]}, 'what is built is ["LlamaForCausalLM"]'),
         ({"attention_bias": True}, "attention_bias true is not built, only false is"),

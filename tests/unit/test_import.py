@@ -119,7 +119,7 @@ HOSTILE = {
     "more_layers_than_tensors": (lambda folder: config(folder, num_hidden_layers=1 << 60), 1, "layers"),
     "tied_and_not_equal": (lambda folder: config(folder, tie_word_embeddings=True), 1, "lm_head.weight"),
     "mistral": (lambda folder: config(folder, model_type="mistral", sliding_window=64), 2, "mistral"),
-    "gemma": (lambda folder: config(folder, model_type="gemma"), 2, "llama or qwen3"),
+    "gemma": (lambda folder: config(folder, model_type="gemma"), 2, "llama, mixtral, qwen3"),
     "gpt2": (lambda folder: config(folder, model_type="gpt2"), 2, "gpt2"),
     "other_attention": (lambda folder: config(folder, attention_bias=True), 2, "attention_bias"),
     "config_of_no_json": (lambda folder: (folder / "config.json").write_text("{"), 2, "config.json"),
@@ -183,7 +183,10 @@ def test_what_transformers_saves_of_another_architecture_is_refused_by_name(name
     capsys.readouterr()
     assert main(["import", str(tmp_path / "model"), str(tmp_path / "run")]) == 2
     error = capsys.readouterr().err
-    assert f'of model_type "{family.lower()}"' in error and "fix    use a config.json of llama or qwen3" in error
+    assert (
+        f'of model_type "{family.lower()}"' in error
+        and "fix    use a config.json of llama, mixtral, qwen3 or qwen3_moe" in error
+    )
     assert error.count("Error: ") == 1 and not (tmp_path / "run").exists()
 
 

@@ -1,8 +1,10 @@
 """LoRA in one process: what is refused, what an adapted layer computes, and what its checkpoint is to others."""
 
+import importlib.metadata
 import json
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -89,13 +91,24 @@ def test_a_rule_of_lora_names_the_value_where_it_came_from_and_a_fix(rule, flags
 
 
 def test_every_rule_of_lora_has_a_case_and_a_run_that_works_breaks_none():
-    assert {case[0] for case in CASES} | {rules_lora.the_model_has_no_state} == set(rules_lora.LORA_RULES)
+    elsewhere = {rules_lora.the_model_has_no_state, rules_lora.split_base_needs_torch}
+    assert {case[0] for case in CASES} | elsewhere == set(rules_lora.LORA_RULES)
     for flags in (
         [*ON, PIPELINE, "2"],
         [*ON, BASE, "int8"],
         [*ON, TARGETS, "attention.*", TENSOR, "2", "--lora.rslora"],
     ):
         rules.check(facts_of(flags))
+
+
+@pytest.mark.parametrize(("version", "count"), [("2.11.0+cu130", 1), ("2.12.1", 0)])
+def test_a_base_of_whole_numbers_is_split_by_a_torch_that_can(version, count, monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "distributions", lambda name: [SimpleNamespace(version=version)])
+    flags = [*ON, BASE, "int8", "--parallelism.data_parallel_shard_degree", "2"]
+    errors = list(rules_lora.split_base_needs_torch(facts_of(flags)))
+    assert len(errors) == count
+    assert all("needs torch 2.12 or newer; torch 2.11.0+cu130 is" in error.what for error in errors)
+    assert not list(rules_lora.split_base_needs_torch(facts_of([*ON, BASE, "int8"])))
 
 
 def test_a_model_whose_layers_have_state_is_refused():

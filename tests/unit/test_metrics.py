@@ -52,6 +52,7 @@ def test_records_have_the_fields_that_scripts_rely_on():
         *("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "tokens_per_second_per_rank"),
         *("mfu", "tflops", "step_seconds", "data_seconds", "memory_gib", "skipped_steps", "rolled_back_steps"),
         *("goodput", "max_loss", "max_active_gib", "max_reserved_gib", "num_alloc_retries", "num_ooms"),
+        *("load_max_over_mean", "load_entropy", "dead_experts", "aux_loss"),
     ]
     names = {field.name for field in dataclasses.fields(ValidationMetrics)}
     assert names >= {"step", "val_loss", "val_perplexity", "val_bits_per_byte"}
@@ -385,7 +386,7 @@ def test_rates_and_mfu_are_over_the_steps_since_the_last_report():
     state = TrainState(parts=[], optimizer=None, schedule=None, step=7, tokens=14_336)
     for _ in range(3):
         meter.count(2048, 0.5, 0.125)
-    record = meter.report(state, 3.5, 0.25, lr=1e-3, goodput=0.5)
+    record = meter.report(state, 1e-3, 0.5, {"loss": 3.5, "grad_norm": 0.25})
     assert (record.step, record.tokens, record.loss, record.grad_norm, record.lr) == (7, 14_336, 3.5, 0.25, 1e-3)
     assert record.tokens_per_second == 3 * 2048 / 1.5
     assert record.tokens_per_second_per_rank == 1024.0
@@ -393,10 +394,10 @@ def test_rates_and_mfu_are_over_the_steps_since_the_last_report():
     assert record.mfu == pytest.approx(2.048 / 4, rel=1e-12)
     assert (record.step_seconds, record.data_seconds) == (0.5, 0.125)
     meter.count(2048, 2.0, 0.0)
-    assert meter.report(state, 3.5, 0.25, lr=1e-3, goodput=0.5).tokens_per_second == 1024.0
+    assert meter.report(state, 1e-3, 0.5, {"loss": 3.5, "grad_norm": 0.25}).tokens_per_second == 1024.0
 
 
 def test_mfu_is_unknown_without_a_peak():
     meter = Meter(flops_per_token=2e9, peak_tflops=None, world=World(0, 1, torch.device("cpu")))
     meter.count(2048, 0.5, 0.0)
-    assert meter.report(TrainState(None, None, None), 1.0, 1.0, lr=1.0, goodput=0.5).mfu is None
+    assert meter.report(TrainState(None, None, None), 1.0, 0.5, {"loss": 1.0, "grad_norm": 1.0}).mfu is None

@@ -39,13 +39,17 @@ PUBLISHED = {
     ("qwen3", "14b"): 14_768_307_200,
     ("qwen3", "32b"): 32_762_123_264,
 }
+# all, and those that compute one token
+WITH_EXPERTS = {
+    ("qwen3_moe", "30b-a3b"): (30_532_122_624, 3_353_032_704),
+    ("qwen3_moe", "235b-a22b"): (235_093_634_560, 22_190_763_520),
+    ("mixtral", "8x7b"): (46_702_792_704, 12_879_925_248),
+    ("mixtral", "8x22b"): (140_630_071_296, 39_161_468_928),
+}
 # of models that are planned only: all, and those that compute one token (transformers' classes on the meta device)
 PLANNED = {
     "deepseek-v3-671b": (671_026_404_352, 37_552_282_624),
     "deepseek-v2-lite-16b": (15_706_484_224, 2_661_150_208),
-    "qwen3-30b-a3b": (30_532_122_624, 3_353_032_704),
-    "qwen3-235b-a22b": (235_093_634_560, 22_190_763_520),
-    "mixtral-8x7b": (46_702_792_704, 12_879_925_248),
     "gpt-oss-120b": (116_829_156_672, 5_711_982_912),
 }
 
@@ -71,6 +75,13 @@ def test_flavor_has_the_published_number_of_parameters(name, flavor):
     facts = registry.SPECS[name].describe(flavor)
     assert facts.num_parameters == facts.num_active_parameters == PUBLISHED[name, flavor]
     assert sum(parameter.numel() for parameter in meta_model(facts).parameters()) == PUBLISHED[name, flavor]
+
+
+@pytest.mark.parametrize(("name", "flavor"), WITH_EXPERTS)
+def test_flavor_with_experts_has_the_published_numbers_of_parameters(name, flavor):
+    facts = registry.SPECS[name].describe(flavor)
+    assert (facts.num_parameters, facts.num_active_parameters) == WITH_EXPERTS[name, flavor]
+    assert sum(parameter.numel() for parameter in meta_model(facts).parameters()) == facts.num_parameters
 
 
 @pytest.mark.parametrize("name", PLANNED)

@@ -39,6 +39,16 @@ def test_auto_fills_a_legal_layout_that_fits_and_leaves_the_batch_and_what_was_g
     assert any("tokens/s" in line for line in filled.lines)
 
 
+def test_auto_spreads_experts_where_that_is_faster(user_cache):
+    sizes = ["--model.name", "qwen3_moe", "--model.flavor", "235b-a22b", "--training.seq_len", "4096"]
+    config = parse([*sizes, "--training.mixed_precision_param", "bfloat16", "--training.global_batch_size", "256"])
+    facts = describe_model(config)
+    filled = auto.fill(config, facts, KNOWN["h100-80g"], 256, lambda name: "default")
+    laid_out = replace_fields(config, filled.overrides)
+    assert laid_out.parallelism.expert_parallel_degree > 1
+    assert not violations(laid_out, facts, 256)
+
+
 def test_auto_refuses_degrees_and_a_gpu_that_it_does_not_know(monkeypatch, capsys):
     flags = ["config", "show", "--parallelism.auto", "--parallelism.tensor_parallel_degree", "2"]
     assert cli.main([*flags, "--parallelism.context_parallel_degree", "2"]) == 2

@@ -132,10 +132,27 @@ def test_offloading_is_proposed_where_a_host_may_hold_it_and_nobody_refused(case
     assert ("with --training.enable_cpu_offload:" in out) == is_proposed
 
 
-def test_a_model_with_experts_is_planned_and_not_trainable_yet(planned):
-    code, found = planned("--model", "mixtral", "--flavor", "8x7b", "--gpus", "64", "--seq_len", "4096")
+@pytest.mark.parametrize(
+    ("model", "name", "count"),
+    [
+        (["mixtral", "--flavor", "8x7b"], "mixtral/8x7b", 46_702_792_704),
+        (["qwen3-30b-a3b"], "qwen3_moe/30b-a3b", 30_532_122_624),
+        (["deepseek-v3", "--flavor", "671b"], "deepseek-v3-671b", 671_026_404_352),
+    ],
+)
+def test_models_with_experts_are_planned_by_name_and_flavor_or_in_one_word(planned, model, name, count):
+    code, found = planned("--model", *model, "--gpus", "512", "--seq_len", "4096")
     assert code == 0
-    assert found["model"] == {"name": "mixtral-8x7b", "parameters": 46_702_792_704, "trainable": False}
+    assert found["model"] == {"name": name, "parameters": count, "trainable": "/" in name}
+
+
+def test_flags_of_a_plan_with_experts_are_those_of_a_run(planned):
+    degree = "parallelism.expert_parallel_degree"
+    _, found = planned("--model", "qwen3-30b-a3b", "--gpus", "64", "--seq_len", "4096", f"--{degree}", "8")
+    settings = found["settings"]
+    assert (settings["model.name"], settings["model.flavor"], settings[degree]) == ("qwen3_moe", "30b-a3b", 8)
+    run = parse([part for name, value in settings.items() for part in (f"--{name}", f"{value}")])
+    assert run.parallelism.total_ranks(64) == 64
 
 
 def test_experts_are_planned_in_float8(planned):
@@ -145,13 +162,12 @@ def test_experts_are_planned_in_float8(planned):
 
 
 def test_experts_that_do_not_fit_have_remedies(planned):
-    code, found = planned(
-        "--model", "mixtral", "--flavor", "8x7b", "--gpus", "4", "--gpu", "h100-96g", "--seq_len", "4096"
-    )
+    code, found = planned("--model", "deepseek-v2-lite-16b", "--gpus", "2", "--gpu", "h100-80g", "--seq_len", "4096")
     assert code == 1
     assert {one["flags"]: one["fits"] for one in found["remedies"]} == {
         "--training.enable_cpu_offload": True,
         "--optimizer.state_dtype 8bit --training.dtype bfloat16": True,
+        "--optimizer.state_dtype bfloat16 --training.dtype bfloat16": True,
         "--optimizer.state_dtype 8bit": False,
         "--optimizer.state_dtype bfloat16": False,
         "--training.dtype bfloat16": False,
@@ -165,7 +181,8 @@ def test_experts_that_do_not_fit_have_remedies(planned):
     [
         (["--flavor", "8c"], "no flavor 8c"),
         (["--model", "llama4"], "did you mean llama3?"),
-        (["--model", "mixtral"], "use mixtral-8x7b or mixtral-8x22b"),
+        (["--model", "mixtral"], "which size of mixtral is not given"),
+        (["--model", "deepseek-v3"], "use deepseek-v3-671b"),
         (["--gpu", "h1000"], "GPU 'h1000' is not known, and there is no such file, did you mean h100?"),
         (["--gpus", "-1"], "a count is at least 1"),
         (["--gpus", "0"], "--gpus 0: a count is at least 1"),
@@ -178,7 +195,10 @@ def test_experts_that_do_not_fit_have_remedies(planned):
         (["--gpus", "8"], "which size of llama3 is not given"),
         (["--gpu", "a100", "--precision", "float8"], "which size of llama3 is not given"),
         (["--flavor", "8b", "--local_batch_size", "3", "--global_batch_size", "8"], "8 is no multiple of 3"),
-        (["--flavor", "8b", "--parallelism.expert_parallel_degree", "2"], "not built yet: expert parallelism"),
+        (
+            ["--flavor", "8b", "--parallelism.expert_parallel_degree", "2"],
+            "needs a model with experts",
+        ),
         (
             [
                 *("--flavor", "8b", "--parallelism.pipeline_parallel_degree", "2", "--compile.enable"),
@@ -198,7 +218,7 @@ def test_experts_that_do_not_fit_have_remedies(planned):
         (["--check", "--calibrate"], "exclude each other"),
         (["--out", "a.toml"], "--out has no effect"),
         (["--seq_lens", "3"], "unknown flag --seq_lens"),
-        (["--model", "mixtral-8x7b", "--check", "--gpus", "64"], "not trainable yet"),
+        (["--model", "gpt-oss-120b", "--check", "--gpus", "64"], "not trainable yet"),
     ],
 )
 def test_a_mistake_is_one_error_with_a_fix(plan, flags, said):

@@ -142,7 +142,7 @@ def test_what_does_not_fit_ends_with_a_command_that_does(plan, planned, flags, e
         assert planned(*command)[1]["fits"]
 
 
-@pytest.mark.parametrize("model", ["mixtral-8x7b", "q32.toml"])
+@pytest.mark.parametrize("model", ["deepseek-v2-lite-16b", "q32.toml"])
 def test_of_a_model_that_is_not_trainable_no_command_is_printed(plan, planned, tmp_path, monkeypatch, model):
     """There is none that a run takes; the flags of its layout hold for the day on which there is."""
     monkeypatch.chdir(tmp_path)

@@ -17,6 +17,7 @@ from crius.tools.plan.shapes import NOT_TRAINABLE_YET, planned
 from crius.tools.plan.time import step_time
 from crius.tools.plan.workload import Workload
 
+EXPERTS = [*NOT_TRAINABLE_YET.values(), SPECS["qwen3_moe"].describe("30b-a3b"), SPECS["mixtral"].describe("8x7b")]
 DENSE = {name: llama(name) for name in SPECS["llama3"].flavors}
 GPUS = [gpu for gpu in KNOWN.values() if gpu.generation != "cpu"]
 MODES = ("none", "selective", "full")
@@ -47,7 +48,7 @@ def workloads(draw, pipeline=None, tensor=None, experts=None):
     """
     pick = Random(draw(st.integers(0, 2**32 - 1))).choice
     with_experts = pick([True, False]) if experts is None else experts
-    model = pick([*NOT_TRAINABLE_YET.values()] if with_experts else [*DENSE.values()])
+    model = pick(EXPERTS if with_experts else [*DENSE.values()])
     if pick([True, False, False]):  # of few layers, where no moment is like another
         few = pick([1, 2, 3, 5])
         model = with_layers(model, few)

@@ -12,8 +12,10 @@ from rule_cases import ASYNC, CASES, FLOAT8, PIPELINE, SCHEDULE, SHARD, TENSOR
 from crius import cli
 from crius.config import rules
 from crius.config.facts import Facts
+from crius.config.rules_experts import EXPERT_RULES
 from crius.config.rules_layout import open_files_suffice
 from crius.config.rules_lora import LORA_RULES
+from crius.config.rules_moe import MOE_RULES
 from crius.config.rules_pipeline import PIPELINE_RULES
 from crius.config.rules_quantize import QUANTIZE_RULES
 from crius.config.rules_training import KERNEL_RULES, OPTIMIZER_RULES, REPRODUCIBLE_RULES, STABILITY_RULES
@@ -24,11 +26,6 @@ from crius.host import Machine
 from crius.launch import environment
 from crius.models.registry import SPECS
 from crius.train.inputs import describe_known_model, resolve
-
-# Lines leave this table as the features arrive.
-NOT_BUILT = [
-    ["--parallelism.expert_parallel_degree", "2"],
-]
 
 # The commands of the mission's row "Command line".
 FSDP = [SHARD, "8", "--compile.enable", FLOAT8]
@@ -90,6 +87,8 @@ def test_every_rule_has_a_case_and_an_untouched_run_breaks_none():
         *PIPELINE_RULES,
         *QUANTIZE_RULES,
         *LORA_RULES,
+        *MOE_RULES,
+        *EXPERT_RULES,
         *OPTIMIZER_RULES,
         *STABILITY_RULES,
         *REPRODUCIBLE_RULES,
@@ -128,21 +127,6 @@ def test_five_violations_are_one_message(capsys, tmp_path, monkeypatch):
     for number, value in enumerate(values, start=1):
         assert re.search(rf"^\[{number}\] ConfigError: .*{value}", err, re.MULTILINE)
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("flags", NOT_BUILT, ids=lambda flags: flags[0][2:])
-def test_what_is_not_built_yet_is_refused_alone(flags):
-    [error] = rules.built_already(facts_of(flags))
-    assert f"({flags[0]} {(*flags, 'True')[1]})" in error.what
-    assert list(rules.built_already(facts_of(without(flags, error.fix)))) == []
-
-
-def test_all_that_is_not_built_yet_is_refused_in_one_line():
-    flags = [token for row in NOT_BUILT for token in row]
-    [error] = rules.built_already(facts_of(flags))
-    assert "\n" not in error.what
-    assert all(f"({row[0]} " in error.what for row in NOT_BUILT)
-    assert without(flags, error.fix) == []
 
 
 @pytest.mark.usefixtures("no_gpus")

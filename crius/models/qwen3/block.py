@@ -5,6 +5,7 @@ B batch, T tokens, D model dim, N query heads, K key/value heads, H head dim
 
 from torch import Tensor, nn
 
+from crius.models.config import DecoderConfig
 from crius.models.decoder import Block
 from crius.models.layers import Attention, RMSNorm
 from crius.models.qwen3 import Qwen3Config
@@ -13,7 +14,7 @@ from crius.models.qwen3 import Qwen3Config
 class Qwen3Attention(Attention):
     """Attention whose queries and keys are normalised, each head alone."""
 
-    def __init__(self, config: Qwen3Config) -> None:
+    def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config.dim, config.num_heads, config.num_kv_heads, config.head_dim)
         self.q_norm = RMSNorm(config.head_dim, eps=config.norm_eps)
         self.k_norm = RMSNorm(config.head_dim, eps=config.norm_eps)

@@ -17,7 +17,7 @@ from crius.interop.weights import hash_files
 from crius.tools.convert.convert import in_pairs
 from crius.tools.convert.dcp import read_dcp
 from crius.tools.convert.exporting import Export, Source, parts_of, written
-from crius.tools.convert.foreign_names import is_rotated
+from crius.tools.convert.foreign_names import in_titan, is_rotated
 from crius.tools.convert.new_folder import new_folder
 
 _IN_PAIRS = ("llama3",)
@@ -48,9 +48,9 @@ def export_dcp(source: Source, target: str, dtype: str = "") -> Export:
         CriusError: the target is taken, the source is damaged, or what was read back is not it.
     """
     model, facts = source.weights.model, source.weights.facts
-    parts = parts_of(source, {name: name for name in facts.state_names}, dtype)
+    parts = parts_of(source, {name: in_titan(name) for name in facts.state_names}, dtype)
     if model["name"] in _IN_PAIRS:
-        turned = [is_rotated(source.weights.tensors[part.key], part.key) for part in parts]
+        turned = [is_rotated(source.weights.tensors[name], name) for name in facts.state_names]
         parts = [_paired(part, model["head_dim"]) if turn else part for part, turn in zip(parts, turned, strict=True)]
     own = {part.key: part for part in parts}
     parts += [replace(own[name], key=tied) for tied, name in facts.config.ties.items()]

@@ -25,7 +25,7 @@ from crius.interop.casting import FLOATS, cast
 from crius.interop.context import longest_context
 from crius.interop.safetensors_file import INDEX, SUFFIX, read_safetensors
 from crius.interop.weights import CONFIG, Weights, open_weights
-from crius.models.huggingface import HuggingFace, config_of
+from crius.models.huggingface import HuggingFace, config_of, rows_of
 from crius.models.registry import IMPORTED, families
 from crius.plugins import REQUIREMENTS, install_line
 from crius.tools.convert.convert import shares
@@ -156,17 +156,40 @@ def parts_of(source: Source, names: Mapping[str, str], dtype: str) -> list[Part]
         dtype: of those that are floating-point numbers, by torch's name; empty: as they are, merged ones as their base.
     """
     wanted = TORCH_NAMES[dtype] if dtype else ""
-    parts = []
+    parts, newest = [], _Newest()
     for ours, theirs in names.items():
         tensor = source.weights.tensors[ours]
         to = wanted if wanted and tensor.dtype in FLOATS else source.weights.rounds.get(ours, tensor.dtype)
-        parts.append(Part(theirs, to, tensor.shape, partial(_read, tensor, to)))
+        rows = rows_of(theirs, tensor.shape)
+        for number, (name, shape) in enumerate(rows.items()):
+            row = None if theirs in rows else number
+            parts.append(Part(name, to, shape, partial(_read, newest, tensor, row, to)))
     return parts
 
 
-def _read(tensor: TensorSource, dtype: str) -> memoryview:
+class _Newest:
+    """Reads tensors, and keeps the one whose rows are read one after the other: no other is in memory then."""
+
+    def __init__(self) -> None:
+        self._tensor: TensorSource | None = None
+        self._data = memoryview(b"")
+
+    def read(self, tensor: TensorSource, row: int | None) -> memoryview:
+        """The bytes of a tensor, or of one of its rows."""
+        if row is None or self._tensor is not tensor:
+            self._tensor, self._data = None, memoryview(b"")  # before the next one comes
+            data = tensor.read()
+            if row is None:
+                return data
+            self._tensor, self._data = tensor, data
+        size = tensor.num_bytes // tensor.shape[0]
+        return self._data[row * size : (row + 1) * size]
+
+
+def _read(newest: _Newest, tensor: TensorSource, row: int | None, dtype: str) -> memoryview:
     try:
-        return cast(tensor.read(), tensor.dtype, dtype) if tensor.dtype != dtype else tensor.read()
+        data = newest.read(tensor, row)
+        return cast(data, tensor.dtype, dtype) if tensor.dtype != dtype else data
     except OverflowError:
         raise CheckpointError(
             f"{tensor.key} has numbers of {tensor.dtype} that {dtype} cannot hold.",

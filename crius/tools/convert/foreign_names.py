@@ -84,6 +84,26 @@ class Rename:
         return "".join(next(filled) if part == "*" else part for part in re.split(r"(\*)", self.new))
 
 
+TITAN = (
+    Rename("layers.*.moe.router.gate.weight", "layers.*.feed_forward.router.weight"),
+    Rename("layers.*.moe.experts.*", "layers.*.feed_forward.experts.*"),
+    Rename("layers.*.moe.shared_experts.*.weight", "layers.*.feed_forward.shared.*.weight"),
+    Rename("layers.*.moe.expert_bias", "layers.*.feed_forward.router.bias"),
+)
+"""torchtitan's names that differ from ours; its experts have our shapes, ``(E, F, D)`` and of w2 ``(E, D, F)``."""
+
+_COUNTER = ".moe.tokens_per_expert"  # torchtitan's, saved by some of its versions
+
+
+def in_titan(name: str) -> str:
+    """torchtitan's name of our parameter."""
+    return next(filter(None, (Rename(rename.new, rename.old).apply(name) for rename in TITAN)), name)
+
+
+def _of_titan(name: str) -> str:
+    return next(filter(None, (rename.apply(name) for rename in TITAN)), name)
+
+
 def assign(foreign: Foreign, renames: Sequence[Rename], skips: Sequence[str]) -> list[KeyRow]:
     """What becomes of every key, in the order of the keys.
 
@@ -140,7 +160,9 @@ def _row(key: str, is_tensor: bool, has_root: bool, renamed: Callable[[str], str
     if has_root and not root:
         return KeyRow(key, reason=f"not below {' or '.join(MODEL_ROOTS)}", is_known=False)
     name = key.removeprefix(root)
-    return KeyRow(key, f"model.{renamed(name) or name}")
+    if name.endswith(_COUNTER):
+        return KeyRow(key, reason="a counter of a step")
+    return KeyRow(key, f"model.{renamed(name) or _of_titan(name)}")
 
 
 def _optimizer_row(key: str, rest: str, is_tensor: bool, renamed: Callable[[str], str]) -> KeyRow:
@@ -151,7 +173,7 @@ def _optimizer_row(key: str, rest: str, is_tensor: bool, renamed: Callable[[str]
         return KeyRow(key, reason="no state of an optimizer that Crius has", is_known=False)
     if not is_tensor:
         return KeyRow(key, reason="a state that is no tensor", is_known=False)
-    return KeyRow(key, f"optim.{renamed(name) or name}.{state}")
+    return KeyRow(key, f"optim.{renamed(name) or _of_titan(name)}.{state}")
 
 
 def _distinct(rows: list[KeyRow]) -> list[KeyRow]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from crius.config.pipeline import is_layer
 from crius.config.run import RunConfig
+from crius.models.description import ModelDescription
 from crius.tools.dry_run.memory import Values
 
 FEW = (3, 4)
@@ -33,10 +34,11 @@ def first_blocks(names: Sequence[str], count: int) -> list[str]:
     return [name for name in names if name not in layers[count:]]
 
 
-def blocks_are_alike(config: RunConfig) -> bool:
-    """Whether every block does the same; not where activation checkpointing takes every n-th."""
+def blocks_are_alike(config: RunConfig, model: ModelDescription) -> bool:
+    """Whether every block does the same; not where activation checkpointing takes every n-th, or some have experts."""
     checkpoint = config.activation_checkpoint
-    return not (checkpoint.mode == "selective" and isinstance(checkpoint.selective_option, int))
+    takes_some = checkpoint.mode == "selective" and isinstance(checkpoint.selective_option, int)
+    return not takes_some and len(model.layers) == 1
 
 
 class Extrapolation:
@@ -45,6 +47,7 @@ class Extrapolation:
     Args:
         measure: the measurement; what it gave is kept.
         config: the run.
+        model: of it.
         full: measure everything.
 
     Attributes:
@@ -52,8 +55,8 @@ class Extrapolation:
         microbatches: numbers of microbatches that were.
     """
 
-    def __init__(self, measure: Measure, config: RunConfig, *, full: bool = False) -> None:
-        self._measure, self._full, self._alike = measure, full, blocks_are_alike(config)
+    def __init__(self, measure: Measure, config: RunConfig, model: ModelDescription, *, full: bool = False) -> None:
+        self._measure, self._full, self._alike = measure, full, blocks_are_alike(config, model)
         self._known: dict[tuple[tuple[str, ...], int, int], Values] = {}
         self.blocks: set[int] = set()
         self.microbatches: set[int] = set()

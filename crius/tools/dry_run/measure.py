@@ -21,6 +21,7 @@ from crius.parallel.gradients import Gradients
 from crius.shards import local_tensor, named_parameters
 from crius.tools.dry_run.memory import Values
 from crius.tools.dry_run.recorder import Recorder
+from crius.tools.dry_run.splits import foretell
 from crius.train.build import Job, LowPrecision, build_gradients, build_part, keep_scales, run_optimizer
 from crius.train.setup import most_documents
 from crius.train.step import Accumulation, Runner, train_step
@@ -30,9 +31,15 @@ STAGE_MICROBATCHES = 3
 
 @dataclass(frozen=True)
 class DryJob(Job):
-    """What every measurement of a dry run shares: the run, and how the device that is stood in for would compute it."""
+    """What every measurement of a dry run shares: the run, and how the device that is stood in for would compute it.
+
+    Attributes:
+        precision: how linear layers would be converted.
+        imbalance: rows that the experts of this rank get, over the mean of the ranks that share them.
+    """
 
     precision: LowPrecision | None
+    imbalance: float = 1.0
 
     @property
     def device_type(self) -> Literal["cpu", "cuda"]:
@@ -91,6 +98,7 @@ def _bench(job: DryJob, names: Sequence[str], groups: dict[str, str], *, fake: b
     recorder.watch(blocks_of(job, model))
     with contextlib.ExitStack() as stack:
         if fake:
+            foretell(model, job.imbalance)
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(recorder.running())
         if job.mesh.tp:

@@ -142,9 +142,9 @@ class Recorder(TorchDispatchMode):
             module.register_forward_pre_hook(enter)
         if blocks:
 
-            def leave(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
-                if self._phase == "forward":
-                    self._name_backward(output, names[-2])
+            def leave(module: nn.Module, inputs: tuple[Any, ...], output: Tensor | tuple[Tensor, ...]) -> None:
+                if self._phase == "forward":  # a block with counters returns what it counted as well
+                    self._name_backward(output[0] if isinstance(output, tuple) else output, names[-2])
                     self.block("tail")
 
             blocks[-1].register_forward_hook(leave)

@@ -31,7 +31,15 @@ from crius.train.inputs import describe_model, run_modules
 from crius.train.setup import run_kernels
 
 
-def dry_run(config: RunConfig, num_ranks: int, rank: int, started: float, *, extrapolate: bool = True) -> DryRunReport:
+def dry_run(
+    config: RunConfig,
+    num_ranks: int,
+    rank: int,
+    started: float,
+    *,
+    extrapolate: bool = True,
+    imbalance: float = 1.0,
+) -> DryRunReport:
     """What one step of ``config`` costs ``rank`` of ``num_ranks``, and under pipeline parallelism each stage beside it.
 
     Nothing is allocated, no other process is started and no data is opened.
@@ -42,9 +50,10 @@ def dry_run(config: RunConfig, num_ranks: int, rank: int, started: float, *, ext
         rank: the one to stand in for, from 0.
         started: ``time.monotonic()`` at the start of the command.
         extrapolate: from a few blocks and microbatches to many, which gives the same numbers sooner.
+        imbalance: rows that the experts of the rank get, over the mean of the ranks that share them.
 
     Raises:
-        LayoutError: there is no such rank.
+        LayoutError: there is no such rank, or no such imbalance.
         ConfigError: what is asked for cannot run on fake tensors.
     """
     if not 0 <= rank < num_ranks:
@@ -53,15 +62,16 @@ def dry_run(config: RunConfig, num_ranks: int, rank: int, started: float, *, ext
         )
     config, left_out = _eager(config)
     layout = Layout.of(config.parallelism, num_ranks)
+    left_out += _load(layout, imbalance)
     device = torch.device("cpu" if config.training.device == "cpu" else "cuda")
     with fake_world(rank, num_ranks) as world, _quiet(), applied(run_kernels(config, device)):
-        mesh = build_mesh(layout, world.device.type)
         facts = describe_model(config)
+        mesh = build_mesh(layout, world.device.type, has_experts=facts.num_experts > 0)
         check_decoder(on_meta(config, facts), facts)
         precision, lines = _precision(config, facts)
         if facts.adapted:
             lines.append(f"lora: parameters are the {facts.num_trained:,} that are trained, params GiB is of all")
-        job = DryJob(config, facts, mesh, world, precision)
+        job = DryJob(config, facts, mesh, world, precision, imbalance)
         groups = _axes(mesh)
         if layout.pp > 1:
             stages, ranks, extrapolation = pipeline(job, groups, extrapolate=extrapolate)
@@ -123,18 +133,34 @@ def _precision(config: RunConfig, facts: ModelDescription) -> tuple[LowPrecision
     return found, ["; ".join(filter(None, (f"float8: {summary(found.choices)}", where, found.advice)))]
 
 
+def _load(layout: Layout, imbalance: float) -> list[str]:
+    """What is said of the load of experts that several ranks share."""
+    if layout.ep == 1 and imbalance != 1:
+        raise LayoutError(
+            f"--dry_run_imbalance {imbalance:g} has no effect: no experts are shared between ranks.",
+            where="--dry_run_imbalance",
+            fix="leave it out; it is for --parallelism.expert_parallel_degree above 1",
+        )
+    if not 1 <= imbalance <= layout.ep:
+        raise LayoutError(
+            f"--dry_run_imbalance {imbalance:g} is not between 1 and {layout.ep}, the ranks that share the experts.",
+            where="--dry_run_imbalance",
+            why="a rank gets its even share of all tokens at least, and all of them at most",
+            fix=f"--dry_run_imbalance {layout.ep}",
+        )
+    if layout.ep == 1:
+        return []
+    return [f"experts: this rank gets {imbalance:g} times the mean of the {layout.ep} ranks that share them"]
+
+
 def _axes(mesh: Mesh) -> dict[str, str]:
     """Name of each process group that this rank is in to its axis; ``fsdp=cp`` where one group serves as both."""
-    axes: dict[str, dist.ProcessGroup] = {}
-    if mesh.fsdp.ndim == 2:
-        axes |= {"dp_replicate": mesh.fsdp.get_group(0), "fsdp": mesh.fsdp.get_group(1)}
-    else:
-        axes["fsdp"] = mesh.fsdp.get_group()
-    axes |= {name: view.get_group() for name in ("tp", "cp", "pp") if (view := getattr(mesh, name)) is not None}
+    views = (mesh.fsdp, mesh.tp, mesh.cp, mesh.pp, mesh.experts, mesh.ep)
     found: dict[str, str] = {}
-    for axis, group in axes.items():
-        name = str(group.group_name)
-        found[name] = f"{found[name]}={axis}" if name in found else axis
+    for view in filter(None, views):
+        for index, axis in enumerate(view.mesh_dim_names or ()):
+            name = str(view.get_group(index).group_name)
+            found[name] = f"{found[name]}={axis}" if name in found else axis
     world = dist.group.WORLD
     assert world is not None
     return {str(world.group_name): "world"} | found
@@ -176,7 +202,7 @@ def _whole(
     def measure(names: Sequence[str], num_microbatches: int) -> Values:
         return measure_whole(job, names, num_microbatches, groups)
 
-    extrapolation = Extrapolation(measure, job.config, full=not extrapolate)
+    extrapolation = Extrapolation(measure, job.config, job.facts, full=not extrapolate)
     values = extrapolation.of(names, job.sizes.accumulation)
     places = dict.fromkeys(key[:-1] for key in values if key[0] == "peak")
     place = max(places, key=lambda key: kinds_of(values, *key).total())

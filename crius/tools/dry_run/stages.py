@@ -42,7 +42,7 @@ def pipeline(
         first, last = modules[0].name in names, modules[-1].name in names
         return measure_stage(job, names, 0 if first else total - 1 if last else 1, total, groups, splits=splits)
 
-    extrapolation = Extrapolation(measure, job.config, full=not extrapolate)
+    extrapolation = Extrapolation(measure, job.config, job.facts, full=not extrapolate)
     found = [extrapolation.of(names, 1) for names in split]
     held = placement(parallelism)
     rank_of = {stage: rank for rank, stages in enumerate(held) for stage in stages}

@@ -175,7 +175,7 @@ def _check(path: str, weights: Weights, facts: ModelDescription, tokenizer: Toke
             )
         )
     ranks, config = settings.ranks, facts.config
-    for name in ("num_heads", "ffn_dim"):
+    for name in ("num_heads", "ffn_dim") if facts.dense[0] else ("num_heads",):  # experts are not split
         if getattr(config, name) % ranks:
             problems.append(_indivisible(f"{name} {getattr(config, name)}", ranks))
     if config.num_kv_heads % ranks and ranks % config.num_kv_heads:

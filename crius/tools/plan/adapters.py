@@ -82,6 +82,9 @@ def base_bytes(workload: Workload, weights: Iterable[Described], shards: int) ->
     for weight in weights:
         if weight.kind == "linear" and is_quantized(LoraConfig(rank=1, base=workload.lora_base), weight.shape):
             total += sum(_rows(rows, shards) * nbytes for rows, nbytes in _kept(weight, workload.lora_base))
+        elif weight.kind == "expert":  # FSDP splits it over the tensor-parallel ranks too, and gathers those of a rank
+            split = shards * workload.layout.tp if shards > 1 else workload.layout.ep
+            total += weight.numel / split * workload.param_bytes
         else:
             tensor = split_tensor(workload.model, weight, workload.layout.tp)
             total += _rows(tensor.rows, shards) * tensor.columns * workload.param_bytes

@@ -22,7 +22,7 @@ from crius.units import GIB
 FLAG = "parallelism.auto"
 
 FILLED = (
-    *(name for name in DEGREES.values() if "expert" not in name),
+    *DEGREES.values(),
     *("activation_checkpoint.mode", "training.local_batch_size", "training.gradient_sync"),
     "parallelism.reshard_after_forward_mode",
     "parallelism.pipeline_parallel_schedule",

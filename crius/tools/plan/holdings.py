@@ -1,5 +1,6 @@
 """Which layers and weights a pipeline rank holds, and of how many microbatches it holds activations. Torch-free."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -146,11 +147,18 @@ class Part:
         whole: numbers that a rank computes with, after tensor and expert parallelism.
         own: numbers that the fullest rank stores.
         state: bytes of the optimizer's running means of these, and of its counts of steps.
+        routed: of ``whole`` those of routed experts.
     """
 
     whole: float = 0
     own: float = 0
     state: float = 0
+    routed: float = 0
+
+    def and_experts(self, experts: "Part") -> "Part":
+        """With routed experts."""
+        own, state = self.own + experts.own, self.state + experts.state
+        return Part(self.whole + experts.whole, own, state, experts.whole)
 
 
 @dataclass(frozen=True)
@@ -177,7 +185,15 @@ def model_parameters(model: ModelDescription) -> int:
 
 @lru_cache(maxsize=4096)
 def weights(
-    model: ModelDescription, tp: int, ep: int, shards: int, *, is_tied: bool, moment_bytes: float, muon: bool
+    model: ModelDescription,
+    tp: int,
+    ep: int,
+    shards: int,
+    *,
+    is_tied: bool,
+    moment_bytes: float,
+    muon: bool,
+    splits_experts: bool = False,
 ) -> Weights:
     """The units of ``model``, each weight split over ``tp`` ranks and then by rows over ``shards``.
 
@@ -189,6 +205,7 @@ def weights(
         is_tied: the output layer has no weight of its own, nor a copy of the embedding's.
         moment_bytes: of one number of the optimizer's running means; below 2: 8 bits in blocks.
         muon: matrices of the layers have one running mean, all else has two.
+        splits_experts: as ``Trainer`` has it.
     """
 
     def part(tensors: Iterable[_Tensor], matrix_moments: int = 2) -> Part:
@@ -197,17 +214,15 @@ def weights(
     def unit(layer: Layer | None) -> Part:
         if layer is None:
             return Part()
-        routed = [weight.numel for weight in layer.weights if weight.is_routed]
         moments = 1 if muon else 2
-        common = part(_tensors(model, layer, tp), moments)
-        if not routed:
-            return common
-        own, width = sum(routed) / (tp * shards), max(ep, tp)  # ranks that share one copy of the experts
-        return Part(
-            whole=common.whole + sum(routed) / width,
-            own=common.own + own,
-            state=common.state + moments * own * moment_bytes + _STEP_BYTES * len(routed),
-        )
+        common, routed = part(_tensors(model, layer, tp), moments), [one for one in layer.weights if one.is_routed]
+        if not splits_experts:
+            over = max(1, tp * shards // ep)
+            return common.and_experts(part_of([_experts(weight, ep, over) for weight in routed], over, moment_bytes))
+        numbers = sum(weight.numel for weight in routed)
+        own = numbers / (tp * shards)
+        state = moments * own * moment_bytes + _STEP_BYTES * len(routed)
+        return common.and_experts(Part(numbers / max(ep, tp), own, state))
 
     norm = _Tensor(model.dim, 1, model.dim, is_matrix=False)
     embedding = _Tensor(-(-model.vocab_size // tp), model.dim, model.vocab_size * model.dim)
@@ -261,12 +276,23 @@ def _tensors(model: ModelDescription, layer: Layer, tp: int) -> list[_Tensor]:
     return [split_tensor(model, weight, tp) for weight in own]
 
 
+def _experts(weight: Weight, ep: int, shards: int) -> _Tensor:
+    """The experts of a rank, ``(E / ep, out, in)``, which FSDP splits by expert, or inside where they are too few."""
+    number, out, *features = weight.shape
+    own, width = number // ep, math.prod(features)
+    if own >= shards:
+        return _Tensor(own, out * width, weight.numel, is_matrix=False)
+    return _Tensor(out, own * width, weight.numel, is_matrix=False)
+
+
 def split_tensor(model: ModelDescription, weight: Weight, tp: int) -> _Tensor:
     """A weight or adapter, by its name in the model, on one of ``tp`` ranks."""
     if len(weight.shape) == 1:
         return _Tensor(weight.shape[0], 1, weight.numel, is_matrix=False)
     rows, columns = weight.shape
     module, _, part = weight.name.rpartition(".")
+    if weight.kind == "router":
+        return _Tensor(rows, columns, weight.numel, is_matrix=False)
     if weight.kind == "embedding":
         return _Tensor(-(-rows // tp), columns, weight.numel)
     style = model.plan.style_of(module)
@@ -288,6 +314,7 @@ class Held:
         own: weights that it stores or, where they are replicated, updates.
         end: weights of an embedding; of a rank without embedding and output layer: of a layer.
         state: bytes of its optimizer's running means and counts of steps.
+        buffers: bytes of what no gradient trains.
     """
 
     layers: RankLayers
@@ -296,6 +323,7 @@ class Held:
     own: float
     end: float
     state: float
+    buffers: float = 0.0
 
     def layer(self, index: int) -> Part:
         """Layer ``index`` of the rank; the dense ones come first."""
@@ -324,8 +352,9 @@ def held_by(workload: Workload, rank: int) -> Held:
         is_tied=workload.is_tied,
         moment_bytes=workload.moment_bytes,
         muon=workload.muon,
+        splits_experts=workload.trainer.splits_experts,
     )
-    layer = units.dense if layers.dense else units.experts
+    first = units.dense if layers.dense else units.experts
     held = (
         (units.dense, layers.dense),
         (units.experts, layers.experts),
@@ -337,6 +366,11 @@ def held_by(workload: Workload, rank: int) -> Held:
         units=units,
         whole=sum(part.whole * count for part, count in held),
         own=sum(part.own * count for part, count in held),
-        end=(units.embedding if layers.has_embedding or layers.has_head else layer).whole,
+        end=(units.embedding if layers.has_embedding or layers.has_head else first).whole,
         state=sum(part.state * count for part, count in held),
+        buffers=sum(
+            count * sum(buffer.numel * int(buffer.dtype[-2:]) // 8 for buffer in layer.buffers)  # as in int64
+            for count, (_, layer) in ((layers.dense, workload.model.dense), (layers.experts, workload.model.experts))
+            if layer
+        ),
     )

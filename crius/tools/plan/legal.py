@@ -269,10 +269,17 @@ def _replicas(case: Case, batch: int, inner: int) -> list[int]:
 def _expert_degrees(case: Case, ranks: int, tp: int) -> list[int]:
     """Ranks that share the experts: among those of one replica and stage."""
     given, experts = case.given(DEGREES["ep"]), case.shape.num_experts
-    if given:
-        return [given] if experts and experts % given == 0 and ranks % given == 0 else [1] * (given == 1)
     if not experts:
-        return [1]
+        return [1] * (given in (None, 1))
     node = case.hardware.gpus_per_node
     most = max(64, node) if tp <= 2 or case.given(DEGREES["tp"]) else node
-    return [ep for ep in divisors(math.gcd(experts, ranks)) if ep <= most]
+    legal = [ep for ep in divisors(math.gcd(experts, ranks)) if _experts_split(case, ep, ranks // ep)]
+    return [ep for ep in legal if (ep == given if given else ep <= most)]
+
+
+def _experts_split(case: Case, ep: int, shards: int) -> bool:
+    """Whether FSDP can split the experts of a rank: by expert, or where they are too few inside, into even parts."""
+    sizes = (case.shape.experts[1].feed_forward.expert_width, case.shape.dim) if case.shape.experts[1] else ()
+    if isinstance(case.given(f"{PREFIX}reshard_after_forward_mode"), int):  # torch reshards what is split by expert
+        return ep == 1 and case.shape.num_experts >= shards
+    return case.shape.num_experts // ep >= shards or all(size % shards == 0 for size in sizes)

@@ -22,9 +22,10 @@ from crius.tools.plan.adapters import (
     kept_by,
     waiting,
 )
+from crius.tools.plan.experts import choice_bytes, routing_bytes, row_numbers, selective_bytes
 from crius.tools.plan.hardware import Hardware
 from crius.tools.plan.holdings import Held, held_by
-from crius.tools.plan.peaks import Activations, LayerKind, LossBytes, Moment, parts_between, peak, waits_for_loss
+from crius.tools.plan.peaks import Activations, LayerKind, LossBytes, Moment, parts_between, peak, waiting_for_loss
 from crius.tools.plan.workload import Estimate, Pointwise, Workload
 from crius.units import GIB
 
@@ -95,7 +96,9 @@ def layer_bytes(workload: Workload, layer: Layer) -> LayerBytes:
     routed = ffn.top_k * ffn.expert_width / tp
     headwise = (queries + num_kv_heads * attention.head_dim) * attention.has_head_norms  # what the norms of heads read
     kept = kept_by(workload)
-    none = 2 * source + kept.inputs * gathered + queries + keys + values + headwise + per_hidden * dense_width
+    is_whole = bool(ffn.num_experts) and not trainer.splits_experts
+    inputs = kept.inputs - (is_whole and not ffn.width)  # the router's is counted with what it makes of it
+    none = 2 * source + inputs * gathered + queries + keys + values + headwise + per_hidden * dense_width
     none += kept.adapters - (1 - kept.products) * dense_width
     if (
         cp > 1 and trainer.gathers_keys
@@ -103,21 +106,28 @@ def layer_bytes(workload: Workload, layer: Layer) -> LayerBytes:
         mask = workload.seq_len / 2 / workload.microbatch if workload.keeps_mask else 0.0
         none += keys * (cp - 1) + values + mask
     # of seven matmuls wq, wv, w1 and w2; attention; two reduce-scatters
-    w2 = source * (tp > 1) + (d + source * (tp > 1)) * (not trainer.is_traced)
+    w2 = source * (tp > 1) + (d + source * (tp > 1)) * (not trainer.is_traced) * (not is_whole or ffn.width > 0)
     selective = source + queries + num_kv_heads * attention.value_dim + dense_width + w2 + values
     if workload.model.adapted:
         selective += every_other(workload, layer)
-    if ffn.num_experts:
+    routing = chosen = 0.0  # bytes
+    if is_whole:
+        none += row_numbers(workload, ffn, per_hidden)
+        routing, chosen = routing_bytes(workload, ffn), selective_bytes(workload, ffn)
+    elif ffn.num_experts:
         dispatched = ffn.top_k * d / tp
         none += 2 * dispatched + per_hidden * routed
         selective = min(none, selective + 3 * dispatched + routed)  # sent, computed and sent back
-    normed = _norm_bytes(workload) * (2 * source + headwise) * (pointwise in ("operators", "norms"))
+    has_norms = pointwise in ("operators", "norms")
+    normed = _norm_bytes(workload) * (2 * source + headwise) * has_norms
+    statistics = (2 + (attention.num_heads + attention.num_kv_heads) * attention.has_head_norms) / tp
+    normed += 4 * statistics * has_norms
     # the gradients of a gate's factors; in bfloat16 what its operators cast too
     widest = (2 if itemsize == 4 else 3) * max(dense_width, routed)
-    every = none * itemsize + normed + scores - kept.first * (source * itemsize + normed / 2)
+    every = none * itemsize + routing + normed + scores - kept.first * (source * itemsize + normed / 2)
     return LayerBytes(
-        full=source * itemsize,
-        selective=selective * itemsize + scores if trainer.selects_ops else every,
+        full=source * itemsize + choice_bytes(workload, ffn) * is_whole,
+        selective=selective * itemsize + chosen + scores if trainer.selects_ops else every,
         none=every,
         backward=widest * itemsize,
     )
@@ -256,14 +266,13 @@ def rank_bytes(workload: Workload, rank: int, constants: MemoryConstants = MEMOR
             "optimizer": trained.state,
             "activations": activations + loss.kept + casts(workload, trained) + waiting(workload, rank),
         }
-    last = held.layer(held.layers.layers - 1).whole * workload.param_bytes
     return {
-        "parameters": held.own * workload.weight_bytes,
+        "parameters": held.own * workload.weight_bytes + held.buffers,
         "gradients": held.own * workload.weight_bytes,
         "optimizer": held.state,
         "activations": _activations(workload, held, constants).all
         + loss.kept
-        + last * waits_for_loss(workload)
+        + waiting_for_loss(workload, held) * workload.param_bytes
         + parts_between(workload, held, held.layers.layers),
     }
 
@@ -314,7 +323,7 @@ def _last_gradient(workload: Workload, ffn: FeedForward) -> float:
     if not ffn.num_experts:
         return max(0.0, dim - tokens) * ffn.width / layout.tp * workload.param_bytes
     rows = tokens * ffn.top_k / layout.tp
-    return max(0.0, dim * ffn.num_experts / max(layout.ep, layout.tp) - rows) * ffn.expert_width * workload.param_bytes
+    return max(0.0, dim * ffn.num_experts / workload.expert_ranks - rows) * ffn.expert_width * workload.param_bytes
 
 
 def _sent(workload: Workload, held: Held) -> int:

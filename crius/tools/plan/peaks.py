@@ -184,8 +184,22 @@ def _passes(workload: Workload, held: Held) -> Iterator[_Pass]:
 
 def waits_for_loss(workload: Workload) -> bool:
     """The last layer is gathered for its backward when that of the output layer begins: with a chunked loss."""
-    is_freed = workload.layout.pp == 1 and workload.reshard != "never"
-    return is_freed and workload.layout.fsdp > 1 and workload.loss_tokens is not None
+    layout = workload.layout
+    is_gathered = layout.fsdp > 1 or (workload.model.num_experts > 0 and layout.efsdp > 1)
+    return is_gathered and layout.pp == 1 and workload.reshard != "never" and workload.loss_tokens is not None
+
+
+def waiting_for_loss(workload: Workload, held: Held) -> float:
+    """Numbers of the last layer that are gathered when the backward of the output layer begins."""
+    return _gathered_ahead(workload, held) if waits_for_loss(workload) else 0.0
+
+
+def _gathered_ahead(workload: Workload, held: Held) -> float:
+    """Numbers of the last layer that FSDP gathers ahead: of two groups with a mesh each the experts."""
+    layout, last = workload.layout, held.layer(held.layers.layers - 1)
+    if last.routed and max(layout.tp, layout.ep) > 1 and not workload.trainer.splits_experts:
+        return last.routed * (layout.efsdp > 1)
+    return last.whole * (layout.fsdp > 1)
 
 
 def parts_between(workload: Workload, held: Held, count: int) -> float:
@@ -203,8 +217,9 @@ def _constant(workload: Workload, held: Held) -> tuple[float, float]:
     stored, param = workload.weight_bytes, workload.param_bytes
     own, state = (0.0, 0.0) if workload.cpu_offload else (held.own, held.state)
     if workload.zero_stage == 3:
-        return own * stored, state
-    return held.whole * param, state + own * stored * (stored > param)  # and weights to update, beside narrower ones
+        return own * stored + held.buffers, state
+    # and weights to update, beside narrower ones
+    return held.whole * param + held.buffers, state + own * stored * (stored > param)
 
 
 class _Rank:
@@ -254,7 +269,7 @@ class _Rank:
         kept = self._activations.all
         before = self._before(one)
         gathered = late = 0.0
-        last = held.layer(held.layers.layers - 1).whole * self._param * (work.layout.fsdp > 1)
+        last = _gathered_ahead(work, held) * self._param
         if self._is_copied and (one.stays or work.reshard == "never"):
             gathered = held.whole * self._param
             # what the last gather copied from waits for the next one

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from crius.config.layout import DEGREES
-from crius.config.rules import RULES, built_already, extras_installed, known_model, ranges
+from crius.config.rules import RULES, extras_installed, known_model, ranges
+from crius.config.rules_experts import expert_parallel_divides
 from crius.config.rules_layout import activation_checkpoint_options, sequence_divides, tensor_parallel_divides
 from crius.config.rules_training import OPTIMIZER_RULES
 from crius.config.run import replace_fields
@@ -45,7 +46,7 @@ PLAN_RULES = [rule for rule in RULES if rule is not extras_installed]
 
 OPEN_RULES = (
     *(known_model, ranges, tensor_parallel_divides, sequence_divides, activation_checkpoint_options),
-    *(*OPTIMIZER_RULES, built_already),
+    *OPTIMIZER_RULES,
 )
 """Those that say something of a run whose degrees are partly open."""
 
@@ -130,7 +131,8 @@ def check_case(case: Case, origin: Callable[[str], str]) -> None:
             fix="--activation_checkpoint.mode selective, or leave it out to let the plan choose",
         )
     if case.facts is not None:
-        problems = violations(case.config, case.facts, case.num_gpus, OPEN_RULES, origin)
+        without = () if case.shape.num_experts else (expert_parallel_divides,)
+        problems = violations(case.config, case.facts, case.num_gpus, (*OPEN_RULES, *without), origin)
         if problems:
             raise ConfigError.together(problems)
     _check_batch(case, origin)

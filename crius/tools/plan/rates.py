@@ -5,7 +5,7 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from crius.models.description import Layer
@@ -339,8 +339,11 @@ def _routed(workload: Workload, layer: Layer, rates: Rates, constants: TimeConst
     experts = layer.feed_forward
     if not experts.num_experts:
         return 0.0
-    local = max(1.0, experts.num_experts / workload.layout.ep)
-    routed = rates.matmuls(tokens * experts.top_k, expert_matmuls(layer, workload.layout.tp), local)
+    local, tp = max(1.0, experts.num_experts / workload.layout.ep), workload.layout.tp
+    if not workload.trainer.splits_experts:  # each expert is whole, and each rank sends its part of a sequence
+        tokens, tp = tokens / tp, 1
+        rates = replace(rates, flops=rates.wide_flops, traffic=rates.wide_traffic, cast=0.0)  # nor are they in float8
+    routed = rates.matmuls(tokens * experts.top_k, expert_matmuls(layer, tp), local)
     return routed / (constants.expert_efficiency if workload.model.is_routed else 1.0)
 
 

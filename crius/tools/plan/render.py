@@ -136,8 +136,9 @@ def impossible_lines(
     if smallest is None:
         lines.append(
             f"no layout is legal: degrees must divide {case.num_gpus} GPUs, the model's heads and "
-            f"{case.global_batch_size} sequences a step; an integer reshard_after_forward_mode divides the shards and "
-            "takes no TP and PP"
+            f"{case.global_batch_size} sequences a step"
+            + f", that of experts the model's {case.shape.num_experts} experts" * (case.shape.num_experts > 0)
+            + "; an integer reshard_after_forward_mode divides the shards and takes no TP and PP"
         )
     else:
         need, most = smallest.memory.total / GIB, usable_bytes(case.hardware) / GIB

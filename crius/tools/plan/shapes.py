@@ -8,8 +8,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from crius.config.load import did_you_mean
 from crius.errors import ConfigError, CriusError
-from crius.models.config import DecoderConfig, decoder_layer, feed_forward, gqa
-from crius.models.description import Attention, FeedForward, Layer, ModelDescription, Weight
+from crius.models.config import DecoderConfig, decoder_layer, feed_forward, gqa, routed_feed_forward
+from crius.models.description import Attention, Layer, ModelDescription, Weight
 from crius.models.plan import decoder_plan
 from crius.models.registry import SPECS
 from crius.models.spec import described
@@ -60,7 +60,16 @@ class PlannedConfig(DecoderConfig):
         wide = feed_forward(self.dim, self.ffn_dim, gated=self.gated)
         found = [(dense, decoder_layer(self.dim, attention, wide))] if dense else []
         if dense < self.num_layers:
-            found.append((self.num_layers - dense, decoder_layer(self.dim, attention, self._experts())))
+            experts = routed_feed_forward(
+                self.dim,
+                num_experts=self.num_experts,
+                top_k=self.top_k,
+                width=self.expert_ffn_dim,
+                shared_width=self.shared_ffn_dim,
+                gated=self.gated,
+                biases=self.biases,
+            )
+            found.append((self.num_layers - dense, decoder_layer(self.dim, attention, experts)))
         return tuple(found)
 
     def _gqa(self) -> Attention:
@@ -96,25 +105,6 @@ class PlannedConfig(DecoderConfig):
             ),
         )
 
-    def _experts(self) -> FeedForward:
-        many, width, dim = self.num_experts, self.expert_ffn_dim, self.dim
-        weights = [Weight("router.weight", (many, dim), "router")]
-        for weight in feed_forward(dim, width, gated=self.gated).weights:
-            weights.append(Weight(f"experts.{weight.name}", (many, *weight.shape), "expert", "", weight.to_residual))
-            if self.biases:
-                weights.append(Weight(f"experts.{weight.name}_bias", (many, weight.shape[0]), "bias"))
-        if self.biases:
-            weights.append(Weight("router.bias", (many,), "bias"))
-        shared = feed_forward(dim, self.shared_ffn_dim, gated=self.gated).weights if self.shared_ffn_dim else ()
-        return FeedForward(
-            width=self.shared_ffn_dim,
-            gated=self.gated,
-            num_experts=many,
-            top_k=self.top_k,
-            expert_width=width,
-            weights=(*weights, *(weight.within("shared") for weight in shared)),
-        )
-
 
 def planned(name: str, config: PlannedConfig, published_parameters: int | None = None) -> ModelDescription:
     """The description of a model that is planned only."""
@@ -129,6 +119,21 @@ NOT_TRAINABLE_YET = {name: planned(name, PlannedConfig(**sizes)) for name, sizes
 _NO_SIZES = ("rope_theta", "rope_scaling", "norm_eps", "attention_mask")
 _KINDS = {name: kind for name, kind in get_type_hints(PlannedConfig).items() if name not in _NO_SIZES}
 _NEEDED = ("num_layers", "dim", "ffn_dim", "num_heads", "num_kv_heads", "vocab_size")
+
+
+def trained_as(model: str, flavor: str) -> tuple[str, str] | None:
+    """Name and flavor of the model of Crius that is called ``model`` in one word, as ``qwen3-30b-a3b``; None: of none.
+
+    Args:
+        model: the whole name, or its part before the size.
+        flavor: the size; empty where ``model`` has it.
+    """
+    name = f"{model}-{flavor}" if flavor else model
+    for spec in SPECS.values():
+        for size in spec.flavors:
+            if name in (f"{spec.name}-{size}", f"{spec.name.removesuffix('_moe')}-{size}"):
+                return spec.name, size
+    return None
 
 
 def shape_named(model: str, flavor: str) -> ModelDescription:

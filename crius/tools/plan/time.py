@@ -115,7 +115,7 @@ class Communication:
         kinds = [(count / layout.pp, layer) for count, layer in (model.dense, model.experts) if layer]
         layers = sum(count * numbers(layer, "linear", "router") for count, layer in kinds)
         embeddings = model.vocab_size * model.dim * (1 if model.tied_embeddings else 2) / layout.pp
-        experts = sum(count * numbers(layer, "expert") for count, layer in kinds) / max(layout.ep, layout.tp)
+        experts = sum(count * numbers(layer, "expert") for count, layer in kinds) / self._workload.expert_ranks
         return (layers + embeddings) / layout.tp, experts
 
     def _collect(self, size: int, number_bytes: float) -> float:
@@ -127,7 +127,7 @@ class Communication:
         ring = group(size, layout.tp, self._hardware, self._constants)
         seconds = ring.gather(self._dense * number_bytes) + self._layers * ring.latency
         if self._experts:
-            width = max(layout.ep, layout.tp)  # ranks that share one copy of the experts, next to each other
+            width = self._workload.expert_ranks
             copies = max(1, size * layout.tp // width)
             few = group(copies, width, self._hardware, self._constants)
             seconds += few.gather(self._experts * number_bytes) + self._expert_layers * few.latency
@@ -155,7 +155,8 @@ class Communication:
     def _gathers(self) -> tuple[float, float, float]:
         """Seconds of FSDP's gather in the forward, of that in the backward, and of its reduction."""
         work, size = self._workload, self._layout.fsdp
-        if work.zero_stage < 2 or size == 1:
+        has_copies = self._experts and size * self._layout.tp > work.expert_ranks
+        if work.zero_stage < 2 or (size == 1 and not has_copies):
             return 0.0, 0.0, 0.0
         gather = self._collect(size, 1 if work.float8_all_gather else work.param_bytes)
         reduce = self._collect(size, self._trained * work.reduce_bytes)
@@ -331,20 +332,23 @@ class _Step:
     def _idle(self, busy: float, scale: float, passes: float) -> float:
         """Seconds that the processor waits for the host in passes of ``busy`` seconds at least: to launch, to route.
 
-        A GPU computes while the host launches ahead, but waits at every layer of experts for what goes where; a CPU
-        launches nothing ahead.
+        A GPU computes while the host launches ahead, but waits at every layer of experts for what goes where, Crius
+        only if rows leave the rank. A CPU launches nothing ahead, and each expert's matmuls by themselves.
         """
         workload = self._workload
         layers = scale * workload.model.num_layers / workload.layout.pp
         share = self._constants.graph_launch if workload.compile else 1.0
         launch = share * OPS * passes * layers * self._rates.op_seconds
+        experts = max(1.0, workload.model.num_experts / workload.layout.ep)
+        if self._hardware.generation == "cpu":
+            each = 3 * experts / OPS * (workload.model.num_experts > 0)
+            return launch * (1 + each)
         routing = 0.0
-        if workload.model.is_routed:
+        is_told = workload.layout.ep > 1 or workload.trainer.splits_experts
+        if workload.model.is_routed and is_told:
             routing = share * layers * self._constants.expert_seconds * self._rates.experts / 2
             if workload.trainer.loops_over_experts:
-                routing *= math.sqrt(max(1.0, workload.model.num_experts / workload.layout.ep) / EXPERTS)
-        if self._hardware.generation == "cpu":
-            return launch + routing
+                routing *= math.sqrt(experts / EXPERTS)
         return float(((busy**4 + launch**4) ** (ROUTING / 4) + routing**ROUTING) ** (1 / ROUTING) - busy)
 
 

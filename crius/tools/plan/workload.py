@@ -58,7 +58,9 @@ class Trainer:
         overlaps_tensor: factor on the exposed communication of tensor parallelism where it is overlapped.
         overlaps_experts: factor on the exposed all-to-alls where a pipeline rank has several stages.
         experts: factor on permutation and routing to experts.
-        loops_over_experts: the host launches each expert of a rank by itself.
+        loops_over_experts: the host launches each expert of a rank by itself, so that it waits for its rows.
+        splits_experts: tensor parallelism splits each expert where its ranks are more than those that share experts;
+            if not, it splits none, and each of its ranks sends its part of a sequence to them.
         bias: logarithm of how much slower its compute is than the rest says.
     """
 
@@ -88,10 +90,11 @@ class Trainer:
     overlaps_experts: float = 1.0
     experts: float | None = None
     loops_over_experts: bool = True
+    splits_experts: bool = False
     bias: float | None = None
 
 
-CRIUS = Trainer()
+CRIUS = Trainer(loops_over_experts=False)
 
 
 Precision = Literal["float32", "bfloat16", "float8", "mxfp8", "nvfp4"]
@@ -187,6 +190,12 @@ class Workload:
     def is_tied(self) -> bool:
         """The output layer shares the embedding's weight; the last stage of a pipeline has a copy of its own."""
         return self.model.tied_embeddings and self.layout.pp == 1
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks, next to each other, that hold the experts of a layer once."""
+        layout = self.layout
+        return max(layout.ep, layout.tp) if self.trainer.splits_experts else layout.ep
 
     @property
     def tokens(self) -> float:

@@ -20,37 +20,21 @@ from typing import Any
 from crius.checkpoint.disk import open_disk
 from crius.checkpoint.folder import CheckpointFolder
 from crius.config.facts import Facts
-from crius.config.run import RunConfig, replace_fields
+from crius.config.run import RunConfig
 from crius.data.sample_log import samples_path
-from crius.errors import ConfigError
 from crius.launch.crew import Attempt
 from crius.launch.status import PHASES
 from crius.tools.verify import survival
 from crius.tools.verify.equality import Equality
 from crius.tools.verify.matrix import check_positive
+from crius.tools.verify.starts import Start, all_starts, num_threads, tolerance_of
 from crius.tools.verify.survival import KILLED, UNDISTURBED, Course, Findings, Life
 
-INTERVAL = 3
-"""Steps between checkpoints, where the run has no interval of its own."""
-DATA_PARALLEL = ("parallelism.data_parallel_replicate_degree", "parallelism.data_parallel_shard_degree")
 START_SHARE = 0.35
 """Of the moments, those that lie before the steps of an attempt."""
 COLD_SHARE = 6
 """Where kernels are compiled, one kill in so many comes while the first ones are."""
 _STEP_PHASES = ("data", "forward", "backward", "optimizer")
-
-
-@dataclass(frozen=True)
-class Start:
-    """How one attempt may be started.
-
-    Attributes:
-        config: of the run on this number of ranks.
-        num_ranks: of it.
-    """
-
-    config: RunConfig
-    num_ranks: int
 
 
 @dataclass(frozen=True)
@@ -138,6 +122,7 @@ class Killer:
 
     Attributes:
         pace: of the undisturbed run; set before the first attempt.
+        started: how each attempt was.
     """
 
     def __init__(self, draws: Sequence[Draw], starts: Sequence[Start], folder: Path) -> None:
@@ -146,7 +131,7 @@ class Killer:
         self._samples = samples_path(folder, 0)
         self._size, self._from, self._delay, self._rank = 0, 0.0, math.inf, 0
         self._timer: threading.Timer | None = None
-        self.num_ranks: list[int] = []
+        self.started: list[Start] = []
         self.num_cold = sum(draw.is_cold for draw in draws)
 
     @property
@@ -169,7 +154,7 @@ class Killer:
         """See ``Course``."""
         draw = self._draws[number]
         start = pick(self._starts, draw.start)
-        self.num_ranks.append(start.num_ranks)
+        self.started.append(start)
         self._size, self._from, self._delay = self._logged(), time.monotonic(), math.inf
         if number == self.num_kills:
             return start.config, start.num_ranks, ""
@@ -247,6 +232,7 @@ def chaos(
     seed: int = 1,
     steps: int = 40,
     world_sizes: str = "",
+    layouts: str = "",
     timeout: int = 1800,
     as_json: bool = False,
 ) -> int:
@@ -263,6 +249,7 @@ def chaos(
         steps: of training.
         world_sizes: numbers of ranks, joined by commas, from which each attempt gets one, split into replicas and
             shards at random; empty: always those of the run. Needs ``training.reproducible``.
+        layouts: joined by commas, of which each attempt gets one, the undisturbed run the first; see ``tolerance_of``.
         timeout: seconds that each of the two runs may take.
         as_json: print JSON instead of lines.
 
@@ -276,15 +263,18 @@ def chaos(
     check_positive("--timeout", timeout, "--timeout 300")
     for name, value in (("--kills", kills), ("--steps", steps)):
         check_positive(name, value, "--kills 25 --steps 40")
-    starts = [_with_own_cache(start, folder / "compile") for start in _starts(facts, steps, world_sizes)]
+    starts = [
+        start.with_own_cache(folder / "compile")
+        for start in all_starts(facts, steps, world_sizes=world_sizes, layouts=layouts)
+    ]
     first = Course(
         config=starts[0].config,
         num_ranks=starts[0].num_ranks,
         folder=folder / UNDISTURBED,
         seconds=timeout,
-        threads=_threads(facts, starts),
+        threads=num_threads(facts, starts),
     )
-    draws = drawn(kills, seed, compiles=_compiles(starts[0].config))
+    draws = drawn(kills, seed, compiles=any(start.compiles for start in starts))
     with contextlib.closing(Killer(draws, starts, folder / KILLED)) as killer:
 
         def second(calm: Life) -> Course:
@@ -293,60 +283,7 @@ def chaos(
 
         conclude = functools.partial(_conclude, killer, seed)
         not_ended = "the run did not come to its end; kills: {kills}"
-        return survival.compare_runs("chaos", first, second, conclude, not_ended, as_json)
-
-
-def _compiles(config: RunConfig) -> bool:
-    """Whether a run writes kernels."""
-    return bool(config.compile.enable) and config.compile.backend == "inductor"
-
-
-def _with_own_cache(start: Start, cache: Path) -> Start:
-    """``start`` with its kernels in ``cache``, which chaos may remove."""
-    if not _compiles(start.config):
-        return start
-    return dataclasses.replace(start, config=replace_fields(start.config, {"compile.cache_dir": str(cache.absolute())}))
-
-
-def _threads(facts: Facts, starts: Sequence[Start]) -> int:
-    """Of a rank, in every attempt: the order of a CPU's sums depends on it."""
-    most = max(start.num_ranks for start in starts)
-    return int(os.environ.get("OMP_NUM_THREADS") or max(1, facts.num_cores // most))
-
-
-def _starts(facts: Facts, steps: int, world_sizes: str) -> list[Start]:
-    """All ways to start an attempt; the first one is that of the undisturbed run."""
-    if not world_sizes:
-        return [Start(survival.settled_config(facts, steps, INTERVAL), facts.num_ranks)]
-    if not facts.config.training.reproducible:
-        raise ConfigError(
-            f"--world_sizes {world_sizes} without training.reproducible.",
-            where="command line",
-            why="on another number of ranks gradients are summed in another order, and the last bits differ",
-            fix="add --training.reproducible, or leave out --world_sizes",
-        )
-    words = world_sizes.split(",")
-    if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
-        raise ConfigError(f"--world_sizes {world_sizes!r} are no numbers.", where="command line", fix="e.g. 1,2,4")
-    parallelism = facts.config.parallelism
-    beside = parallelism.tensor_parallel_degree * parallelism.context_parallel_degree
-    found = []
-    for size in map(int, words):
-        if size % beside:
-            raise ConfigError(
-                f"--world_sizes {size} is no multiple of the {beside} ranks of tensor and context parallelism.",
-                where="command line",
-                fix=f"multiples of {beside}",
-            )
-        ranks = size // beside
-        for replicas in (1, *(n for n in range(2, ranks + 1) if ranks % n == 0)):
-            degrees = {DATA_PARALLEL[0]: replicas, DATA_PARALLEL[1]: ranks // replicas}
-            placed = replace_fields(facts.config, degrees)
-            here = dataclasses.replace(
-                facts, config=placed, num_ranks=size, local_ranks=size, asked_ranks=0, asked_by=""
-            )
-            found.append(Start(survival.settled_config(here, steps, INTERVAL), size))
-    return found
+        return survival.compare_runs("chaos", first, second, conclude, not_ended, as_json, tolerance_of(starts))
 
 
 def _conclude(killer: Killer, seed: int, calm: Life, killed: Life, equality: Equality) -> Findings:
@@ -362,13 +299,15 @@ def _conclude(killer: Killer, seed: int, calm: Life, killed: Life, equality: Equ
         "kills_by_phase": phases,
         "cold_starts": killer.num_cold,
         "restarts": len(killed.failures),
-        "num_ranks": killer.num_ranks,
+        "num_ranks": [start.num_ranks for start in killer.started],
+        "layouts": [start.layout for start in killer.started if start.layout],
         "recovery_seconds": recovery_seconds,
     }
-    sizes = ", ".join(f"{size} ranks {number}" for size, number in sorted(Counter(killer.num_ranks).items()))
+    by_size = sorted(killer.started, key=lambda start: start.num_ranks)
+    sizes = ", ".join(f"{name} {number}" for name, number in Counter(start.name for start in by_size).items())
     mean = f"{statistics.fmean(recovery_seconds):.1f} s" if recovery_seconds else "-"
     lines = [
-        f"{len(killer.num_ranks)} starts ({sizes}), {len(recovery_seconds)} times a new step before the next kill, "
+        f"{len(killer.started)} starts ({sizes}), {len(recovery_seconds)} times a new step before the next kill, "
         f"{mean} after the failure on average",
         f"{equality.steps_again} steps done again; {killed.seconds:.1f} s with kills, {survival.costs(calm, killed)}",
     ]

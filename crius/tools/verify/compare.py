@@ -16,6 +16,7 @@ from crius.tools.verify.matrix import Case
 from crius.tools.verify.parameters import Shards
 from crius.tools.verify.run import Table, row_of
 from crius.tools.verify.worker import Task
+from crius.train.inputs import describe_known_model
 
 NEED_COMPILE = ("async_tp", "memory_budget")
 """Options that mean nothing to an eager run."""
@@ -65,6 +66,9 @@ _BLOCKS = {
     "parameters": Tolerance(3e-4, "as the loss, in the gradients"),
     "update": Tolerance(0.3, "AdamW makes a whole step of a gradient near 0, whose sign is in its last bits"),
 }
+_REROUTED = "a choice between experts whose scores differ by less than such a rounding"
+_MOST_REROUTED = {"float32": Tolerance(1e-3, _REROUTED), "bfloat16": Tolerance(2e-2, _REROUTED)}
+_BUFFERS = Tolerance(0.0, "whole numbers of tokens move them; not asked where tokens are rerouted")
 _ALL = {"float32": _FLOAT32, "bfloat16": _BFLOAT16, "float8 tensorwise": _TENSORWISE, "mxfp8": _BLOCKS}
 
 
@@ -85,7 +89,7 @@ def parity(
     Args:
         facts: of the run, on this machine.
         folder: of the logs, one folder a layout below it.
-        layouts: which ones, joined by commas; empty: ``matrix.PARITY``.
+        layouts: which ones, joined by commas; empty: ``matrix.PARITY``, or ``EXPERTS``.
         nproc: most ranks of a layout where ``layouts`` is empty.
         steps: of training, at least 1; the first three are compared, and the parameters after the last.
         timeout: seconds that a layout may take.
@@ -98,7 +102,7 @@ def parity(
         CriusError: the run is refused on one device too, a layout cannot be read, or the data is bad.
     """
     matrix.check_positive("--timeout", timeout, "--timeout 300")
-    wanted = matrix.chosen(layouts, matrix.PARITY, nproc)
+    wanted = matrix.chosen(layouts, matrix.EXPERTS if facts.has_experts else matrix.PARITY, nproc)
     config = checked(facts, wanted, steps)
     groups = []
     for reference in dict.fromkeys(map(matrix.reference_of, wanted)):
@@ -251,7 +255,16 @@ def judge(case: Case, expected: dict[str, Any] | None, result: dict[str, Any]) -
         "parameters": _number(result["whole"]),
         "update": _number(result["update"]),
     }
-    beyond = [column for column, tolerance in tolerances(case.config).items() if values[column] > tolerance.bound]
+    bounds = tolerances(case.config)
+    if "rerouted" in bounds:
+        values["rerouted"] = _rerouted(result["counts"], want["counts"])
+    if "buffers" in bounds:
+        values["buffers"] = _moved_apart(result["buffers"], want["buffers"])
+    most = {column: tolerance.bound for column, tolerance in bounds.items()}
+    if values.get("rerouted"):  # two experts have a token more and a token less, and so another gradient
+        others = {column: _BFLOAT16[column].bound for column in ("parameters", "update")}
+        most |= {column: max(bound, most[column]) for column, bound in others.items()} | {"buffers": math.inf}
+    beyond = [column for column in bounds if values[column] > most[column]]
     notes = [f"{' and '.join(beyond)} beyond the tolerance"] if beyond else []
     if {"parameters", "update"} & set(beyond):
         notes.append(f"most in {result['worst']}")
@@ -268,6 +281,24 @@ def _apart(got: Sequence[Any], want: Sequence[Any]) -> float:
     return max(0.0 if a == b else _number(abs(a - b) / abs(b)) if b else math.inf for a, b in pairs)
 
 
+def _rerouted(got: Sequence[Any], want: Sequence[Any]) -> float:
+    """The least share of choices that fell on another expert in the compared steps, by the counts of each expert."""
+    pairs = [
+        (a, b)
+        for step in list(zip(got, want, strict=True))[:COMPARED_STEPS]
+        for layers in zip(*step, strict=True)
+        for a, b in zip(*layers, strict=True)
+    ]
+    return sum(abs(a - b) for a, b in pairs) / 2 / max(1, sum(b for _, b in pairs))
+
+
+def _moved_apart(got: dict[str, Any], want: dict[str, Any]) -> float:
+    """Largest difference of a buffer's numbers; infinite where one has other buffers."""
+    if got.keys() != want.keys():
+        return math.inf
+    return max((abs(a - b) for name in got for a, b in zip(got[name], want[name], strict=True)), default=0.0)
+
+
 def _number(value: float) -> float:
     return math.inf if math.isnan(value) else value
 
@@ -278,11 +309,17 @@ def _conclude(table: Table, verb: str, kinds: dict[str, dict[str, Tolerance]]) -
     columns = next(iter(kinds.values()))
     largest = {column: max((row.values[column] for row in run_rows), default=0.0) for column in columns}
     counts = table.counts()
+    looser = [f"{column} {_BFLOAT16[column].bound:g}" for column in ("parameters", "update")]
+    experts = [
+        "rerouted: the share of choices that fell on another expert, by the counts of the first three steps; where",
+        f"there are some, at most {' and '.join(looser)} are asked",
+    ]
     legend = [
         "",
         "all relative to the reference: loss and gradient norm at their worst step (of the first three), before",
         "clipping; parameters after the last step, by the L2 norm of their difference; update the same for the worst",
         "parameter, relative to how far training moved it",
+        *(experts if "rerouted" in columns else ()),
     ]
     for kind, bounds in kinds.items():
         legend.append(f"tolerances in {kind}:")
@@ -305,5 +342,11 @@ def precision(config: RunConfig) -> str:
 
 def tolerances(config: RunConfig) -> dict[str, Tolerance]:
     """By column, for the precision of ``config``: of all that is rounded the coarsest."""
-    parts = [_ALL.get(part, _ROWWISE) for part in precision(config).split(" and ")]
-    return {column: max((part[column] for part in parts), key=lambda one: one.bound) for column in _FLOAT32}
+    names, model = precision(config).split(" and "), describe_known_model(config)
+    parts = [_ALL.get(part, _ROWWISE) for part in names]
+    bounds = {column: max((part[column] for part in parts), key=lambda one: one.bound) for column in _FLOAT32}
+    if model and model.num_experts:
+        bounds["rerouted"] = _MOST_REROUTED["float32" if names == ["float32"] else "bfloat16"]
+    if model and any(buffer.persistent for buffer in model.buffers):
+        bounds["buffers"] = _BUFFERS
+    return bounds

@@ -1,26 +1,34 @@
 """Whether a run that was killed is the run that was not: each step, the last checkpoint, each sample. No torch."""
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from crius.checkpoint.contents import OF_LAYOUT, contents_hash, whole_tensor
 from crius.checkpoint.disk import Disk, open_disk
 from crius.checkpoint.folder import CheckpointFolder, damages, read_manifest
-from crius.checkpoint.manifest import Manifest
+from crius.checkpoint.manifest import Manifest, TensorEntry
 from crius.checkpoint.names import step_name
 from crius.checkpoint.state import read_state
+from crius.interop.casting import FLOATS, cast
 from crius.tools.data_audit.audit import audit
 
 COMPARED = ("loss", "grad_norm")
 """Of each step, in ``metrics.jsonl``, where they are written to the last bit."""
 STATE = ("train", "data", "stability")
-"""Parts of ``state.json`` that belong to the run; the others tell of its processes."""
+"""Parts of ``state.json`` that belong to the run; the others tell of its processes. The last one holds losses."""
+WEIGHTS = "model."
+"""How their names in a checkpoint start."""
 _MOST_NAMED = 5
+Records = list[dict[str, Any]]
+Pair = tuple[int, Records, Records]
+"""A step, and its records in both runs; there should be one in each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,12 +37,15 @@ class Equality:
 
     Attributes:
         steps: there should be.
-        same_steps: that are in both runs, with the same loss and gradient norm.
+        same_steps: that are in both runs, with the same loss and gradient norm, or a loss within the tolerance.
         first_difference: of the steps; empty where there is none.
         hash, hash_killed: over weights and optimizer state of the two last checkpoints.
         tensors: which of them differ, named: at most so many.
         problems: what else is wrong, such as a sample that came twice.
         steps_again: of the killed run, that were done and that a failure took back.
+        tolerance: of the loss of every step, relative; 0: everything is compared to the last bit.
+        apart: where there is a tolerance, the largest relative differences of loss and gradient norm, and that of the
+            weights, by the L2 norm of their difference.
     """
 
     steps: int
@@ -45,6 +56,8 @@ class Equality:
     tensors: tuple[str, ...]
     problems: tuple[str, ...]
     steps_again: int
+    tolerance: float = 0.0
+    apart: dict[str, float] = field(default_factory=dict)
 
     @property
     def has_same_contents(self) -> bool:
@@ -52,7 +65,8 @@ class Equality:
         return self.hash == self.hash_killed
 
     def __bool__(self) -> bool:
-        return self.same_steps == self.steps and self.has_same_contents and not self.problems
+        is_same = not self.tensors if self.tolerance else self.has_same_contents
+        return self.same_steps == self.steps and is_same and not self.problems
 
     def lines(self) -> list[str]:
         """What differs; none where nothing does."""
@@ -61,9 +75,15 @@ class Equality:
 
     def verdict(self) -> str:
         """One line."""
-        losses = "identical" if self.same_steps == self.steps else "differ"
-        contents = "identical" if self.has_same_contents else "differs"
-        line = f"losses {losses} ({self.same_steps}/{self.steps}), parameter hash {contents}"
+        is_same = self.same_steps == self.steps
+        if self.tolerance:
+            losses = f"{'all' if is_same else 'not all'} within {self.tolerance:.0e}"
+            contents = ", ".join(f"{name} {value:.1e}" for name, value in self.apart.items())
+            line = f"losses {losses} ({self.same_steps}/{self.steps}), relative differences: {contents}"
+        else:
+            contents = "identical" if self.has_same_contents else "differs"
+            losses = "identical" if is_same else "differ"
+            line = f"losses {losses} ({self.same_steps}/{self.steps}), parameter hash {contents}"
         return f"{line}, but {len(self.problems)} problems" if self.problems else line
 
     def as_dict(self) -> dict[str, Any]:
@@ -71,27 +91,35 @@ class Equality:
         return {"identical": bool(self), **vars(self)}
 
 
-def compare(expected: Path, got: Path, steps: int) -> Equality:
+def compare(expected: Path, got: Path, steps: int, tolerance: float = 0.0) -> Equality:
     """Compare two run folders whose runs are at their end.
 
     Args:
         expected: of the run that nothing happened to.
         got: of the other.
         steps: that both should have.
+        tolerance: of the loss of every step, relative: gradient norms and weights may differ, and how far is measured;
+            0: none, and everything must be the same to the last bit.
 
     Raises:
         CriusError: a checkpoint or a log cannot be read.
     """
     want, have = _steps(expected), _steps(got)
-    lines = [_difference(step, want.get(step, []), have.get(step, [])) for step in range(1, steps + 1)]
+    pairs: list[Pair] = [(step, want.get(step, []), have.get(step, [])) for step in range(1, steps + 1)]
+    lines = [_difference(*pair, tolerance) for pair in pairs]
+    apart = _furthest(pairs) if tolerance else {}
     disks = [open_disk(str(folder / "checkpoints")) for folder in (expected, got)]
     name = step_name(steps)
     problems = list(_damaged(disks[1]))
     if any(step_name(found) == name for found in CheckpointFolder(disks[1]).steps()):
         manifests = [read_manifest(disk, name) for disk in disks]
         hashes = [contents_hash(disk, name, manifest) for disk, manifest in zip(disks, manifests, strict=True)]
-        tensors = _tensors(disks, name, manifests) if hashes[0] != hashes[1] else []
-        problems += _states(disks, name, manifests)
+        tensors, weights = list[str](), 0.0
+        if hashes[0] != hashes[1]:
+            tensors, weights = _tensors(disks, name, manifests, is_exact=not tolerance)
+        if tolerance:
+            apart["parameters"] = weights
+        problems += _states(disks, name, manifests, STATE[:-1] if tolerance else STATE)
     else:
         hashes, tensors = [contents_hash(disks[0], name, read_manifest(disks[0], name)), ""], []
         problems.append(f"the killed run has no checkpoint of step {steps}")
@@ -108,12 +136,14 @@ def compare(expected: Path, got: Path, steps: int) -> Equality:
         tensors=tuple(tensors),
         problems=tuple(problems),
         steps_again=sum(attempt.redone for attempt in report.attempts),
+        tolerance=tolerance,
+        apart=apart,
     )
 
 
-def _steps(run_dir: Path) -> dict[int, list[dict[str, Any]]]:
+def _steps(run_dir: Path) -> dict[int, Records]:
     """The records of each step; there should be one."""
-    found: dict[int, list[dict[str, Any]]] = {}
+    found: dict[int, Records] = {}
     for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
         record = json.loads(line)
         if "loss" in record:
@@ -121,13 +151,35 @@ def _steps(run_dir: Path) -> dict[int, list[dict[str, Any]]]:
     return found
 
 
-def _difference(step: int, want: list[dict[str, Any]], have: list[dict[str, Any]]) -> str:
-    """How a step of the killed run differs; empty where it does not."""
+def _difference(step: int, want: Records, have: Records, tolerance: float) -> str:
+    """How a step of the killed run differs; empty where it does not, or its loss by no more than the tolerance."""
     if len(want) != 1 or len(have) != 1:
         return f"step {step} is {len(have)} times in metrics.jsonl of the killed run, {len(want)} times in the other's"
-    values = [(name, want[0][name], have[0][name]) for name in COMPARED]
-    unlike = [f"{name} {got!r}, not {expected!r}" for name, expected, got in values if got != expected]
+    values = [(name, want[0][name], have[0][name]) for name in (COMPARED[:1] if tolerance else COMPARED)]
+    unlike = [
+        f"{name} {got!r}, not {expected!r}" for name, expected, got in values if not _is_near(got, expected, tolerance)
+    ]
     return f"step {step} is the first that differs: {' and '.join(unlike)}" if unlike else ""
+
+
+def _is_near(got: float | None, expected: float | None, tolerance: float) -> bool:
+    return got == expected or _relative(got, expected) <= tolerance
+
+
+def _relative(got: float | None, expected: float | None) -> float:
+    """Difference of two numbers; infinite where one is none or not finite."""
+    if got == expected:
+        return 0.0
+    apart = abs(got - expected) / abs(expected) if got is not None and expected else math.inf
+    return math.inf if math.isnan(apart) else apart
+
+
+def _furthest(pairs: list[Pair]) -> dict[str, float]:
+    """The largest relative difference of each number of a step, over the steps that are in both runs."""
+    both = [(want[0], have[0]) for _, want, have in pairs if want and have]
+    return {
+        name: max((_relative(got[name], expected[name]) for expected, got in both), default=0.0) for name in COMPARED
+    }
 
 
 def _damaged(disk: Disk) -> Iterator[str]:
@@ -136,9 +188,16 @@ def _damaged(disk: Disk) -> Iterator[str]:
             yield f"checkpoint of step {step}: {damage}"
 
 
-def _tensors(disks: list[Disk], name: str, manifests: list[Manifest]) -> list[str]:
-    """Which tensors differ, and in how many of their numbers."""
-    found = []
+def _tensors(disks: list[Disk], name: str, manifests: list[Manifest], is_exact: bool) -> tuple[list[str], float]:
+    """Which tensors differ, and in how many of their numbers; and how far the weights are apart.
+
+    Args:
+        disks: of both runs.
+        name: of the checkpoints.
+        manifests: of them.
+        is_exact: whether every bit counts; else fractions may differ, and only the rest is named.
+    """
+    found, apart, whole = [], 0.0, 0.0
     for tensor in sorted({*manifests[0].tensors, *manifests[1].tensors}):
         if tensor.startswith(OF_LAYOUT[0]) or OF_LAYOUT[1] in tensor:
             continue
@@ -148,16 +207,25 @@ def _tensors(disks: list[Disk], name: str, manifests: list[Manifest]) -> list[st
             found.append(f"{tensor} is in one of them only")
         elif (want.dtype, want.shape) != (got.dtype, got.shape):
             found.append(f"{tensor}: {got.dtype} {list(got.shape)}, not {want.dtype} {list(want.shape)}")
-        else:
+        elif is_exact or want.dtype not in FLOATS:
             one, other = (whole_tensor(disk, name, entry) for disk, entry in zip(disks, (want, got), strict=True))
             count = int(np.any(one != other, axis=-1).sum())
             if count:
                 found.append(f"{tensor} in {count:,} of {one.size // one.shape[-1]:,} numbers")
-    return [*found[:_MOST_NAMED], *([f"and {len(found) - _MOST_NAMED} more"] if len(found) > _MOST_NAMED else [])]
+        elif tensor.startswith(WEIGHTS):
+            expected, reached = (_numbers(disk, name, entry) for disk, entry in zip(disks, (want, got), strict=True))
+            apart, whole = apart + float(np.square(reached - expected).sum()), whole + float(np.square(expected).sum())
+    more = [f"and {len(found) - _MOST_NAMED} more"] if len(found) > _MOST_NAMED else []
+    return [*found[:_MOST_NAMED], *more], math.sqrt(apart / whole) if whole else 0.0
 
 
-def _states(disks: list[Disk], name: str, manifests: list[Manifest]) -> list[str]:
+def _numbers(disk: Disk, name: str, entry: TensorEntry) -> npt.NDArray[np.float64]:
+    held = cast(whole_tensor(disk, name, entry).reshape(-1).data, entry.dtype, "F64")
+    return np.frombuffer(held, dtype=np.float64)
+
+
+def _states(disks: list[Disk], name: str, manifests: list[Manifest], parts: Sequence[str]) -> list[str]:
     """What of the counters, the data cursor and the stability monitor differs."""
     want, got = (read_state(disk, name, manifest) for disk, manifest in zip(disks, manifests, strict=True))
-    parts = [part for part in STATE if want.get(part) != got.get(part)]
-    return [f"state.json: {part} is {got.get(part)}, not {want.get(part)}"[:300] for part in parts]
+    unlike = [part for part in parts if want.get(part) != got.get(part)]
+    return [f"state.json: {part} is {got.get(part)}, not {want.get(part)}"[:300] for part in unlike]

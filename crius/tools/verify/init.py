@@ -29,7 +29,7 @@ def init(
     Args:
         facts: of the run, on this machine.
         folder: of the logs, one folder a layout below it.
-        layouts: which ones, joined by commas; empty: ``matrix.INIT``.
+        layouts: which ones, joined by commas; empty: ``matrix.INIT``, or ``EXPERTS_INIT``.
         nproc: most ranks of a layout where ``layouts`` is empty.
         timeout: seconds that a layout may take.
         as_json: print JSON instead of a table.
@@ -42,7 +42,7 @@ def init(
         SystemExit: a signal ended it; 130 or 143.
     """
     matrix.check_positive("--timeout", timeout, "--timeout 300")
-    wanted = matrix.chosen(layouts, matrix.INIT, nproc)
+    wanted = matrix.chosen(layouts, matrix.EXPERTS_INIT if facts.has_experts else matrix.INIT, nproc)
     config = matrix.fixed(facts.config, wanted, 1)
     matrix.case(facts, config, Layout()).check()
     table = Table(["hash"], [str(layout) for layout in wanted], as_json)

@@ -39,10 +39,50 @@ PARITY = (
     ),
     *("cp2+lora", "fsdp2+lora+full", "fsdp2+lora+compile", "fsdp3+nf4", "pp2+nf4", "fsdp2+int8", "cp2+int8"),
 )
+EXPERTS = (
+    *(
+        "accum4",
+        "ddp2",
+        "fsdp2",
+        "fsdp2_ep2",
+        "fsdp2_ep2_accum2",
+        "fsdp2_ep2_accum2+deferred",
+        "fsdp4_ep2",
+        "fsdp4_ep4",
+    ),
+    *(
+        "hsdp2x2",
+        "hsdp2x2_ep2",
+        "tp2",
+        "tp2_ep2",
+        "fsdp2_tp2_ep4",
+        "cp2",
+        "cp2_ep2",
+        "cp2_ep2+ulysses",
+        "fsdp2_cp2_ep4",
+    ),
+    *("pp2", "pp2_fsdp2_ep2", "pp2_tp2_ep2", "pp2_cp2_ep2", "pp2_fsdp2_ep2_accum2"),
+    *(f"pp2_fsdp2_ep2+{schedule}" for schedule in SCHEDULES),
+    *("1+full", "fsdp2_ep2+full", "fsdp2_ep2+selective", "tp2_ep2+full", "pp2_fsdp2_ep2+full"),
+    *("1+compile", "fsdp2_ep2+compile", "fsdp2_ep2+compile+full", "tp2_ep2+compile", "pp2_fsdp2_ep2+compile"),
+    *(
+        "fsdp2_ep2+document",
+        "cp2_ep2+document",
+        "fsdp2_ep2+never",
+        "fsdp2_ep2+offload",
+        "fsdp4_ep2+float8",
+        "tp2_ep2+mxfp8",
+    ),
+)
+"""Of a model with experts, instead of ``PARITY``."""
 INIT = (
     *("1", "ddp2", "fsdp2", "fsdp3", "fsdp8", "hsdp2x2", "hsdp2x4", "tp2", "tp4", "tp8", "fsdp2_tp2", "hsdp2x2_tp2"),
     *("pp2", "pp4", "pp4+interleave_1f1b", "pp4+zbv_zero_bubble", "pp2_fsdp2_tp2", "cp2", "fsdp2_cp2", "cp2_tp2"),
     *("pp2_cp2",),
+)
+EXPERTS_INIT = (
+    *("1", "ddp2", "fsdp2", "fsdp3", "fsdp2_ep2", "fsdp4_ep2", "fsdp4_ep4", "hsdp2x2_ep2"),
+    *("tp2", "tp2_ep2", "fsdp2_tp2_ep4", "cp2_ep2", "pp2", "pp2_fsdp2_ep2"),
 )
 COMPILE = ("1", "fsdp2", "tp2", "fsdp2+full")
 
@@ -120,14 +160,10 @@ def bare(config: RunConfig, layouts: Sequence[Layout], steps: int) -> RunConfig:
     Raises:
         LayoutError: the schedule file cannot be read.
     """
-    total = config.training.global_batch_size
-    if total == -1:
-        unit = math.lcm(*(batch_unit(config, layout) for layout in layouts))
-        total = -(-LEAST_GLOBAL_BATCH // unit) * unit
     changes = {
         "training.steps": steps,
         "training.epochs": -1,
-        "training.global_batch_size": total,
+        "training.global_batch_size": shared_batch(config, layouts),
         "validation.interval": 0,
         "metrics.log_interval": 1,
         "metrics.enable_tensorboard": False,
@@ -135,6 +171,18 @@ def bare(config: RunConfig, layouts: Sequence[Layout], steps: int) -> RunConfig:
         "checkpoint": CheckpointConfig(enable=False),
     }
     return replace_fields(config, changes)
+
+
+def shared_batch(config: RunConfig, layouts: Sequence[Layout]) -> int:
+    """Sequences of a global batch that all ``layouts`` split: that of ``config``, or where it has none a small one.
+
+    Raises:
+        LayoutError: the schedule file cannot be read.
+    """
+    if config.training.global_batch_size != -1:
+        return config.training.global_batch_size
+    unit = math.lcm(*(batch_unit(config, layout) for layout in layouts))
+    return -(-LEAST_GLOBAL_BATCH // unit) * unit
 
 
 def case(facts: Facts, config: RunConfig, layout: Layout) -> Case:

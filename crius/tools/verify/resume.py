@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from crius.config.facts import Facts
 from crius.errors import ConfigError
 from crius.tools.verify.equality import Equality
 from crius.tools.verify.matrix import check_positive
+from crius.tools.verify.starts import Start, all_starts, num_threads, tolerance_of
 from crius.tools.verify.survival import (
     KILLED,
     UNDISTURBED,
@@ -19,7 +21,6 @@ from crius.tools.verify.survival import (
     compare_runs,
     costs,
     processes_left,
-    settled_config,
 )
 
 PHASES = ("data", "forward", "backward", "optimizer")
@@ -30,12 +31,13 @@ INTERVALS = (5, 4, 3, 7, 6, 2)
 
 @dataclass(frozen=True)
 class Kill:
-    """SIGKILL to a rank at a step of an attempt."""
+    """SIGKILL to a rank at a step of an attempt, which has a layout where one was asked for."""
 
     attempt: int
     step: int
     phase: str
     rank: int
+    layout: str = ""
 
     @property
     def fault(self) -> str:
@@ -49,6 +51,7 @@ def resume(
     *,
     steps: int = 20,
     kill_at: str = "7,13",
+    layouts: str = "",
     timeout: int = 600,
     as_json: bool = False,
 ) -> int:
@@ -56,13 +59,14 @@ def resume(
 
     After each kill the launcher starts all ranks again, and they go on from their newest checkpoint. Loss and gradient
     norm of every step, weights and optimizer state of the last checkpoint must be the same to the last bit, and each
-    sample be trained on once.
+    sample be trained on once. Over a change of layout losses may differ by what ``verify parity`` allows.
 
     Args:
         facts: of the run, on this machine.
         folder: of both runs.
         steps: of training.
         kill_at: steps, joined by commas; the kills come in the phases ``PHASES`` and on the ranks in turn.
+        layouts: joined by commas, that attempts get in turn; the undisturbed run has the first. Empty: that of the run.
         timeout: seconds that each of the two runs may take.
         as_json: print JSON instead of a table.
 
@@ -74,15 +78,46 @@ def resume(
         SystemExit: a signal ended it; 130 or 143.
     """
     check_positive("--timeout", timeout, "--timeout 300")
-    kills = _planned(kill_at, steps, facts.num_ranks)
-    config = settled_config(facts, steps, _interval([kill.step for kill in kills]))
-    first = Course(config=config, num_ranks=facts.num_ranks, folder=folder / UNDISTURBED, seconds=timeout)
+    at = _steps(kill_at, steps)
+    starts = all_starts(facts, steps, layouts=layouts, interval=_interval(at))
+    turns = _turns(starts, len(at) + 1)
+    kills = [
+        Kill(number, step, PHASES[number % len(PHASES)], number % start.num_ranks, start.layout)
+        for number, (step, start) in enumerate(zip(at, turns, strict=False))
+    ]
+    first = Course(
+        config=starts[0].config,
+        num_ranks=starts[0].num_ranks,
+        folder=folder / UNDISTURBED,
+        seconds=timeout,
+        threads=num_threads(facts, starts) if layouts else None,
+    )
+    faults = [*(kill.fault for kill in kills), ""]
     second = dataclasses.replace(
-        first, folder=folder / KILLED, restarts=len(kills), faults=";".join(kill.fault for kill in kills)
+        first,
+        folder=folder / KILLED,
+        restarts=len(kills),
+        assignment=lambda number: (turns[number].config, turns[number].num_ranks, faults[number]),
     )
     conclude = functools.partial(_conclude, kills)
     not_ended = "the killed run did not come to its end"
-    return compare_runs("resume", first, lambda calm: second, conclude, not_ended, as_json)
+    return compare_runs("resume", first, lambda calm: second, conclude, not_ended, as_json, tolerance_of(starts))
+
+
+def _turns(starts: Sequence[Start], count: int) -> list[Start]:
+    """How each of ``count`` attempts is started.
+
+    Raises:
+        ConfigError: some way has no turn.
+    """
+    if len(starts) > count:
+        raise ConfigError(
+            f"{len(starts)} --layouts for {count} starts.",
+            where="command line",
+            why="each start takes the next one, and there is one start more than kills",
+            fix=f"{len(starts) - 1} steps in --kill_at, or {count} layouts",
+        )
+    return [starts[number % len(starts)] for number in range(count)]
 
 
 def _interval(steps: list[int]) -> int:
@@ -92,7 +127,8 @@ def _interval(steps: list[int]) -> int:
     return next(fitting, max(1, min(INTERVALS[0], first - 1)))
 
 
-def _planned(kill_at: str, steps: int, num_ranks: int) -> list[Kill]:
+def _steps(kill_at: str, steps: int) -> list[int]:
+    """The steps of ``--kill_at``, in order."""
     check_positive("--steps", steps, "--steps 20")
     words = kill_at.split(",")
     if not all(word.strip().isdecimal() and 1 <= int(word) <= steps for word in words):
@@ -102,8 +138,7 @@ def _planned(kill_at: str, steps: int, num_ranks: int) -> list[Kill]:
             why=f"it has steps 1 to {steps}",
             fix=f"--kill_at {','.join(map(str, sorted({max(1, steps // 3), max(1, 2 * steps // 3)})))}",
         )
-    ordered = sorted(map(int, words))
-    return [Kill(number, step, PHASES[number % len(PHASES)], number % num_ranks) for number, step in enumerate(ordered)]
+    return sorted(map(int, words))
 
 
 def _conclude(kills: list[Kill], calm: Life, killed: Life, equality: Equality) -> Findings:
@@ -112,10 +147,12 @@ def _conclude(kills: list[Kill], calm: Life, killed: Life, equality: Equality) -
     absent += processes_left(killed)
     recoveries = {recovery["attempt"] - 1: recovery for recovery in killed.recoveries}
     rows = [_row(kill, recoveries.get(kill.attempt)) for kill in kills]
-    lines = [f"{'step':>4}  {'phase':<9}  {'rank':>4}  {'steps again':>11}  {'recovery s':>10}"]
+    layouts = any(kill.layout for kill in kills)
+    lines = [f"{'step':>4}  {'phase':<9}  {'rank':>4}  {'steps again':>11}  {'recovery s':>10}" + "  layout" * layouts]
     for row in rows:
         numbers = [_shown(row["steps_again"]), _shown(row["recovery_seconds"])]
         lines.append(f"{row['step']:>4}  {row['phase']:<9}  {row['rank']:>4}  {numbers[0]:>11}  {numbers[1]:>10}")
+        lines[-1] += f"  {row['layout']}" * layouts
     lines.append(f"{killed.seconds:.1f} s with the kills, {costs(calm, killed)}")
     verdict = equality.verdict() if not absent else f"{equality.verdict()}, but {'; '.join(absent)}"
     return absent, {"kills": rows}, lines, verdict
@@ -126,6 +163,7 @@ def _row(kill: Kill, recovery: dict[str, Any] | None) -> dict[str, Any]:
         "step": kill.step,
         "phase": kill.phase,
         "rank": kill.rank,
+        "layout": kill.layout,
         "steps_again": recovery["steps_again"] if recovery else None,
         "recovery_seconds": recovery["seconds"] if recovery else None,
     }

@@ -13,22 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from crius.config import rules
-from crius.config.facts import Facts
-from crius.config.run import RunConfig, replace_fields
+from crius.config.run import RunConfig
 from crius.errors import ConfigError
 from crius.launch.crew import Attempt, Supervision
 from crius.launch.environment import FAULTS, Placement
 from crius.launch.local import run_workers
 from crius.launch.lock import run_lock
 from crius.launch.stop import PREEMPTED
-from crius.tools.faults.fault import ProcessFault, read_faults
 from crius.tools.faults.planted import PlantedFaults
 from crius.tools.verify.equality import Equality, compare
 from crius.tools.verify.run import STOPPED
 from crius.tools.verify.worker import speak_to
 from crius.train import job
-from crius.train.inputs import open_run_corpus
 from crius.train.reports import RECOVERIES
 from crius.train.tools import Tools
 
@@ -36,17 +32,6 @@ UNDISTURBED, KILLED = "undisturbed", "killed"
 """Folders of the two runs."""
 CONSOLE = "console.log"
 """In the folder of the logs: what a run would have said on the screen."""
-SET_BY_VERB = (
-    *(
-        "training.steps",
-        "training.epochs",
-        "metrics.log_interval",
-        "launch.max_restarts",
-        "launch.max_failures_at_step",
-    ),
-    *("checkpoint.folder", "checkpoint.load_path", "checkpoint.load_step"),
-)
-"""Settings that both verbs decide."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,9 +44,9 @@ class Course:
         folder: of the run; it must not exist.
         seconds: that all attempts together may take.
         restarts: as many as kills are meant to come.
-        faults: planted in the grammar of ``CRIUS_FAULT`` beside those of the user.
         threads: of a rank; None shares the cores out.
-        assignment: config, number of ranks and faults of an attempt; None: the same for all.
+        assignment: config and number of ranks of an attempt, and faults in the grammar of ``CRIUS_FAULT``, planted
+            beside those of the user; None: the same for all, and none.
         on_poll, on_failure: see ``Supervision``.
     """
 
@@ -70,7 +55,6 @@ class Course:
     folder: Path
     seconds: float
     restarts: int = 0
-    faults: str = ""
     threads: int | None = None
     assignment: Callable[[int], tuple[RunConfig, int, str]] | None = None
     on_poll: Callable[[int, Mapping[int, int]], None] = lambda number, pids: None
@@ -112,44 +96,6 @@ class Life:
         return [attempt for attempt in self.failures if "SIGKILL" in attempt.cause]
 
 
-def settled_config(facts: Facts, steps: int, interval: int) -> RunConfig:
-    """The run of a verb: ``steps`` steps, a record of each, checkpoints in its own folder.
-
-    Args:
-        facts: of the run that was asked for.
-        steps: of training.
-        interval: steps between checkpoints where the run has no interval of its own, in steps or in minutes.
-
-    Raises:
-        ConfigError: the run is refused, or the user plants a fault that ends it.
-    """
-    checkpoint = facts.config.checkpoint
-    has_own = checkpoint.interval > 0 or checkpoint.interval_minutes > 0
-    changes = {
-        "training.steps": steps,
-        "training.epochs": -1,
-        "metrics.log_interval": 1,
-        "checkpoint.enable": True,
-        "checkpoint.interval": checkpoint.interval if has_own else interval,
-        "checkpoint.folder": "checkpoints",
-        "checkpoint.load_path": "",
-        "checkpoint.load_step": -1,
-    }
-    config = replace_fields(facts.config, changes)
-    rules.check(dataclasses.replace(facts, config=config))
-    for fault in read_faults(os.environ, steps, facts.num_ranks):
-        if isinstance(fault, ProcessFault):
-            raise ConfigError(
-                f"{FAULTS} has the fault: {fault}.",
-                where=f"environment variable {FAULTS}",
-                why="this verb kills one run and lets the other be; faults of numbers and dropout are for both",
-                fix=f"unset {FAULTS}",
-            )
-    if config.data.source != "huggingface":  # a stream's threads cannot be forked
-        open_run_corpus(config, facts.data_parallel_ranks)
-    return config
-
-
 @contextlib.contextmanager
 def own_folder(folder: Path, verb: str) -> Iterator[None]:
     """Have the folder of both runs for this process alone.
@@ -181,6 +127,7 @@ def compare_runs(
     conclude: Callable[[Life, Life, Equality], Findings],
     not_ended: str,
     as_json: bool,
+    tolerance: float = 0.0,
 ) -> int:
     """Let one run be and kill another, and print whether they are the same.
 
@@ -191,6 +138,7 @@ def compare_runs(
         conclude: called with both, and how equal they are.
         not_ended: what is printed where the killed run does not come to its end; ``{kills}`` is their number.
         as_json: print JSON instead of lines.
+        tolerance: see ``equality.compare``.
 
     Returns:
         The exit code: 0; 1 where something differs, a kill did not come, or a run did not come to its end.
@@ -207,7 +155,7 @@ def compare_runs(
         killed = live(second(calm))
     if killed.trouble:
         return report_trouble(not_ended.format(kills=len(killed.kills())), killed, as_json)
-    equality = compare(calm.folder, killed.folder, first.config.training.steps)
+    equality = compare(calm.folder, killed.folder, first.config.training.steps, tolerance)
     absent, fields, lines, verdict = conclude(calm, killed, equality)
     is_good = bool(equality) and not absent
     if as_json:
@@ -292,7 +240,7 @@ def live(course: Course) -> Life:
     try:
         with contextlib.redirect_stderr(said):
             code = run_workers(
-                target(config, course.faults),
+                target(config, ""),
                 course.num_ranks,
                 course.folder,
                 threads=course.threads,

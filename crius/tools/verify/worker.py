@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import faulthandler
 import functools
+import itertools
 import json
 import os
 import sys
@@ -35,11 +36,12 @@ from crius.metrics.ledger import TimeLedger
 from crius.metrics.record import Record, StepMetrics
 from crius.models.description import ModelDescription
 from crius.models.layers import CausalAttention, Linear
+from crius.models.moe import MixtureOfExperts, Router
 from crius.models.plan import match
 from crius.parallel.init import Init, Normal, init_parameters, init_rules
 from crius.parallel.mesh import build_mesh
 from crius.parallel.runtime import World, world
-from crius.shards import local_tensor, named_state
+from crius.shards import local_tensor, named_buffers, named_state
 from crius.tools.plan.fit import fit
 from crius.tools.verify.parameters import Shards, checksums, compare
 from crius.train.build import Job, build_model, low_precision
@@ -53,8 +55,10 @@ RESULT = "result.json"
 KEPT = ((0.0, 1.0), (0.0, 0.06), (0.5, 1.0), (0.9, 1.0), (0.0, 0.7), (0.25, 0.3))
 """Which part of a row keeps its labels, by turns: from, to."""
 
-ATTENTION_GAIN = 1.5
+GAIN = 1.5
 """Size of a projection's output relative to its input. Attention scores then have a standard deviation of about 2."""
+BIASES = (0.03, -0.06, 0.0)
+"""Of a layer's experts, by turns."""
 
 
 @dataclass(frozen=True)
@@ -106,15 +110,21 @@ def train(task: Task, placement: Placement) -> None:
         if config.lora.is_on:
             uneven_adapters(loop.state.parts, facts, config.debug.seed)
         if not is_enabled(config.quantize.dense):  # it would carry roundings to 8 bits as far as a fault
-            uneven_attention(loop.state.parts, init_rules(facts))
+            uneven_weights(loop.state.parts, init_rules(facts))
         place = functools.partial(_place, config, job.sizes.total, loop.place)
         state = named_state(loop.state.parts)
         if task.is_reference and _writes(task, ranks):
             task.shards.save("start", state, ranks.rank)
+        counts: list[Any] = []
+        if experts := loop.reports.experts:
+            loop.after_step.append(lambda *_: counts.append(experts.counts.tolist()))
         dataclasses.replace(loop, place=place).run()
+        own = {name: bias.tolist() for name, bias in named_buffers(loop.state.parts, persistent=True)}
         result: dict[str, Any] = {
             "loss": [record.loss for record in recorder.steps],
             "grad_norm": [record.grad_norm for record in recorder.steps],
+            "counts": counts,
+            "buffers": {name: values for of_rank in ranks.gather_json(own) for name, values in of_rank.items()},
         }
         if task.is_reference and _writes(task, ranks):
             task.shards.save("end", state, ranks.rank)
@@ -198,7 +208,9 @@ def _session(task: Task, placement: Placement) -> Iterator[tuple[Job, contextlib
         ranks = stack.enter_context(
             world(placement.rank, placement.world_size, device, placement.rendezvous, task.seconds)
         )
-        yield Job(config, describe_model(config), build_mesh(layout, device.type), ranks), stack
+        facts = describe_model(config)
+        mesh = build_mesh(layout, device.type, has_experts=facts.num_experts > 0)
+        yield Job(config, facts, mesh, ranks), stack
 
 
 def speak_to(path: Path) -> None:
@@ -274,11 +286,12 @@ def uneven_adapters(parts: Sequence[nn.Module], facts: ModelDescription, seed: i
 
 
 @torch.no_grad()
-def uneven_attention(parts: Sequence[nn.Module], rules: Sequence[tuple[str, Init]]) -> None:
-    """Enlarge the weights of attention in place, so that it depends on positions from the first step.
+def uneven_weights(parts: Sequence[nn.Module], rules: Sequence[tuple[str, Init]]) -> None:
+    """Enlarge the weights of attention and of experts in place, and give routers a bias, so that all of it matters.
 
     A small model starts with attention scores near 0. Every token then sees all earlier tokens alike, and wrong rotary
-    positions change the loss by less than the tolerance.
+    positions change the loss by less than the tolerance. So would a token that its experts never see, or a bias in
+    their weights, as what they add is small.
 
     Args:
         parts: the stages of this rank, with the weights that ``rules`` drew.
@@ -286,8 +299,11 @@ def uneven_attention(parts: Sequence[nn.Module], rules: Sequence[tuple[str, Init
     """
     for part in parts:
         for prefix, module in part.named_modules():
-            if any(isinstance(child, CausalAttention) for child in module.children()):
+            if isinstance(module, MixtureOfExperts) or any(isinstance(c, CausalAttention) for c in module.children()):
                 for name, weight in module.named_parameters(prefix):
                     rule = next((rule for pattern, rule in rules if match(pattern, name)), None)
                     if isinstance(rule, Normal):
-                        local_tensor(weight).mul_(max(1.0, ATTENTION_GAIN / (rule.std * weight.shape[-1] ** 0.5)))
+                        local_tensor(weight).mul_(max(1.0, GAIN / (rule.std * weight.shape[-1] ** 0.5)))
+            if isinstance(module, Router) and hasattr(module, "bias"):
+                turns = itertools.islice(itertools.cycle(BIASES), len(module.bias))
+                module.bias.copy_(torch.tensor([*turns]))

@@ -1,0 +1,124 @@
+"""Rules of how experts are split over ranks."""
+
+from crius.config.facts import Facts, Rule, Violations
+from crius.config.rules_layout import divisors
+from crius.errors import LayoutError
+from crius.plugins import install_line, installed_torch
+
+DEGREE = "parallelism.expert_parallel_degree"
+_TORCH = (2, 13)
+
+
+def _ranks(facts: Facts) -> int:
+    """Ranks that have a layer and share its experts, by expert parallelism and by FSDP."""
+    parallelism = facts.config.parallelism
+    degrees = (parallelism.context_parallel_degree, parallelism.tensor_parallel_degree)
+    return parallelism.shard_degree(facts.num_ranks) * degrees[0] * degrees[1]
+
+
+def expert_parallel_divides(facts: Facts) -> Violations:
+    """Expert parallelism gives each rank as many whole experts, and its ranks are among those that share a layer."""
+    degree, model = facts.config.parallelism.expert_parallel_degree, facts.model
+    if degree <= 1 or model is None or facts.config.model.num_experts == 0:
+        return
+    if not facts.has_experts:
+        yield LayoutError(
+            f"expert_parallel_degree {degree} needs a model with experts, and {facts.model_name} has none.",
+            where=facts.flag(DEGREE),
+            fix=f"--{DEGREE} 1",
+        )
+        return
+    ranks, experts = _ranks(facts), model.num_experts
+    legal = [n for n in divisors(ranks) if experts % n == 0]
+    if degree in legal or ranks < 1:
+        return
+    shards, replicas = (f"parallelism.data_parallel_{name}_degree" for name in ("shard", "replicate"))
+    copies = facts.config.parallelism.data_parallel_replicate_degree
+    is_among_replicas = experts % degree == 0 and copies % degree == 0
+    fix = f"use {', '.join(map(str, legal))}, e.g. --{DEGREE} {max(n for n in legal if n <= degree)}"
+    if is_among_replicas:  # as in ddp4_ep2, which is to be hsdp2x2_ep2
+        more = facts.config.parallelism.shard_degree(facts.num_ranks) * degree
+        one = f"hsdp{copies // degree}x{more}" if copies > degree else f"fsdp{more}"
+        fix = f"split over them, as in the layout {one}_ep{degree}: --{replicas} {copies // degree} --{shards} {more}"
+    counts = {
+        f"number of experts of {facts.model_name}, {experts}": experts,
+        f"ranks that share a layer, {ranks}": ranks,
+    }
+    undivided = ", and ".join(f"the {what}" for what, count in counts.items() if count % degree)
+    yield LayoutError(
+        f"expert_parallel_degree {degree} does not divide {undivided}; legal: {', '.join(map(str, legal))}.",
+        where=facts.flag(DEGREE),
+        why="the ranks are those of FSDP, context and tensor parallelism; replicas have all experts each",
+        fix=fix,
+    )
+
+
+def _uneven(facts: Facts, degree: int) -> list[str]:
+    """Sizes of experts that FSDP cannot split over the ranks that expert parallelism of ``degree`` leaves."""
+    assert facts.model is not None
+    ranks, experts = _ranks(facts) // degree, facts.model.num_experts // degree
+    layer = facts.model.experts[1]
+    assert layer is not None
+    inside = {weight.shape[1] for weight in layer.weights if weight.is_routed} if experts < ranks else set()
+    return [str(size) for size in sorted(inside) if size % ranks]
+
+
+def experts_split_evenly(facts: Facts) -> Violations:
+    """Where FSDP has more ranks than a rank has experts, it splits each of them inside, into equal parts."""
+    degree = facts.config.parallelism.expert_parallel_degree
+    if not facts.has_experts or min(degree, _ranks(facts)) < 1 or list(expert_parallel_divides(facts)):
+        return
+    assert facts.model is not None
+    experts = facts.model.num_experts
+    legal = [n for n in divisors(_ranks(facts)) if experts % n == 0 and not _uneven(facts, n)]
+    if degree not in legal:
+        shown = [f"--{DEGREE} {n}" for n in legal if n > degree][:1] or [f"--{DEGREE} {n}" for n in legal[-1:]]
+        yield LayoutError(
+            f"{_ranks(facts) // degree} FSDP ranks share {experts // degree} experts of a layer, and do not divide "
+            f"{' and '.join(_uneven(facts, degree))}, rows of each.",
+            where=facts.flag(DEGREE),
+            why="with fewer experts than ranks FSDP splits the rows of every expert, into equal parts",
+            fix=shown[0] if shown else "other degrees of [parallelism]",
+        )
+
+
+def experts_need_torch(facts: Facts) -> Violations:
+    """Experts on a mesh of their own need an FSDP that has a mesh for each parameter."""
+    parallelism = facts.config.parallelism
+    if not facts.has_experts or max(parallelism.expert_parallel_degree, parallelism.tensor_parallel_degree) == 1:
+        return
+    if (version := installed_torch()) and version[0] < _TORCH:
+        name = DEGREE if parallelism.expert_parallel_degree > 1 else "parallelism.tensor_parallel_degree"
+        yield LayoutError(
+            f"{name} {max(parallelism.expert_parallel_degree, parallelism.tensor_parallel_degree)} with experts needs "
+            f"torch 2.13 or newer; torch {version[1]} is installed.",
+            where=facts.flag(name),
+            why="FSDP of older ones has one mesh for all parameters of a layer, and experts lie on another",
+            fix=f"--{name} 1, or {install_line('--upgrade', 'torch>=2.13')}",
+        )
+
+
+def experts_are_not_resharded(facts: Facts) -> Violations:
+    """An integer ``reshard_after_forward_mode`` is of whole weights that FSDP alone splits, by their first dim."""
+    parallelism, name = facts.config.parallelism, "parallelism.reshard_after_forward_mode"
+    degree, mode = parallelism.expert_parallel_degree, parallelism.reshard_after_forward_mode
+    if not facts.has_experts or isinstance(mode, str) or degree < 1:
+        return
+    assert facts.model is not None
+    is_inside = facts.model.num_experts < _ranks(facts)
+    if degree > 1 or is_inside:
+        yield LayoutError(
+            f"{name} {mode} is not possible "
+            + (f"with expert_parallel_degree {degree}." if degree > 1 else "where experts are split inside."),
+            where=facts.flag(name),
+            why="torch reshards to fewer ranks only what FSDP alone has split, and by its first dim",
+            fix=f"--{name} never",
+        )
+
+
+EXPERT_RULES: tuple[Rule, ...] = (
+    expert_parallel_divides,
+    experts_split_evenly,
+    experts_need_torch,
+    experts_are_not_resharded,
+)

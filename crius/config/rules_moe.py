@@ -1,0 +1,129 @@
+"""Rules of models with experts."""
+
+from crius.config.facts import Facts, Rule, Violations, without_effect
+from crius.config.load import CUSTOM
+from crius.config.param_groups import group_of, parse_group
+from crius.errors import ConfigError
+
+SETTINGS = ("aux_loss", "aux_loss_coefficient", "z_loss_coefficient", "bias_update_rate")
+
+
+def balance_is_of_sequences(facts: Facts) -> Violations:
+    """A balance loss looks at what no layout splits, the tokens of one sequence."""
+    asked = facts.config.moe.aux_loss
+    if asked not in ("sequence", "none"):
+        yield ConfigError(
+            f"moe.aux_loss {asked} is not sequence or none.",
+            where=facts.flag("moe.aux_loss"),
+            why="a balance loss of a microbatch, or of a rank's part of the batch, depends on how the batch is split: "
+            "another layout would have another curve",
+            fix="--moe.aux_loss sequence",
+        )
+
+
+def settings_need_experts(facts: Facts) -> Violations:
+    """What balances experts does nothing where there are none."""
+    if facts.model is None or facts.config.model.num_experts not in (-1, facts.model.num_experts):
+        return
+    if facts.config.model.num_experts == 0:
+        return  # ranges reports it
+    if not facts.model.num_experts:
+        rows = [(f"--moe.{name}", f": {facts.model_name} has no experts", "leave it out") for name in SETTINGS]
+        yield from without_effect(facts, rows)
+        return
+    has_bias = any(buffer.name.endswith("router.bias") for buffer in facts.model.buffers)
+    no_bias = f": the router of {facts.model_name} has no bias"
+    rows = [] if has_bias else [("--moe.bias_update_rate", no_bias, "leave it out")]
+    if facts.config.moe.aux_loss == "none":
+        rows.append(("--moe.aux_loss_coefficient", " with --moe.aux_loss none", "--moe.aux_loss sequence"))
+    yield from without_effect(facts, rows)
+
+
+def experts_are_enough(facts: Facts) -> Violations:
+    """A token visits some of the experts, and each of them once."""
+    model = facts.model
+    if model is None or not model.num_experts or min(model.num_experts, model.top_k) < 1:
+        return  # known_model reports it
+    if model.top_k > model.num_experts:
+        given = [name for name in ("top_k", "num_experts") if facts.origin(f"model.{name}") != "default"]
+        yield ConfigError(
+            f"model.top_k {model.top_k} is more than the {model.num_experts} experts of {facts.model_name}.",
+            where=", ".join(facts.flag(f"model.{name}") for name in given) or facts.flag("model.top_k"),
+            why="a token visits each of its experts once",
+            fix=f"--model.top_k {model.num_experts}, or more experts: --model.num_experts {model.top_k}",
+        )
+    is_free = facts.config.model.flavor == CUSTOM and model.config.ffn_dim == facts.config.model.ffn_dim
+    if not model.dense[0] and not is_free:
+        row = (
+            "--model.ffn_dim",
+            f": all layers of {facts.model_name} have experts, of model.expert_ffn_dim",
+            "leave it out",
+        )
+        yield from without_effect(facts, [row])
+
+
+def some_layer_has_experts(facts: Facts) -> Violations:
+    """The first layers of a model with experts may be dense, but not all of them."""
+    model = facts.model
+    num_dense = getattr(model.config, "num_dense_layers", 0) if model else 0
+    if model is not None and 0 < model.num_layers <= num_dense:
+        yield ConfigError(
+            f"model.num_layers {model.num_layers} leaves {facts.model_name} no layer with experts.",
+            where=facts.flag("model.num_layers"),
+            why=f"its first {num_dense} are dense",
+            fix=f"--model.num_layers {num_dense + 1}",
+        )
+
+
+def groups_have_enough(facts: Facts) -> Violations:
+    """Groups are equal, each is judged by two of its experts, and the best of them have those that a token visits."""
+    model = facts.model
+    groups = getattr(model.config, "num_groups", 1) if model else 1
+    if model is None or not facts.has_experts or groups <= 1 or min(model.num_experts, model.top_k) < 1:
+        return
+    experts, best = model.num_experts, model.config.top_groups
+    if experts % groups or experts < 2 * groups:
+        yield ConfigError(
+            f"model.num_experts {experts} does not make {groups} equal groups of two or more.",
+            where=facts.flag("model.num_experts"),
+            why=f"{facts.model_name} chooses among its groups by their two best experts",
+            fix=f"--model.num_experts {max(2, -(-experts // groups)) * groups}",
+        )
+    elif model.top_k > best * experts // groups:
+        yield ConfigError(
+            f"model.top_k {model.top_k} is more than the experts in the best {best} of {groups} groups of "
+            f"{facts.model_name}, {best * experts // groups} of {experts}.",
+            where=facts.flag("model.top_k"),
+            why="a token visits experts of its best groups only",
+            fix=f"--model.top_k {max(1, best * experts // groups)}",
+        )
+
+
+def muon_needs_matrices(facts: Facts) -> Violations:
+    """Muon would treat stacked experts as no matrices, and leave them to AdamW without a word."""
+    optimizer = facts.config.optimizer
+    if not facts.has_experts:
+        return
+    try:
+        specs = [parse_group(text) for text in optimizer.param_groups]
+    except ValueError:
+        return  # another rule says so
+    experts = [weight.name for weight in facts.model.weights if weight.kind == "expert"]
+    chosen = {name: spec.optimizer if (spec := group_of(specs, name)) else None for name in experts}
+    if any((kind or optimizer.name) == "muon" for kind in chosen.values()):
+        yield ConfigError(
+            f"Muon does not update the experts of {facts.model_name}.",
+            where=facts.flag("optimizer.name"),
+            why="it is not built yet for matrices that are stacked",
+            fix='--optimizer.param_groups "feed_forward.experts: optimizer=adamw", or --optimizer.name adamw',
+        )
+
+
+MOE_RULES: tuple[Rule, ...] = (
+    balance_is_of_sequences,
+    settings_need_experts,
+    experts_are_enough,
+    some_layer_has_experts,
+    groups_have_enough,
+    muon_needs_matrices,
+)

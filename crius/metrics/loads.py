@@ -1,0 +1,88 @@
+"""How evenly the tokens of a step fell on the experts, from the counts of all ranks, without a wait for the device."""
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from crius.errors import EffectError
+from crius.models.description import ModelDescription
+from crius.models.moe import LOSS_UNIT
+
+log = logging.getLogger("crius.metrics")
+
+IDLE_STEPS = 10
+"""Steps in a row without a token after which an expert is called dead in a warning."""
+
+
+class ExpertLoads:
+    """Figures of the loads of each step, over all layers with experts.
+
+    Args:
+        model: has experts.
+        take_totals: what all ranks counted in the last step, int64, flat in the order of the model's counters, once;
+            None where there was no update since.
+        device: of the counts.
+        warns: say where experts die; on one rank.
+
+    Attributes:
+        counts: tokens of the last step by layer and expert, over all ranks, int64 ``(layers, E)``.
+    """
+
+    def __init__(
+        self, model: ModelDescription, take_totals: Callable[[], Tensor | None], device: torch.device, *, warns: bool
+    ) -> None:
+        self._take_totals = take_totals
+        self._top_k, self._experts, self._warns = model.top_k, model.num_experts, warns
+        self._layers = [buffer.name.split(".")[1] for buffer in model.buffers if buffer.name.endswith(".load")]
+        self._idle = torch.zeros(len(self._layers), self._experts, dtype=torch.int64, device=device)
+        self.counts = torch.zeros_like(self._idle)
+        self._lost = torch.zeros((), dtype=torch.int64, device=device)
+        self._warned = 0
+
+    def numbers(self, tokens: int) -> dict[str, Tensor]:
+        """Figures of a step of ``tokens``, over all ranks, float64 scalars on the device; none if it made no update."""
+        totals = self._take_totals()
+        if totals is None:
+            return {}
+        table = totals.view(len(self._layers), -1)
+        self.counts = counts = table[:, :-1]
+        self._lost += (counts.sum(1) - tokens * self._top_k).abs().sum()
+        self._idle = torch.where(counts > 0, 0, self._idle + 1)
+        share = counts.double() / counts.sum(1, keepdim=True).clamp(min=1)
+        entropy = -torch.special.xlogy(share, share).sum(1) / math.log(max(2, self._experts))
+        return {
+            "load_max_over_mean": share.amax() * self._experts,
+            "load_entropy": entropy.amin(),
+            "dead_experts": (counts == 0).sum().double(),
+            "aux_loss": table[:, -1].sum().double() * LOSS_UNIT,
+            "idle": (self._idle >= IDLE_STEPS).sum().double(),
+            "lost": self._lost.double(),
+        }
+
+    def taken(self, numbers: Mapping[str, float]) -> dict[str, float]:
+        """What of ``numbers``, which have arrived on the host, a record has; warns where experts die.
+
+        Raises:
+            EffectError: experts saw another number of tokens than there were.
+        """
+        record = dict(numbers)
+        if lost := record.pop("lost", 0.0):
+            raise EffectError(
+                f"the experts' counts differ from the tokens of a step times top_k by {lost:,.0f} in all.",
+                why="a token was lost, or counted twice, on its way to its experts",
+                fix="report it with run.toml; the run can go on from its checkpoint on another layout",
+            )
+        idle = int(record.pop("idle", 0.0))
+        if idle > self._warned and self._warns:
+            dead = (self._idle >= IDLE_STEPS).nonzero().tolist()
+            names = ", ".join(f"layers.{self._layers[layer]} expert {expert}" for layer, expert in dead[:4])
+            log.warning(
+                "experts: %d of %d had no token in the last %d steps: %s%s; raise --moe.aux_loss_coefficient, or "
+                "lower --optimizer.lr",
+                *(idle, self._idle.numel(), IDLE_STEPS, names, ", ..." if len(dead) > 4 else ""),
+            )
+        self._warned = max(idle, self._warned)
+        return record

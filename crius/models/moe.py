@@ -1,0 +1,239 @@
+"""Mixture of experts: a router, experts as stacked weights, dropless dispatch, and what keeps their load even.
+
+Shazeer et al. 2017 (arXiv:1701.06538); the sigmoid form with groups and a bias: DeepSeek-V3 (arXiv:2412.19437). Each
+token visits the K experts that its scores choose, however many others do: none is dropped, nothing is padded. Loads
+are counted in integers, and balance losses are taken by sequence, so that neither depends on how the batch is split.
+
+B batch, T tokens of this rank's part of a sequence, N = B * T, D model dim, F hidden dim, E experts, K visited experts,
+M rows that this rank's experts compute
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from crius.kernels.attention import Mask
+from crius.kernels.cpu.pointwise import swiglu
+from crius.kernels.grouped_mm import grouped_linear, permute
+from crius.models.config import RoutedConfig
+from crius.models.decoder import Block
+from crius.models.layers import FeedForward
+
+LOSS_UNIT = 2.0**-32
+"""What 1 stands for in the last number of a load: a balance loss in fixed point, whose sum has no order."""
+
+
+class SequenceCounts(nn.Module):
+    """How often a sequence chose each expert, over all its tokens. A module of its own, so that another can take its
+    place: ranks that share a sequence sum theirs.
+
+    Attributes:
+        ranks: that share a sequence.
+    """
+
+    ranks = 1
+
+    def forward(self, counts_BE: Tensor) -> Tensor:
+        """int64, of this rank's part of each sequence to those of the whole."""
+        return counts_BE
+
+
+class _WithLoss(torch.autograd.Function):
+    """Its first argument; a loss's gradients come along with the first one's backward, and nobody has to return it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        ctx.dtype, ctx.device = loss.dtype, loss.device
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        return grads[0], torch.ones((), dtype=ctx.dtype, device=ctx.device)
+
+
+class Router(nn.Module):
+    """Chooses each token's experts, and how much each counts. In float32, where the model computes in less.
+
+    Attributes:
+        aux_scale: of the sequence-wise balance loss (DeepSeek-V3, equations 17 to 20) of one sequence: its coefficient
+            over the sequences of the global batch; 0: there is none.
+        z_scale: of the squared log-partition of one token (ST-MoE, arXiv:2202.08906): its coefficient over the tokens
+            of the global batch; 0: there is none.
+    """
+
+    bias: Tensor
+
+    def __init__(self, config: RoutedConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.num_experts, config.dim))
+        if config.router_bias:
+            self.register_buffer("bias", torch.zeros(config.num_experts))
+        self.sequence_counts = SequenceCounts()
+        self.top_k, self.score, self.norm_topk = config.top_k, config.score, config.norm_topk
+        self.route_scale = config.route_scale
+        self.num_groups, self.top_groups = config.num_groups, config.top_groups
+        self.aux_scale = self.z_scale = 0.0
+
+    def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See ``route``."""
+        return self.route(x_BTD, self.weight)
+
+    def route(self, x_BTD: Tensor, weight_ED: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The experts of each token, int64 ``(N, K)``, their weights, float32 ``(N, K)``, and what the layer counts.
+
+        What is counted, int64 ``(E + 1,)``, is the tokens that chose each expert, and the losses in ``LOSS_UNIT``.
+        """
+        dtype = torch.promote_types(x_BTD.dtype, torch.float32)
+        logits_NE = F.linear(x_BTD.flatten(0, 1).to(dtype), weight_ED.to(dtype))
+        scores_NE = logits_NE.softmax(-1) if self.score == "softmax" else logits_NE.sigmoid()
+        ids_NK = torch.topk(self._choice(scores_NE.detach()), self.top_k, dim=-1, sorted=False).indices
+        weights_NK = scores_NE.gather(1, ids_NK)
+        if self.norm_topk:
+            weights_NK = weights_NK / (weights_NK.sum(-1, keepdim=True) + 1e-20)  # sigmoids can all be 0
+        if self.route_scale != 1.0:
+            weights_NK = weights_NK * self.route_scale
+        counts_BE = logits_NE.new_zeros(x_BTD.shape[0], logits_NE.shape[1], dtype=torch.int64)
+        chosen = ids_NK.view(x_BTD.shape[0], -1)
+        counts_BE.scatter_add_(1, chosen, torch.ones_like(chosen))
+        lost = counts_BE.new_zeros(1)
+        if self.training and (self.aux_scale or self.z_scale):
+            loss = self._losses(logits_NE, scores_NE, counts_BE)
+            weights_NK = _WithLoss.apply(weights_NK, loss)
+            lost = (loss.detach() / LOSS_UNIT).round().to(torch.int64)[None]
+        return ids_NK, weights_NK, torch.cat((counts_BE.sum(0), lost))
+
+    def _choice(self, scores_NE: Tensor) -> Tensor:
+        """What experts are chosen by."""
+        choice_NE = scores_NE + self.bias if hasattr(self, "bias") else scores_NE
+        if self.num_groups == 1:
+            return choice_NE
+        groups_NGE = choice_NE.unflatten(1, (self.num_groups, -1))
+        best_NG = groups_NGE.topk(2, dim=-1).values.sum(-1).topk(self.top_groups, dim=-1, sorted=False).indices
+        is_out_NG = torch.ones_like(groups_NGE[..., 0], dtype=torch.bool).scatter(1, best_NG, False)
+        return groups_NGE.masked_fill(is_out_NG[..., None], -torch.inf).flatten(1)
+
+    def _losses(self, logits_NE: Tensor, scores_NE: Tensor, counts_BE: Tensor) -> Tensor:
+        """This rank's share of the balance loss and of the z-loss, a float64 scalar."""
+        loss = logits_NE.new_zeros((), dtype=torch.float64)
+        if self.aux_scale:
+            # f: how often an expert was chosen, over an even load; P: its mean share of the scores
+            tokens = scores_NE.shape[0] // counts_BE.shape[0] * self.sequence_counts.ranks
+            share_BE = self.sequence_counts(counts_BE).double() * (counts_BE.shape[1] / (self.top_k * tokens))
+            part_NE = scores_NE if self.score == "softmax" else scores_NE / scores_NE.sum(-1, keepdim=True)
+            mean_BE = part_NE.view(counts_BE.shape[0], -1, counts_BE.shape[1]).sum(1).double() / tokens
+            loss = loss + self.aux_scale * (share_BE * mean_BE).sum()
+        if self.z_scale:
+            loss = loss + self.z_scale * logits_NE.logsumexp(-1).square().sum(dtype=torch.float64)
+        return loss
+
+
+class Experts(nn.Module):
+    """SwiGLU feed-forwards, ``w2(silu(w1 x) * w3 x)`` each, their weights stacked."""
+
+    def __init__(self, num_experts: int, dim: int, width: int) -> None:
+        super().__init__()
+        self.w1 = nn.Parameter(torch.empty(num_experts, width, dim))
+        self.w2 = nn.Parameter(torch.empty(num_experts, dim, width))
+        self.w3 = nn.Parameter(torch.empty(num_experts, width, dim))
+
+    def forward(self, x_MD: Tensor, ends_E: Tensor) -> Tensor:
+        """See ``compute``."""
+        return self.compute(x_MD, ends_E, self.w1, self.w2, self.w3)
+
+    def compute(self, x_MD: Tensor, ends_E: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+        """Rows ``x`` by expert, of which those of expert e end before row ``ends[e]``, int32: ``(M, D)``.
+
+        Expert parallelism calls it with the experts that this rank has.
+        """
+        hidden_MF = swiglu(grouped_linear(x_MD, w1, ends_E), grouped_linear(x_MD, w3, ends_E))
+        return grouped_linear(hidden_MF, w2, ends_E)
+
+
+def inverse(order: Tensor) -> Tensor:
+    """Where each entry of a permutation is."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
+
+
+class Dispatch(nn.Module):
+    """Brings tokens to their experts and back. A module of its own, so that another can take its place."""
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+
+    def forward(self, x_ND: Tensor, ids_NK: Tensor, experts: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """What each chosen expert makes of each token, ``(N, K, D)``.
+
+        Args:
+            x_ND: tokens.
+            ids_NK: their experts.
+            experts: takes rows by expert, of which those of expert e end before row ``ends[e]``.
+        """
+        order, place, counts_E = self.sorted(ids_NK)
+        rows = experts(permute(x_ND, order, place, ids_NK.shape[1]), counts_E.cumsum(0).to(torch.int32))
+        return permute(rows, place, order).view(*ids_NK.shape, -1)
+
+    def sorted(self, ids_NK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The choices of all tokens, by expert, then by token: their order, where each went, and how many each has."""
+        chosen = ids_NK.flatten()
+        order = chosen.argsort(stable=True)
+        counts_E = chosen.new_zeros(self.num_experts).scatter_add_(0, chosen, torch.ones_like(chosen))
+        return order, inverse(order), counts_E
+
+
+class MixtureOfExperts(nn.Module):
+    """A feed-forward of which each token visits some experts, and all tokens the shared ones.
+
+    Attributes:
+        bias_rate: what one update moves the router's bias by, for experts with too few tokens up.
+        load: what the forward passes of a step saw, as ``Router.route`` counts it.
+    """
+
+    load: Tensor
+
+    def __init__(self, config: RoutedConfig) -> None:
+        super().__init__()
+        self.router = Router(config)
+        self.dispatch = Dispatch(config.num_experts)
+        self.experts = Experts(config.num_experts, config.dim, config.expert_ffn_dim)
+        self.shared = FeedForward(config.dim, config.shared_ffn_dim) if config.shared_ffn_dim else None
+        self.register_buffer("load", torch.zeros(config.num_experts + 1, dtype=torch.int64), persistent=False)
+        self.bias_rate = 0.0
+
+    def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        """``(B, T, D)``, and what the router counted, ``(E + 1,)``."""
+        ids_NK, weights_NK, load = self.router(x_BTD)
+        found_NKD = self.dispatch(x_BTD.flatten(0, 1), ids_NK, self.experts)
+        y_ND = (found_NKD * weights_NK[..., None]).sum(1).to(x_BTD.dtype)  # in float32, in the order of the choice
+        y_BTD = y_ND.view(x_BTD.shape)
+        return (y_BTD if self.shared is None else y_BTD + self.shared(x_BTD)), load
+
+    def after_update(self) -> None:
+        """Move the router's bias by the loads of the step, whole numbers over all ranks (arXiv:2408.15664)."""
+        if hasattr(self.router, "bias") and self.bias_rate:
+            counts = self.load[:-1]
+            self.router.bias += self.bias_rate * (counts.sum() - counts * counts.numel()).sign()
+
+
+class RoutedBlock(Block):
+    """A decoder layer with experts; the first layers of a model may have a dense feed-forward.
+
+    A layer with experts counts: its forward returns what it saw as well.
+    """
+
+    def build_feed_forward(self, config: RoutedConfig, index: int) -> nn.Module:  # type: ignore[override]
+        """A dense one, or experts."""
+        if index < config.num_dense_layers:
+            return FeedForward(config.dim, config.ffn_dim)
+        return MixtureOfExperts(config)
+
+    def forward(  # type: ignore[override]
+        self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], mask: Mask | None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """``(B, T, D)``, and where there are experts what they counted."""
+        h_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rope, mask)
+        fed = self.feed_forward(self.ffn_norm(h_BTD))
+        return (h_BTD + fed[0], fed[1]) if isinstance(fed, tuple) else h_BTD + fed

@@ -1,0 +1,94 @@
+"""Qwen3 with experts (arXiv:2505.09388): 128 in each layer, of which a token visits 8.
+
+Flavors are as published, by their config.json on the Hugging Face hub, which has it as ``Qwen3MoeForCausalLM``.
+"""
+
+from dataclasses import dataclass
+
+from crius.models.config import RoutedConfig
+from crius.models.huggingface import HuggingFace, Size
+from crius.models.plan import ShardingPlan, decoder_plan
+from crius.models.qwen3 import NAMES as QWEN3
+from crius.models.qwen3 import ROWS, Qwen3Config
+from crius.models.spec import ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3MoEConfig(Qwen3Config, RoutedConfig):
+    """Sizes of one Qwen3 model with experts; a head is 128 wide, whatever ``dim`` is."""
+
+
+FLAVORS: dict[str, Qwen3MoEConfig] = {
+    "debug": Qwen3MoEConfig(
+        dim=128,
+        num_layers=4,
+        num_heads=8,
+        num_kv_heads=4,
+        head_dim=32,
+        ffn_dim=384,
+        num_experts=8,
+        top_k=2,
+        expert_ffn_dim=192,
+        vocab_size=512,
+    ),
+    "30b-a3b": Qwen3MoEConfig(
+        dim=2048,
+        num_layers=48,
+        num_heads=32,
+        num_kv_heads=4,
+        ffn_dim=6144,
+        num_experts=128,
+        top_k=8,
+        expert_ffn_dim=768,
+    ),
+    "235b-a22b": Qwen3MoEConfig(
+        dim=4096,
+        num_layers=94,
+        num_heads=64,
+        num_kv_heads=4,
+        ffn_dim=12_288,
+        num_experts=128,
+        top_k=8,
+        expert_ffn_dim=1536,
+    ),
+}
+
+
+def plan(config: Qwen3MoEConfig) -> ShardingPlan:
+    """The sharding plan: that of a decoder with experts, and every rank has the norms of heads."""
+    return decoder_plan(
+        tied_embeddings=config.tied_embeddings,
+        rows=ROWS,
+        dense_layers=range(config.num_dense_layers),
+        shared_experts=config.shared_ffn_dim > 0,
+    )
+
+
+NAMES = {
+    **{name: theirs for name, theirs in QWEN3.items() if ".feed_forward." not in name},
+    "layers.*.feed_forward.router.weight": "model.layers.*.mlp.gate.weight",
+    "layers.*.feed_forward.experts.w1": "model.layers.*.mlp.experts.#.gate_proj.weight",
+    "layers.*.feed_forward.experts.w2": "model.layers.*.mlp.experts.#.down_proj.weight",
+    "layers.*.feed_forward.experts.w3": "model.layers.*.mlp.experts.#.up_proj.weight",
+}
+
+HF = HuggingFace(
+    model_type="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    names=NAMES,
+    sizes=(
+        Size("num_experts", "num_experts", int, True, "num_local_experts"),  # the latter since transformers 5
+        Size("num_experts_per_tok", "top_k", int, True),
+        Size("moe_intermediate_size", "expert_ffn_dim", int, True),
+    ),
+    # every layer has experts; transformers takes norm_topk_prob as false where it is left out
+    computes={"norm_topk_prob": (True,), "decoder_sparse_step": (1, None), "mlp_only_layers": ([], None)},
+    defaults={
+        **{"num_kv_heads": 4, "norm_eps": 1e-6, "rope_theta": 10_000.0, "tied_embeddings": False},
+        **{"num_experts": 128, "top_k": 8, "expert_ffn_dim": 768},
+    },
+)
+
+SPEC = ModelSpec(
+    name="qwen3_moe", flavors=FLAVORS, plan=plan, block="crius.models.qwen3_moe.block:Qwen3MoEBlock", hf=HF
+)
