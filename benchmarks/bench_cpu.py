@@ -13,6 +13,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from crius.data.meta import FORMAT_VERSION, META, TokenMeta
 from crius.data.tokenizer import build_tokenizer
 from crius.data.tokens import DOCUMENTS, TOKEN_BYTES, TOKENS
 from crius.models import registry
+from crius.models.huggingface import rows_of
 from crius.parallel.allocate import allocate
 from crius.parallel.init import init_parameters, init_rules
 from crius.table import aligned
@@ -89,19 +91,24 @@ def write_tokens(folder: Path, tokens: np.ndarray) -> None:
     (folder / META).write_text(meta.to_json(), encoding="utf-8")
 
 
-def write_weights(config: RunConfig, file: Path) -> None:
+def first_weights(config: RunConfig) -> dict[str, torch.Tensor]:
     """The weights that Crius starts with, by Hugging Face's names."""
-    spec, facts = registry.SPECS[config.model.name], describe_model(config)
+    facts, family = describe_model(config), registry.families()[config.model.name]
     with torch.device("meta"):
         model = registry.build(facts)
     allocate(model, "cpu")
     init_parameters(model, init_rules(facts), config.debug.seed)
     weights = {}
     for name, parameter in model.named_parameters():
-        layer = next((part for part in name.split(".") if part.isdigit()), "")
-        theirs = spec.hf.names[name.replace(f".{layer}.", ".*.", 1) if layer else name]
-        weights[theirs.replace("*", layer)] = parameter.detach()
-    torch.save(weights, file)
+        names = list(rows_of(family.translated(name), tuple(parameter.shape)))
+        parts = [parameter] if len(names) == 1 else parameter.unbind()
+        weights |= {theirs: part.detach() for theirs, part in zip(names, parts, strict=True)}
+    return weights
+
+
+def write_weights(config: RunConfig, file: Path) -> None:
+    """``first_weights`` as a file of torch."""
+    torch.save(first_weights(config), file)
 
 
 def write_batches(config: RunConfig, steps: int, file: Path) -> None:
@@ -116,13 +123,19 @@ def write_batches(config: RunConfig, steps: int, file: Path) -> None:
     loader.close()
 
 
-def write_task(folder: Path, flags: list[str], steps: int, warmup: int) -> list[str]:
-    """Write what the trainers share; returns the flags of Crius."""
+def write_task(
+    folder: Path,
+    flags: list[str],
+    steps: int,
+    warmup: int,
+    write: Callable[[RunConfig, Path], None] = write_weights,
+) -> list[str]:
+    """Write what the trainers share, the weights as ``write`` does it; returns the flags of Crius."""
     sizes = describe_model(run_of(*flags))
     write_tokens(folder / "tokens", markov_tokens(sizes.vocab_size))
     flags = [*flags, "--data.path", str(folder / "tokens"), "--training.steps", str(steps)]
     config = run_of(*flags)
-    write_weights(config, folder / "weights.pt")
+    write(config, folder / "weights")
     write_batches(config, steps, folder / "windows.bin")
     own = dataclasses.asdict(sizes.config)
     task = Task(
@@ -130,7 +143,7 @@ def write_task(folder: Path, flags: list[str], steps: int, warmup: int) -> list[
         seq_len=config.training.seq_len,
         batch=config.training.global_batch_size,
         steps=steps,
-        weights=str(folder / "weights.pt"),
+        weights=str(folder / "weights"),
         tokens=str(folder / "windows.bin"),
         warmup=warmup,
     )

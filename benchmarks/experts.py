@@ -18,16 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_cpu import disagreements, markov_tokens, row, table, write_batches, write_tokens
-from peers.task import Task
+from bench_cpu import disagreements, first_weights, row, table, write_task
 from safetensors.torch import save_file
 
-from crius.cli.settings import run_of
 from crius.config.run import RunConfig
 from crius.models import registry
-from crius.models.huggingface import config_of, rows_of
-from crius.parallel.allocate import allocate
-from crius.parallel.init import init_parameters, init_rules
+from crius.models.huggingface import config_of
 from crius.tools.bench.machine import Machine
 from crius.tools.bench.result import receipt, write_result
 from crius.tools.bench.turns import Contestant, Outcome, median_ratio, take_turns
@@ -50,40 +46,11 @@ WARMUP = 5
 def write_model(config: RunConfig, folder: Path) -> None:
     """The weights that Crius starts with, as a folder of Hugging Face."""
     facts, family = describe_model(config), registry.families()[config.model.name]
-    with torch.device("meta"):
-        model = registry.build(facts)
-    allocate(model, "cpu")
-    init_parameters(model, init_rules(facts), config.debug.seed)
-    tensors = {}
-    for name, parameter in model.named_parameters():
-        names = list(rows_of(family.translated(name), tuple(parameter.shape)))
-        parts = [parameter] if len(names) == 1 else parameter.unbind()
-        tensors |= {own: part.detach().contiguous() for own, part in zip(names, parts, strict=True)}
+    tensors = {name: weight.contiguous() for name, weight in first_weights(config).items()}
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     sizes = {**dataclasses.asdict(config.model), **dataclasses.asdict(facts.config), "rope_scaling": "none"}
     (folder / "config.json").write_text(json.dumps(config_of(family, sizes)), encoding="utf-8")
-
-
-def write_task(folder: Path, flags: list[str], steps: int) -> list[str]:
-    """Write what the contestants share; returns the flags of Crius."""
-    write_tokens(folder / "tokens", markov_tokens(describe_model(run_of(*flags)).vocab_size))
-    flags = [*flags, "--data.path", str(folder / "tokens"), "--training.steps", str(steps)]
-    config = run_of(*flags)
-    write_model(config, folder / "model")
-    write_batches(config, steps, folder / "windows.bin")
-    own = dataclasses.asdict(describe_model(config).config)
-    task = Task(
-        **{field.name: own[field.name] for field in dataclasses.fields(Task) if field.name in own},
-        seq_len=config.training.seq_len,
-        batch=config.training.global_batch_size,
-        steps=steps,
-        weights=str(folder / "model"),
-        tokens=str(folder / "windows.bin"),
-        warmup=WARMUP,
-    )
-    (folder / "task.json").write_text(json.dumps(dataclasses.asdict(task)), encoding="utf-8")
-    return flags
 
 
 def contestants(folder: Path, flags: list[str]) -> list[Contestant]:
@@ -127,7 +94,7 @@ def main(argv: list[str] | None = None) -> int:
     flags = ["--config", str(PEERS / "crius.toml"), *sizes, *flags]
     with tempfile.TemporaryDirectory(prefix="crius-experts-") as scratch:
         folder = Path(scratch)
-        flags = write_task(folder, flags, WARMUP + arguments.rounds * arguments.steps)
+        flags = write_task(folder, flags, WARMUP + arguments.rounds * arguments.steps, WARMUP, write_model)
         first, *others = contestants(folder, flags)
         wanted = [one for one in others if not arguments.only or one.name in arguments.only.split(",")]
         outcomes = take_turns([first, *wanted], rounds=arguments.rounds, steps=arguments.steps, say=lambda line: None)

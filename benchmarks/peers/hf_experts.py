@@ -9,7 +9,7 @@ os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", TRANSFORMERS
 
 import torch
 import transformers
-from task import BETAS, EPS, LR, MAX_NORM, WEIGHT_DECAY, Losses, Task
+from task import MAX_NORM, Losses, Task, adamw
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
@@ -26,10 +26,7 @@ def main() -> None:
     )
     model.train()
     model.config.use_cache = False
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
-    norms = [parameter for parameter in model.parameters() if parameter.dim() == 1]
-    groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": norms, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS, fused=True)
+    optimizer = adamw(model)
     losses = Losses(task, transformers=transformers.__version__)
     for tokens, labels in task.batches():
         logits = model(input_ids=tokens, use_cache=False).logits

@@ -4,7 +4,7 @@ B batch, T tokens, D model dim, N query heads, K key/value heads, H head dim
 """
 
 import torch
-from task import BETAS, EPS, LR, MAX_NORM, WEIGHT_DECAY, Losses, Task, read_arguments
+from task import MAX_NORM, Losses, Task, adamw, read_arguments
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -107,10 +107,7 @@ def main() -> None:
     task, is_compiled = read_arguments("plain_torch")
     model = Llama(task)
     model.load_state_dict({own_name(name): weight for name, weight in task.first_weights().items()})
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
-    norms = [parameter for parameter in model.parameters() if parameter.dim() == 1]
-    groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": norms, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS, fused=True)
+    optimizer = adamw(model)
     step = torch.compile(model) if is_compiled else model
     losses = Losses(task)
     for tokens, labels in task.batches():

@@ -106,6 +106,14 @@ def read_arguments(name: str) -> tuple[Task, bool]:
     return Task(**json.loads(arguments.task.read_text())), arguments.compile
 
 
+def adamw(model: torch.nn.Module) -> torch.optim.AdamW:
+    """torch's fused one, with the groups that all peers have."""
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    norms = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+    groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": norms, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS, fused=True)
+
+
 class Losses:
     """The turns of a peer, and the losses of its steps, which are read between turns alone."""
 

@@ -32,9 +32,10 @@ LAYER_NUMBER = r"(?<=\.)\d+(?=\.|$)"
 TOO_SMALL = "too small to gain"
 SENSITIVE = "sensitive"
 
-# dim of the weight (out_features, in_features) that a tensor-parallel style splits
 WHOLE_STYLES = ("router", "experts")
 """Of modules that every rank has whole."""
+
+# dim of the weight (out_features, in_features) that a tensor-parallel style splits
 _SPLIT_DIM = {"colwise": 0, "colwise_heads": 0, "logits": 0, "rowwise": 1}
 
 

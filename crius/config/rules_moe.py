@@ -23,10 +23,8 @@ def balance_is_of_sequences(facts: Facts) -> Violations:
 
 def settings_need_experts(facts: Facts) -> Violations:
     """What balances experts does nothing where there are none."""
-    if facts.model is None or facts.config.model.num_experts not in (-1, facts.model.num_experts):
-        return
-    if facts.config.model.num_experts == 0:
-        return  # ranges reports it
+    if facts.model is None or facts.config.model.num_experts == 0:
+        return  # known_model or ranges reports it
     if not facts.model.num_experts:
         rows = [(f"--moe.{name}", f": {facts.model_name} has no experts", "leave it out") for name in SETTINGS]
         yield from without_effect(facts, rows)
