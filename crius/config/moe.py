@@ -23,3 +23,17 @@ class MoEConfig:
     bias_update_rate: float = 1e-3
     """What an update moves the bias by that experts are chosen with: up for those with fewer tokens than the mean,
     down for the others (arXiv:2408.15664). For models that have such a bias. 0: it stays."""
+
+    def advice(self, has_bias: bool) -> str:
+        """What a user can do about experts that get no tokens.
+
+        Args:
+            has_bias: the model's router has a bias that experts are chosen with.
+        """
+        if has_bias and (self.aux_loss == "none" or not self.aux_loss_coefficient):
+            how = "raise --moe.bias_update_rate"
+        elif self.aux_loss == "none":
+            how = "give --moe.aux_loss sequence"
+        else:
+            how = "raise --moe.aux_loss_coefficient"
+        return f"{how}, or lower --optimizer.lr"

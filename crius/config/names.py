@@ -201,14 +201,17 @@ MOVED = {
     "validation.enabled": "validation.interval",
     "validation.steps": "validation.num_samples",
     # experts: torchtitan's, Megatron's and Hugging Face's
-    **dict.fromkeys(("expert_model_parallel_size", "expert_parallel_size"), "parallelism.expert_parallel_degree"),
+    **dict.fromkeys(("expert_model_parallel_size", "expert_parallel_size", "ep"), "parallelism.expert_parallel_degree"),
     **dict.fromkeys(("load_balance_coeff", "moe_router_bias_update_rate"), "moe.bias_update_rate"),
-    **dict.fromkeys(("moe_aux_loss_coeff", "router_aux_loss_coef"), "moe.aux_loss_coefficient"),
+    **dict.fromkeys(
+        ("moe_aux_loss_coeff", "router_aux_loss_coef", "aux_loss_coeff", "aux_loss_coef", "aux_loss_alpha"),
+        "moe.aux_loss_coefficient",
+    ),
     **dict.fromkeys(("moe_ffn_hidden_size", "moe_inter_dim", "moe_intermediate_size"), "model.expert_ffn_dim"),
-    **dict.fromkeys(("moe_router_topk", "num_experts_per_tok"), "model.top_k"),
-    **dict.fromkeys(("num_experts", "num_local_experts"), "model.num_experts"),
+    **dict.fromkeys(("moe_router_topk", "num_experts_per_tok", "top_k", "moe_top_k"), "model.top_k"),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), "model.num_experts"),
     "moe_router_load_balancing_type": "moe.aux_loss",
-    "moe_z_loss_coeff": "moe.z_loss_coefficient",
+    **dict.fromkeys(("moe_z_loss_coeff", "router_z_loss_coef", "z_loss", "z_loss_coeff"), "moe.z_loss_coefficient"),
     # Hugging Face's TrainingArguments
     "adam_beta1": "optimizer.beta1",
     "adam_beta2": "optimizer.beta2",
@@ -258,8 +261,11 @@ _ACCUMULATION = (
     "training.global_batch_size / (training.local_batch_size x data-parallel ranks) microbatches are added up"
 )
 _WANDB = "metrics are written to metrics.jsonl in the run folder; none are sent anywhere"
-_EXPORT = "checkpoints are saved in Crius's own format: docs/checkpoints.md"
+_EXPORT = "a run saves whole checkpoints in Crius's own format; crius export writes a folder of Hugging Face"
+_INITIAL = "checkpoint.init_from names what weights start from: a run, a checkpoint or a folder of Hugging Face"
 _MODULES = "settings are data: --import MODULE on the command line names a module with a model"
+_MODEL = "the model decides it"
+_LOSS = "the output layer is split under tensor parallelism, and so is the loss"
 _VALIDATION = "validation takes the sequences and the microbatches of training"
 
 # Names of torchtitan and Hugging Face that nothing stands for, and what there is to know; ``section.*`` is all of it.
@@ -269,22 +275,19 @@ NOTHING = {
     "checkpoint.create_seed_checkpoint": "weights start alike on every layout, without a checkpoint",
     "checkpoint.enable_first_step_checkpoint": "the interval decides which steps are saved",
     "checkpoint.exclude_from_loading": "a checkpoint is loaded whole",
-    "checkpoint.export_dtype": _EXPORT,
-    "checkpoint.initial_load_in_hf": "weights of Hugging Face are not read",
-    "checkpoint.initial_load_model_only": "a checkpoint is loaded whole",
-    "checkpoint.last_save_in_hf": _EXPORT,
-    "checkpoint.last_save_model_only": _EXPORT,
-    "checkpoint.model_weights_only": _EXPORT,
+    "checkpoint.initial_load_in_hf": _INITIAL,
+    "checkpoint.initial_load_model_only": _INITIAL,
+    **dict.fromkeys(("checkpoint.export_dtype", "checkpoint.last_save_in_hf"), _EXPORT),
+    **dict.fromkeys(("checkpoint.last_save_model_only", "checkpoint.model_weights_only"), _EXPORT),
     "comm.trace_buf_size": "the watchdog reports where each rank hangs",
     "compile.components": "the blocks are compiled; compile.loss adds the loss",
     "dataloader_num_workers": "one thread reads ahead; data.prefetch is how far",
-    "experimental.*": _MODULES,
     "fault_tolerance.*": "launch.max_restarts starts all ranks again from the newest checkpoint; none goes on alone",
     "fp16": "float16 needs a loss scale, which there is not; bfloat16 needs none",
     "gradient_accumulation_steps": _ACCUMULATION,
     "import": "a configuration runs no code: --import MODULE on the command line, or CRIUS_IMPORT, names a module",
     "job.config_file": "the file is given as --config FILE",
-    "job.custom_config_module": _MODULES,
+    **dict.fromkeys(("job.custom_config_module", "experimental.*"), _MODULES),
     "job.description": "job.name names a run",
     "job.print_args": "crius config show prints all settings",
     "memory_estimation.enabled": "crius train --dry_run shows the memory of a rank",
@@ -296,26 +299,23 @@ NOTHING = {
         ("lora.dropout", "lora_dropout"), "adapters have no dropout, whose numbers would depend on the layout"
     ),
     **dict.fromkeys(("dpo.beta", "training.dpo", "dpo.enable"), "DPO is not built"),
+    **dict.fromkeys(("decoder_sparse_step", "norm_topk_prob", "route_norm", "score_func", "norm_type"), _MODEL),
     **dict.fromkeys(("capacity_factor", "moe_expert_capacity_factor"), "no token is dropped, and nothing is padded"),
     "metrics.save_tb_folder": "TensorBoard's files are in the run folder",
-    "model.hf_assets_path": "tokenizer.path names a tokenizer; weights of Hugging Face are not read",
-    "model.norm_type": "the model decides it",
+    "model.hf_assets_path": "tokenizer.path names a tokenizer, checkpoint.init_from weights",
     "model.print_after_conversion": "the log says which layers are converted",
     "model.use_flex_attn": "model.attention_mask and kernels.attention choose among the kernels there are",
     "optimizer.early_step_in_backward": "gradients are clipped by their global norm, which is known after the backward",
-    "parallelism.disable_loss_parallel": "the output layer is split under tensor parallelism, and so is the loss",
+    **dict.fromkeys(("parallelism.disable_loss_parallel", "training.enable_loss_parallel"), _LOSS),
     "parallelism.enable_compiled_autograd": "the blocks are compiled, not the backward as a whole",
     "parallelism.expert_tensor_parallel_degree": "tensor parallelism splits no expert, only what is around them",
-    "per_device_eval_batch_size": _VALIDATION,
     "profiling.save_traces_folder": "traces are in the run folder",
     "push_to_hub": "nothing is uploaded",
     "quantize.grouped_mm.*": "experts are computed in training.mixed_precision_param: float8 and MXFP8 are for linears",
     "report_to": _WANDB,
     "tf32": "float32 is computed in full; training.mixed_precision_param bfloat16 is what is fast",
-    "training.enable_loss_parallel": "the output layer is split under tensor parallelism, and so is the loss",
     "training.gc_debug": "training.gc_interval sets how often garbage is collected",
-    "validation.local_batch_size": _VALIDATION,
-    "validation.seq_len": _VALIDATION,
+    **dict.fromkeys(("validation.local_batch_size", "validation.seq_len", "per_device_eval_batch_size"), _VALIDATION),
     "warmup_ratio": "lr_scheduler.warmup_steps is a number of steps",
 }
 

@@ -1,7 +1,7 @@
 """Rules of how experts are split over ranks."""
 
 from crius.config.facts import Facts, Rule, Violations
-from crius.config.rules_layout import divisors
+from crius.config.rules_layout import divisors, reshard_degree_divides
 from crius.errors import LayoutError
 from crius.plugins import install_line, installed_torch
 
@@ -53,10 +53,10 @@ def expert_parallel_divides(facts: Facts) -> Violations:
     )
 
 
-def _uneven(facts: Facts, degree: int) -> list[str]:
-    """Sizes of experts that FSDP cannot split over the ranks that expert parallelism of ``degree`` leaves."""
+def _uneven(facts: Facts, degree: int, num_ranks: int) -> list[str]:
+    """Sizes of experts that FSDP cannot split over what expert parallelism of ``degree`` leaves of ``num_ranks``."""
     assert facts.model is not None
-    ranks, experts = _ranks(facts) // degree, facts.model.num_experts // degree
+    ranks, experts = num_ranks // degree, facts.model.num_experts // degree
     layer = facts.model.experts[1]
     assert layer is not None
     inside = {weight.shape[1] for weight in layer.weights if weight.is_routed} if experts < ranks else set()
@@ -69,17 +69,30 @@ def experts_split_evenly(facts: Facts) -> Violations:
     if not facts.has_experts or min(degree, _ranks(facts)) < 1 or list(expert_parallel_divides(facts)):
         return
     assert facts.model is not None
-    experts = facts.model.num_experts
-    legal = [n for n in divisors(_ranks(facts)) if experts % n == 0 and not _uneven(facts, n)]
+    experts, ranks = facts.model.num_experts, _ranks(facts)
+    legal = [n for n in divisors(ranks) if experts % n == 0 and not _uneven(facts, n, ranks)]
     if degree not in legal:
         shown = [f"--{DEGREE} {n}" for n in legal if n > degree][:1] or [f"--{DEGREE} {n}" for n in legal[-1:]]
         yield LayoutError(
-            f"{_ranks(facts) // degree} FSDP ranks share {experts // degree} experts of a layer, and do not divide "
-            f"{' and '.join(_uneven(facts, degree))}, rows of each.",
+            f"{ranks // degree} FSDP ranks share {experts // degree} experts of a layer, and do not divide "
+            f"{' and '.join(_uneven(facts, degree, ranks))}, rows of each.",
             where=facts.flag(DEGREE),
             why="with fewer experts than ranks FSDP splits the rows of every expert, into equal parts",
-            fix=shown[0] if shown else "other degrees of [parallelism]",
+            fix=shown[0] if shown else _more_replicas(facts),
         )
+
+
+def _more_replicas(facts: Facts) -> str:
+    """Flags that split weights over fewer ranks, and have more replicas, so that experts are split evenly."""
+    parallelism = facts.config.parallelism
+    shards, degree = parallelism.shard_degree(facts.num_ranks), parallelism.expert_parallel_degree
+    legal = [n for n in divisors(shards) if n % degree == 0 and not _uneven(facts, degree, _ranks(facts) // shards * n)]
+    if not legal:
+        return "--model.expert_ffn_dim with a multiple of the ranks"
+    replicas = parallelism.data_parallel_replicate_degree * shards // max(legal)
+    return (
+        f"--parallelism.data_parallel_replicate_degree {replicas} --parallelism.data_parallel_shard_degree {max(legal)}"
+    )
 
 
 def experts_need_torch(facts: Facts) -> Violations:
@@ -102,7 +115,7 @@ def experts_are_not_resharded(facts: Facts) -> Violations:
     """An integer ``reshard_after_forward_mode`` is of whole weights that FSDP alone splits, by their first dim."""
     parallelism, name = facts.config.parallelism, "parallelism.reshard_after_forward_mode"
     degree, mode = parallelism.expert_parallel_degree, parallelism.reshard_after_forward_mode
-    if not facts.has_experts or isinstance(mode, str) or degree < 1:
+    if not facts.has_experts or isinstance(mode, str) or degree < 1 or list(reshard_degree_divides(facts)):
         return
     assert facts.model is not None
     is_inside = facts.model.num_experts < _ranks(facts)

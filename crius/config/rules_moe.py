@@ -29,9 +29,12 @@ def settings_need_experts(facts: Facts) -> Violations:
         rows = [(f"--moe.{name}", f": {facts.model_name} has no experts", "leave it out") for name in SETTINGS]
         yield from without_effect(facts, rows)
         return
-    has_bias = any(buffer.name.endswith("router.bias") for buffer in facts.model.buffers)
     no_bias = f": the router of {facts.model_name} has no bias"
-    rows = [] if has_bias else [("--moe.bias_update_rate", no_bias, "leave it out")]
+    rows = (
+        []
+        if getattr(facts.model.config, "router_bias", False)
+        else [("--moe.bias_update_rate", no_bias, "leave it out")]
+    )
     if facts.config.moe.aux_loss == "none":
         rows.append(("--moe.aux_loss_coefficient", " with --moe.aux_loss none", "--moe.aux_loss sequence"))
     yield from without_effect(facts, rows)
@@ -58,6 +61,26 @@ def experts_are_enough(facts: Facts) -> Violations:
             "leave it out",
         )
         yield from without_effect(facts, [row])
+
+
+def router_learns(facts: Facts) -> Violations:
+    """A router that chooses one expert, and gives it weight 1, has no gradient but that of the balance losses."""
+    model, moe = facts.model, facts.config.moe
+    if (
+        model is None
+        or not facts.has_experts
+        or model.top_k != 1
+        or not model.config.norm_topk
+        or facts.config.lora.is_on
+    ):
+        return
+    if (moe.aux_loss == "none" or moe.aux_loss_coefficient == 0) and moe.z_loss_coefficient == 0:
+        yield ConfigError(
+            f"the router of {facts.model_name} would learn nothing with model.top_k 1 and without a balance loss.",
+            where=facts.flag("model.top_k"),
+            why="the weights of a token's experts are divided by their sum: with one expert the weight is always 1",
+            fix="--model.top_k 2, or --moe.aux_loss sequence --moe.aux_loss_coefficient 1e-3",
+        )
 
 
 def some_layer_has_experts(facts: Facts) -> Violations:
@@ -121,6 +144,7 @@ MOE_RULES: tuple[Rule, ...] = (
     balance_is_of_sequences,
     settings_need_experts,
     experts_are_enough,
+    router_learns,
     some_layer_has_experts,
     groups_have_enough,
     muon_needs_matrices,

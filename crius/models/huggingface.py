@@ -247,7 +247,8 @@ def _take(content: Mapping[str, Any], family: HuggingFace, settings: dict[str, A
         both = [key for key in (name, other) if key and key in content]
         key = both[0] if both else name
         if len(both) == 2 and content[name] != content[other]:
-            yield f"{name} {_shown(content[name])} and {other} {_shown(content[other])} are the same, and differ"
+            one, two = (f"{given} {_shown(content[given])}" for given in (name, other))
+            yield f"{one} and {two} are two names of one size, with two values"
             continue
         value = known.get(key, content.get(key))
         if value is None and has_default:

@@ -25,6 +25,9 @@ from crius.models.layers import FeedForward
 LOSS_UNIT = 2.0**-32
 """What 1 stands for in the last number of a load: a balance loss in fixed point, whose sum has no order."""
 
+_MOST_LOSS = 2.0**20
+"""Largest balance loss of one layer and microbatch that is counted; NaN counts as 0: the loss itself is NaN then."""
+
 
 class SequenceCounts(nn.Module):
     """How often a sequence chose each expert, over all its tokens. A module of its own, so that another can take its
@@ -102,7 +105,8 @@ class Router(nn.Module):
         if self.training and (self.aux_scale or self.z_scale):
             loss = self._losses(logits_NE, scores_NE, counts_BE)
             weights_NK = _WithLoss.apply(weights_NK, loss)
-            lost = (loss.detach() / LOSS_UNIT).round().to(torch.int64)[None]
+            counted = loss.detach().nan_to_num(0.0, _MOST_LOSS).clamp(max=_MOST_LOSS)
+            lost = (counted / LOSS_UNIT).round().to(torch.int64)[None]
         return ids_NK, weights_NK, torch.cat((counts_BE.sum(0), lost))
 
     def _choice(self, scores_NE: Tensor) -> Tensor:
@@ -157,31 +161,29 @@ def inverse(order: Tensor) -> Tensor:
     return torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
 
 
+def by_expert(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """The order of choices of experts by expert, equal ones as they come, and the place of each choice in it."""
+    order = ids.flatten().argsort(stable=True)
+    return order, inverse(order)
+
+
 class Dispatch(nn.Module):
     """Brings tokens to their experts and back. A module of its own, so that another can take its place."""
 
-    def __init__(self, num_experts: int) -> None:
-        super().__init__()
-        self.num_experts = num_experts
-
-    def forward(self, x_ND: Tensor, ids_NK: Tensor, experts: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    def forward(
+        self, x_ND: Tensor, ids_NK: Tensor, counts_E: Tensor, experts: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor:
         """What each chosen expert makes of each token, ``(N, K, D)``.
 
         Args:
             x_ND: tokens.
             ids_NK: their experts.
-            experts: takes rows by expert, of which those of expert e end before row ``ends[e]``.
+            counts_E: how many of them chose each expert, int64.
+            experts: takes rows by expert. The rows of expert e end before row ``ends[e]``.
         """
-        order, place, counts_E = self.sorted(ids_NK)
+        order, place = by_expert(ids_NK)
         rows = experts(permute(x_ND, order, place, ids_NK.shape[1]), counts_E.cumsum(0).to(torch.int32))
         return permute(rows, place, order).view(*ids_NK.shape, -1)
-
-    def sorted(self, ids_NK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The choices of all tokens, by expert, then by token: their order, where each went, and how many each has."""
-        chosen = ids_NK.flatten()
-        order = chosen.argsort(stable=True)
-        counts_E = chosen.new_zeros(self.num_experts).scatter_add_(0, chosen, torch.ones_like(chosen))
-        return order, inverse(order), counts_E
 
 
 class MixtureOfExperts(nn.Module):
@@ -197,7 +199,7 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, config: RoutedConfig) -> None:
         super().__init__()
         self.router = Router(config)
-        self.dispatch = Dispatch(config.num_experts)
+        self.dispatch = Dispatch()
         self.experts = Experts(config.num_experts, config.dim, config.expert_ffn_dim)
         self.shared = FeedForward(config.dim, config.shared_ffn_dim) if config.shared_ffn_dim else None
         self.register_buffer("load", torch.zeros(config.num_experts + 1, dtype=torch.int64), persistent=False)
@@ -206,7 +208,7 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
         """``(B, T, D)``, and what the router counted, ``(E + 1,)``."""
         ids_NK, weights_NK, load = self.router(x_BTD)
-        found_NKD = self.dispatch(x_BTD.flatten(0, 1), ids_NK, self.experts)
+        found_NKD = self.dispatch(x_BTD.flatten(0, 1), ids_NK, load[:-1], self.experts)
         y_ND = (found_NKD * weights_NK[..., None]).sum(1).to(x_BTD.dtype)  # in float32, in the order of the choice
         y_BTD = y_ND.view(x_BTD.shape)
         return (y_BTD if self.shared is None else y_BTD + self.shared(x_BTD)), load

@@ -129,10 +129,8 @@ def apply_activation_checkpoint(
     choices = "; choices and counts of experts stay too" * bool(routed)
     if config.mode == "selective" and config.selective_option == "op":
         matches = Counter(dict.fromkeys(config.save_ops, 0))
-        context_fn = _selective_contexts(config.save_ops, matches, attention_stays)
-        routing = _selective_contexts(config.save_ops, matches, attention_stays, routes=True)
         for block in blocks:
-            _wrap(block, routing if block in routed else context_fn)
+            _wrap(block, _selective_contexts(config.save_ops, matches, attention_stays, routes=block in routed))
         kept = ", ".join(config.save_ops) or "nothing"
         note *= "attention" not in config.save_ops
         return CheckpointedBlocks(len(blocks), len(blocks), f"of each block stay: {kept}{note}{choices}", matches)
@@ -140,16 +138,16 @@ def apply_activation_checkpoint(
     every = 1 if config.mode == "full" else int(config.selective_option)
     # by its number in the whole model, so that it is the same block under every layout
     wrapped = [block for name, block in numbered.items() if (int(name.rpartition(".")[2]) + 1) % every == 0]
-    plain = _selective_contexts((), Counter(), True) if attention_stays else None
-    routing = _selective_contexts((), Counter(), attention_stays, routes=True)
     for block in wrapped:
-        _wrap(block, routing if block in routed else plain)
+        routes = block in routed
+        keeps = routes or attention_stays
+        _wrap(block, _selective_contexts((), Counter(), attention_stays, routes=routes) if keeps else None)
     which = "every block" if every == 1 else f"one block of {every}"
     return CheckpointedBlocks(len(wrapped), len(blocks), f"{which} keeps its input only{note}{choices}")
 
 
 def _is_split_on_cpu(block: nn.Module) -> bool:
-    """Whether tensor parallelism on CPUs splits ``block``.
+    """Whether tensor or expert parallelism on CPUs splits ``block``.
 
     The attention of such a block, compiled, cannot be recomputed: in torch 2.13 at least, the partitioner takes the
     kernel for one that draws random numbers, and adds the state of the CPU's generator to the outputs of the graph

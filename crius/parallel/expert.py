@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from crius.kernels.grouped_mm import permute
-from crius.models.moe import Dispatch, Experts, MixtureOfExperts, SequenceCounts, inverse
+from crius.models.moe import Dispatch, Experts, MixtureOfExperts, SequenceCounts, by_expert
 from crius.models.plan import ShardingPlan, match
 from crius.parallel.mesh import Mesh
 from crius.parallel.runtime import all_reduce, all_to_all, all_to_all_rows
@@ -41,8 +41,7 @@ class AllToAllDispatch(Dispatch):
     """Rows go to the rank that has their expert, and come back to the token's.
 
     Args:
-        num_experts: of the layer.
-        mesh: the ranks that share them, one axis.
+        mesh: the ranks that share the experts of a layer, one axis.
 
     Attributes:
         read_splits: the function, which a dry run replaces.
@@ -50,13 +49,15 @@ class AllToAllDispatch(Dispatch):
 
     read_splits: Callable[[Tensor, int], list[list[int]]] = staticmethod(read_splits)
 
-    def __init__(self, num_experts: int, mesh: DeviceMesh) -> None:
-        super().__init__(num_experts)
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
         self.mesh, self.ranks = mesh, mesh.size()
 
-    def forward(self, x_ND: Tensor, ids_NK: Tensor, experts: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    def forward(
+        self, x_ND: Tensor, ids_NK: Tensor, counts_E: Tensor, experts: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor:
         """See ``Dispatch``; ``experts`` are those of this rank."""
-        order, place, counts_E = self.sorted(ids_NK)
+        order, place = by_expert(ids_NK)
         sent_SE = counts_E.view(self.ranks, -1)
         received_SE = all_to_all(sent_SE, self.mesh)
         to, of = self.read_splits(torch.stack((sent_SE.sum(1), received_SE.sum(1))), ids_NK.numel())
@@ -64,8 +65,7 @@ class AllToAllDispatch(Dispatch):
         # as they come: by source, expert, token; as experts take them: by expert, source, token
         expert_M = torch.arange(received_SE.shape[1], device=ids_NK.device).repeat(self.ranks)
         expert_M = expert_M.repeat_interleave(received_SE.flatten(), output_size=rows_MD.shape[0])
-        own_order = expert_M.argsort(stable=True)
-        own_place = inverse(own_order)
+        own_order, own_place = by_expert(expert_M)
         y_MD = experts(permute(rows_MD, own_order, own_place), received_SE.sum(0).cumsum(0).to(torch.int32))
         y_MD = all_to_all_rows(permute(y_MD, own_place, own_order), of, to, self.mesh)
         return permute(y_MD, place, order).view(*ids_NK.shape, -1)
@@ -113,14 +113,14 @@ def apply_expert_parallel(model: nn.Module, plan: ShardingPlan, mesh: Mesh) -> l
     if mesh.ep is None:
         return []
     for layer in layers:
-        layer.dispatch = AllToAllDispatch(layer.dispatch.num_experts, mesh.ep)
+        layer.dispatch = AllToAllDispatch(mesh.ep)
     for name, module in model.named_modules():
         if match(plan.experts, name):
             for key, parameter in list(module.named_parameters(recurse=False)):
                 part = distribute_tensor(parameter, mesh.ep, [Shard(0)], src_data_rank=None)
                 setattr(module, key, nn.Parameter(part))
             module.forward = MethodType(_own_experts, module)
-    each = layers[0].dispatch.num_experts // mesh.ep.size() if layers else 0
+    each = layers[0].router.weight.shape[0] // mesh.ep.size() if layers else 0
     return [f"expert parallel: {mesh.ep.size()} ranks, {each} experts of each of {len(layers)} layers on a rank"]
 
 

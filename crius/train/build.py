@@ -183,13 +183,13 @@ def set_up_loss(part: nn.Module, chunks: LossChunks, config: RunConfig) -> None:
         loss.chunks = loss.chunks and replace(loss.chunks, score=compile_loss(loss.chunks.score, config.compile))
 
 
-def set_up_balance(part: nn.Module, job: "Job") -> None:
-    """Have the experts of a part of the model balanced as ``[moe]`` says, over the global batch of the run."""
-    moe, sequences = job.config.moe, job.sizes.total
+def set_up_balance(part: nn.Module, config: RunConfig, sequences: int) -> None:
+    """Have the experts of a part of the model balanced as ``[moe]`` says, over global batches of ``sequences``."""
+    moe = config.moe
     for module in part.modules():
         if isinstance(module, MixtureOfExperts):
             module.router.aux_scale = moe.aux_loss_coefficient / sequences if moe.aux_loss == "sequence" else 0.0
-            module.router.z_scale = moe.z_loss_coefficient / (sequences * job.config.training.seq_len)
+            module.router.z_scale = moe.z_loss_coefficient / (sequences * config.training.seq_len)
             module.bias_rate = moe.bias_update_rate
 
 
@@ -254,7 +254,7 @@ def build_part(
     converted = precision.convert(part, job.mesh.fsdp.size(-1)) if precision else Converted(0)
     quantize_base(part, job.facts, job.config.lora)
     set_up_loss(part, run_loss(job, precision), job.config)
-    set_up_balance(part, job)
+    set_up_balance(part, job.config, job.sizes.total)
     applied = parallelize(part, job.facts, job.mesh, job.config)
     return part, applied, converted
 

@@ -218,7 +218,8 @@ def assemble(
     )
     loads = None
     if facts.num_experts:
-        loads = ExpertLoads(facts, after_update.take_totals, ranks.device, warns=ranks.rank == 0)
+        advice = config.moe.advice(getattr(facts.config, "router_bias", False)) if ranks.rank == 0 else ""
+        loads = ExpertLoads(facts, after_update.take_totals, ranks.device, advice=advice)
     peak = config.metrics.peak_tflops or peak_tflops(ranks.device)
     meter = Meter(facts.flops_per_token((training.seq_len + 1) / 2), peak, ranks)
     return Loop(

@@ -132,12 +132,15 @@ def dispatched(chosen, placement):
         rank, each = placement.rank, E // 2
 
         whole, x = weight.clone().requires_grad_(), x_SND.clone().requires_grad_()
-        want = Dispatch(E)(x.flatten(0, 1), ids_SNK.flatten(0, 1), lambda rows, ends: grouped_linear(rows, whole, ends))
+        ids_NK = ids_SNK.flatten(0, 1)
+        counts_E = torch.bincount(ids_NK.flatten(), minlength=E)
+        want = Dispatch()(x.flatten(0, 1), ids_NK, counts_E, lambda rows, ends: grouped_linear(rows, whole, ends))
         want.square().sum().backward()
 
         own = weight[rank * each : (rank + 1) * each].clone().requires_grad_()
         mine = x_SND[rank].clone().requires_grad_()
-        got = AllToAllDispatch(E, mesh)(mine, ids_SNK[rank], lambda rows, ends: grouped_linear(rows, own, ends))
+        own_E = torch.bincount(ids_SNK[rank].flatten(), minlength=E)
+        got = AllToAllDispatch(mesh)(mine, ids_SNK[rank], own_E, lambda rows, ends: grouped_linear(rows, own, ends))
         got.square().sum().backward()
         torch.testing.assert_close(got, want.view(2, N, K, D)[rank])
         torch.testing.assert_close(mine.grad, x.grad[rank])

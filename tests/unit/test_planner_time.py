@@ -90,6 +90,14 @@ def test_weights_that_are_sent_are_the_models_matrices(flavor):
     assert sent.own_weights * 8 == pytest.approx(sent.weights)
 
 
+def test_float8_all_gather_leaves_experts_in_bfloat16():
+    mixtral = SPECS["mixtral"].describe("8x7b")
+    one = Workload(model=mixtral, layout=Layout(dp_shard=64), seq_len=4096, precision="float8")
+    both = [Communication(replace(one, float8_all_gather=wide), H100, TIME)._gathers()[0] for wide in (False, True)]
+    experts = 32 * 8 * 3 * 4096 * 14336
+    assert both[1] / both[0] == pytest.approx(1 - (1 - experts / mixtral.num_parameters) / 2, rel=0.02)
+
+
 @pytest.mark.parametrize("name", ["deepseek-v3-671b", "qwen3-235b-a22b", "gpt-oss-120b", "mixtral-8x7b"])
 def test_active_parameters_of_experts_are_as_published(name):
     """37, 22, 5.1 and 12.9 billion a token, with or without the embedding (the model cards)."""

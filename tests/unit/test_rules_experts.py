@@ -23,6 +23,7 @@ from crius.config.rules_moe import (
     experts_are_enough,
     groups_have_enough,
     muon_needs_matrices,
+    router_learns,
     settings_need_experts,
     some_layer_has_experts,
 )
@@ -71,7 +72,7 @@ CASES = [
         "16 FSDP ranks share 8 experts of a layer, and do not divide 100, rows of each",
         f"{EXPERTS} 4",
     ),
-    (experts_split_evenly, "fsdp20_ep2", ROUTED, "share 4 experts of a layer, and do not divide 128 and 192", "other"),
+    (experts_split_evenly, "fsdp20_ep2", ROUTED, "share 4 experts of a layer, and do not divide", "shard_degree 4"),
     (experts_are_not_resharded, "fsdp4_ep2+reshard2", ROUTED, "is not possible with expert_parallel", "mode never"),
     (experts_are_not_resharded, "fsdp16+reshard2", ROUTED, "where experts are split inside", "mode never"),
     (
@@ -86,6 +87,7 @@ CASES = [
     (settings_need_experts, "1", [*DENSE, "--moe.aux_loss", "none"], "llama3/debug has no experts", "leave it out"),
     (experts_are_enough, "1", [*ROUTED, "--model.top_k", "9"], "top_k 9 is more than the 8", "--model.top_k 8"),
     (experts_are_enough, "1", [*ROUTED, "--model.ffn_dim", "64"], "all layers of qwen3_moe/debug have", "leave it out"),
+    (router_learns, "1", [*ROUTED, "--model.top_k", "1", "--moe.aux_loss", "none"], "learn nothing", "model.top_k 2"),
     (some_layer_has_experts, "1", [*GROUPED, "--model.num_layers", "1"], "no layer with experts", "num_layers 2"),
     (groups_have_enough, "1", [*GROUPED, "--model.top_k", "6"], "best 2 of 4 groups", "--model.top_k 4"),
     (groups_have_enough, "1", [*GROUPED, "--model.num_experts", "10"], "4 equal groups", "--model.num_experts 12"),

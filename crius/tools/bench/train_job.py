@@ -23,6 +23,7 @@ from crius.launch.local import run_single, run_workers
 from crius.metrics.device import peak_tflops
 from crius.metrics.record import Record, StepMetrics
 from crius.models import registry
+from crius.models.moe import MixtureOfExperts
 from crius.optim.build import WarmupStableDecay, build_optimizer
 from crius.parallel.allocate import allocate
 from crius.parallel.compile import compile_blocks
@@ -31,7 +32,7 @@ from crius.tools.bench.contestant import Channel, Turns
 from crius.tools.bench.machine import Machine, wait_for
 from crius.tools.plan.fit import fit
 from crius.train import job
-from crius.train.build import set_up_loss
+from crius.train.build import set_up_balance, set_up_loss
 from crius.train.inputs import describe_model, open_run_corpus, run_batch_sizes
 from crius.train.job import set_up_torch
 from crius.train.loop import Loop
@@ -191,6 +192,8 @@ def _run_bare(config: RunConfig, warmup: int, channel: Channel, placement: Place
     optimizer, schedule = _adamw(config, model), WarmupStableDecay(config.lr_scheduler, config.training.steps)
     chunks = loss_chunks(config, describe_model(config).vocab_size, "cuda" if device.type == "cuda" else "cpu")
     set_up_loss(model, chunks, config)
+    set_up_balance(model, config, sizes.total)
+    experts = [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
     tokens = sizes.total * config.training.seq_len  # all of them count: only validation is padded
     turns = Turns(channel, warmup, run_facts(config, device, 1, tokens), settle=functools.partial(wait_for, device))
     done: list[Tensor] = []
@@ -214,6 +217,9 @@ def _run_bare(config: RunConfig, warmup: int, channel: Channel, placement: Place
             group["lr"] = group["peak"] * schedule.factor(step - 1)
         optimizer.step()
         optimizer.zero_grad()
+        for layer in experts:
+            layer.after_update()
+            layer.load.zero_()
         done.append(total)
         if not turns.after_step(losses):
             return

@@ -118,10 +118,11 @@ class Communication:
         experts = sum(count * numbers(layer, "expert") for count, layer in kinds) / self._workload.expert_ranks
         return (layers + embeddings) / layout.tp, experts
 
-    def _collect(self, size: int, number_bytes: float) -> float:
+    def _collect(self, size: int, number_bytes: float, expert_bytes: float | None = None) -> float:
         """Seconds to gather, or to reduce and scatter, the rank's weights over ``size`` data-parallel ranks.
 
-        Layer by layer, so that each has a collective's latency. Experts have fewer copies, ``ep`` ranks apart.
+        Layer by layer, so that each has a collective's latency. Experts have fewer copies, ``ep`` ranks apart, and
+        numbers of ``expert_bytes`` where they are not sent in float8 as the others are.
         """
         layout = self._layout
         ring = group(size, layout.tp, self._hardware, self._constants)
@@ -130,7 +131,7 @@ class Communication:
             width = self._workload.expert_ranks
             copies = max(1, size * layout.tp // width)
             few = group(copies, width, self._hardware, self._constants)
-            seconds += few.gather(self._experts * number_bytes) + self._expert_layers * few.latency
+            seconds += few.gather(self._experts * (expert_bytes or number_bytes)) + self._expert_layers * few.latency
         return seconds
 
     def sharded(self, forward: float, backward: float) -> tuple[float, float]:
@@ -158,7 +159,7 @@ class Communication:
         has_copies = self._experts and size * self._layout.tp > work.expert_ranks
         if work.zero_stage < 2 or (size == 1 and not has_copies):
             return 0.0, 0.0, 0.0
-        gather = self._collect(size, 1 if work.float8_all_gather else work.param_bytes)
+        gather = self._collect(size, 1 if work.float8_all_gather else work.param_bytes, work.param_bytes)
         reduce = self._collect(size, self._trained * work.reduce_bytes)
         again = gather
         if work.reshard == "never" or work.zero_stage == 2:
