@@ -73,7 +73,10 @@ SETTINGS = {
     "transformers' default": ({"norm_topk_prob": ...}, "it has no norm_topk_prob, which stands for another value"),
     "every other layer": ({"decoder_sparse_step": 2}, "decoder_sparse_step 2 is not built, only 1 is"),
     "a dense layer": ({"mlp_only_layers": [1]}, "mlp_only_layers [1] is not built, only [] is"),
-    "two numbers": ({"num_experts": 6, "num_local_experts": 5}, "num_experts 6 and num_local_experts 5 are two names of one size"),
+    "two numbers": (
+        {"num_experts": 6, "num_local_experts": 5},
+        "num_experts 6 and num_local_experts 5 are two names of one size",
+    ),
     "no number": ({"num_local_experts": "6"}, 'num_local_experts is "6", not a whole number above 0'),
     "windows": ({"use_sliding_window": True}, "use_sliding_window true is not built"),
     "an fp8 model": ({"quantization_config": {"quant_method": "fp8"}}, 'quantised by "fp8" are not read'),
