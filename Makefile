@@ -114,7 +114,7 @@ test-torch:
 
 # a link that leads nowhere is an error, as any warning is
 docs: $(DOCS_STAMP)
-	$(BIN)/python -m sphinx -W --keep-going -q -c docs . docs/_build/html
+	$(BIN)/python -m sphinx -W --keep-going -q -c docs -d docs/_build/doctrees . docs/_build/html
 
 bench-cpu: $(BENCH_STAMP)
 	$(BIN)/python benchmarks/bench_cpu.py --out $(BENCH_OUT)

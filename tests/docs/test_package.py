@@ -1,4 +1,4 @@
-"""What ``pip install crius`` brings: built, installed without ``-e`` and used from another folder, without the network."""
+"""What ``pip install crius`` brings: built, installed without ``-e`` and used elsewhere, without the network."""
 
 import email
 import os
@@ -12,13 +12,10 @@ import zipfile
 
 import pytest
 from harness import ROOT
+from test_documents import NOT_SOURCE
 
 from crius import __version__
 from crius.plugins import REQUIREMENTS
-
-NOT_SOURCE = shutil.ignore_patterns(
-    *(".*", "__pycache__", "*.egg-info", "_build", "build", "dist", "results", "runs", "smol", "wheels")
-)
 
 pytestmark = pytest.mark.slow
 
