@@ -23,7 +23,7 @@ with (ROOT / "pyproject.toml").open("rb") as file:
 
 project = "Crius"
 version = release = __version__
-copyright = "the Crius contributors"
+copyright = "the Crius authors"
 language = "en"
 smartquotes = False
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
