@@ -23,26 +23,26 @@ from crius.models.decoder import Block
 from crius.models.layers import FeedForward
 
 LOSS_UNIT = 2.0**-32
-"""What 1 stands for in the last number of a load: a balance loss in fixed point, whose sum has no order."""
+"""Unit of the last number of a load: a balance loss in fixed point, whose sum does not depend on the order."""
 
 
 class SequenceCounts(nn.Module):
-    """How often a sequence chose each expert, over all its tokens. A module of its own, so that another can take its
-    place: ranks that share a sequence sum theirs.
+    """How often each expert was chosen by all tokens of a sequence. A separate module, so that a layout can replace it:
+    ranks that share a sequence sum their counts.
 
     Attributes:
-        ranks: that share a sequence.
+        ranks: number of ranks that share a sequence.
     """
 
     ranks = 1
 
     def forward(self, counts_BE: Tensor) -> Tensor:
-        """int64, of this rank's part of each sequence to those of the whole."""
+        """int64 counts of whole sequences, from the counts of this rank's part of each."""
         return counts_BE
 
 
 class _WithLoss(torch.autograd.Function):
-    """Its first argument; a loss's gradients come along with the first one's backward, and nobody has to return it."""
+    """Returns its first argument. The backward of the first argument also starts the backward of ``loss``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ class Router(nn.Module):
         return ids_NK, weights_NK, torch.cat((counts_BE.sum(0), lost))
 
     def _choice(self, scores_NE: Tensor) -> Tensor:
-        """What experts are chosen by."""
+        """The scores that experts are chosen by."""
         choice_NE = scores_NE + self.bias if hasattr(self, "bias") else scores_NE
         if self.num_groups == 1:
             return choice_NE
@@ -153,12 +153,12 @@ class Experts(nn.Module):
 
 
 def inverse(order: Tensor) -> Tensor:
-    """Where each entry of a permutation is."""
+    """The inverse of a permutation."""
     return torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
 
 
 class Dispatch(nn.Module):
-    """Brings tokens to their experts and back. A module of its own, so that another can take its place."""
+    """Brings tokens to their experts and back. A separate module, so that a layout can replace it."""
 
     def __init__(self, num_experts: int) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ class Dispatch(nn.Module):
         return permute(rows, place, order).view(*ids_NK.shape, -1)
 
     def sorted(self, ids_NK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The choices of all tokens, by expert, then by token: their order, where each went, and how many each has."""
+        """Sort the choices of all tokens by expert, then by token: their order, its inverse, and counts per expert."""
         chosen = ids_NK.flatten()
         order = chosen.argsort(stable=True)
         counts_E = chosen.new_zeros(self.num_experts).scatter_add_(0, chosen, torch.ones_like(chosen))
@@ -225,7 +225,7 @@ class RoutedBlock(Block):
     """
 
     def build_feed_forward(self, config: RoutedConfig, index: int) -> nn.Module:  # type: ignore[override]
-        """A dense one, or experts."""
+        """A dense feed-forward in the first ``num_dense_layers``, else experts."""
         if index < config.num_dense_layers:
             return FeedForward(config.dim, config.ffn_dim)
         return MixtureOfExperts(config)
