@@ -55,8 +55,8 @@ class ShardingPlan:
         return units
 
     def gaps(self, module_names: Iterable[str], parameter_names: Iterable[str]) -> Iterator[str]:
-        """Mismatches of the plan and a model. Every pattern must match a module. Every parameter must be in one FSDP unit
-        and, if the plan has tensor-parallel rows, in one of them.
+        """Mismatches of the plan and a model. Every pattern must match a module. Every parameter must be in one FSDP
+        unit and, if the plan has tensor-parallel rows, in one of them.
         """
         names = list(module_names)
         patterns = (*(part for unit in self.fsdp_units for part in unit.split("+")), self.block)

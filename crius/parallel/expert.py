@@ -24,11 +24,11 @@ from crius.parallel.runtime import all_reduce, all_to_all, all_to_all_rows
 
 
 def read_splits(splits: Tensor, rows: int) -> list[list[int]]:
-    """The numbers of rows on the host, the one time that a layer waits for its device. A dry run answers in its place.
+    """Read numbers of rows to the host. This is the only time that a layer waits for its device. A dry run replaces it.
 
     Args:
         splits: rows sent to each rank, and received from it, int64 ``(2, S)``.
-        rows: that are sent, all together.
+        rows: number of all rows that are sent.
     """
     found: list[list[int]] = splits.tolist()
     for counts in found:
@@ -38,14 +38,14 @@ def read_splits(splits: Tensor, rows: int) -> list[list[int]]:
 
 
 class AllToAllDispatch(Dispatch):
-    """Rows go to the rank that has their expert, and come back to the token's.
+    """Sends rows to the rank that has their expert, and the results back to the token's rank.
 
     Args:
-        num_experts: of the layer.
-        mesh: the ranks that share them, one axis.
+        num_experts: experts of the layer.
+        mesh: ranks that share the experts, one axis.
 
     Attributes:
-        read_splits: the function, which a dry run replaces.
+        read_splits: the function above, which a dry run replaces.
     """
 
     read_splits: Callable[[Tensor, int], list[list[int]]] = staticmethod(read_splits)
@@ -55,13 +55,13 @@ class AllToAllDispatch(Dispatch):
         self.mesh, self.ranks = mesh, mesh.size()
 
     def forward(self, x_ND: Tensor, ids_NK: Tensor, experts: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """See ``Dispatch``; ``experts`` are those of this rank."""
+        """See ``Dispatch``; ``experts`` computes the experts of this rank."""
         order, place, counts_E = self.sorted(ids_NK)
         sent_SE = counts_E.view(self.ranks, -1)
         received_SE = all_to_all(sent_SE, self.mesh)
         to, of = self.read_splits(torch.stack((sent_SE.sum(1), received_SE.sum(1))), ids_NK.numel())
         rows_MD = all_to_all_rows(permute(x_ND, order, place, ids_NK.shape[1]), to, of, self.mesh)
-        # as they come: by source, expert, token; as experts take them: by expert, source, token
+        # received rows are in order of source, expert, token; experts take them in order of expert, source, token
         expert_M = torch.arange(received_SE.shape[1], device=ids_NK.device).repeat(self.ranks)
         expert_M = expert_M.repeat_interleave(received_SE.flatten(), output_size=rows_MD.shape[0])
         own_order = expert_M.argsort(stable=True)
@@ -72,10 +72,10 @@ class AllToAllDispatch(Dispatch):
 
 
 class SharedSequenceCounts(SequenceCounts):
-    """Sums over the ranks that have parts of the same sequences.
+    """Sums counts over the ranks that have parts of the same sequences.
 
     Args:
-        meshes: one axis each; together they are those ranks.
+        meshes: meshes of one axis each, which together span these ranks.
     """
 
     def __init__(self, *meshes: DeviceMesh) -> None:
@@ -91,7 +91,7 @@ class SharedSequenceCounts(SequenceCounts):
 
 
 def _own_experts(experts: Experts, x_MD: Tensor, ends_E: Tensor) -> Tensor:
-    """What the experts of this rank make of ``x``; their weights are parts of the layer's."""
+    """Output of this rank's experts for the rows ``x``; their weights are shards of the layer's weights."""
     own = (
         weight.to_local() if isinstance(weight, DTensor) else weight for weight in (experts.w1, experts.w2, experts.w3)
     )
@@ -99,11 +99,11 @@ def _own_experts(experts: Experts, x_MD: Tensor, ends_E: Tensor) -> Tensor:
 
 
 def apply_expert_parallel(model: nn.Module, plan: ShardingPlan, mesh: Mesh) -> list[str]:
-    """Give each layer of ``model``, on the meta device, the experts of this rank; returns what to log.
+    """Keep only this rank's experts in each layer of ``model``, which is on the meta device. Returns log lines.
 
     Args:
         model: the whole model, or the modules of one pipeline stage.
-        plan: names the experts.
+        plan: sharding plan, which names the experts.
         mesh: all ranks.
     """
     shared = [axis for axis in (mesh.cp, mesh.tp) if axis]
@@ -121,7 +121,7 @@ def apply_expert_parallel(model: nn.Module, plan: ShardingPlan, mesh: Mesh) -> l
                 setattr(module, key, nn.Parameter(part))
             module.forward = MethodType(_own_experts, module)
     each = layers[0].dispatch.num_experts // mesh.ep.size() if layers else 0
-    return [f"expert parallel: {mesh.ep.size()} ranks, {each} experts of each of {len(layers)} layers on a rank"]
+    return [f"expert parallel: {mesh.ep.size()} ranks, {each} experts of each of {len(layers)} layers per rank"]
 
 
 def experts_of(model: nn.Module, plan: ShardingPlan) -> set[Any]:
