@@ -1,4 +1,4 @@
-"""Mixture of experts: a router, experts as stacked weights, dropless dispatch, and what keeps their load even.
+"""Mixture of experts: a router, experts as stacked weights, dropless dispatch, and balancing of their load.
 
 Shazeer et al. 2017 (arXiv:1701.06538); the sigmoid form with groups and a bias: DeepSeek-V3 (arXiv:2412.19437). Each
 token visits the K experts that its scores choose, however many others do: none is dropped, nothing is padded. Loads
@@ -27,8 +27,9 @@ LOSS_UNIT = 2.0**-32
 
 
 class SequenceCounts(nn.Module):
-    """How often each expert was chosen by all tokens of a sequence. A separate module, so that a layout can replace it:
-    ranks that share a sequence sum their counts.
+    """Counts how often all tokens of a sequence chose each expert.
+
+    A separate module, so that a layout can replace it: ranks that share a sequence sum their counts.
 
     Attributes:
         ranks: number of ranks that share a sequence.
@@ -82,9 +83,9 @@ class Router(nn.Module):
         return self.route(x_BTD, self.weight)
 
     def route(self, x_BTD: Tensor, weight_ED: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The experts of each token, int64 ``(N, K)``, their weights, float32 ``(N, K)``, and what the layer counts.
+        """The experts of each token, int64 ``(N, K)``, their weights, float32 ``(N, K)``, and the layer's counts.
 
-        What is counted, int64 ``(E + 1,)``, is the tokens that chose each expert, and the losses in ``LOSS_UNIT``.
+        The counts, int64 ``(E + 1,)``, are the tokens that chose each expert, then the losses in ``LOSS_UNIT``.
         """
         dtype = torch.promote_types(x_BTD.dtype, torch.float32)
         logits_NE = F.linear(x_BTD.flatten(0, 1).to(dtype), weight_ED.to(dtype))
@@ -144,7 +145,7 @@ class Experts(nn.Module):
         return self.compute(x_MD, ends_E, self.w1, self.w2, self.w3)
 
     def compute(self, x_MD: Tensor, ends_E: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
-        """Rows ``x`` by expert, of which those of expert e end before row ``ends[e]``, int32: ``(M, D)``.
+        """Apply the experts to rows ``x`` in order of experts: ``(M, D)``. Rows of expert e end before ``ends[e]``.
 
         Expert parallelism calls it with the experts that this rank has.
         """
@@ -165,12 +166,12 @@ class Dispatch(nn.Module):
         self.num_experts = num_experts
 
     def forward(self, x_ND: Tensor, ids_NK: Tensor, experts: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """What each chosen expert makes of each token, ``(N, K, D)``.
+        """The output of each chosen expert for each token, ``(N, K, D)``.
 
         Args:
             x_ND: tokens.
             ids_NK: their experts.
-            experts: takes rows by expert, of which those of expert e end before row ``ends[e]``.
+            experts: function of rows sorted by expert and of ``ends``; rows of expert e end before row ``ends[e]``.
         """
         order, place, counts_E = self.sorted(ids_NK)
         rows = experts(permute(x_ND, order, place, ids_NK.shape[1]), counts_E.cumsum(0).to(torch.int32))
@@ -185,11 +186,11 @@ class Dispatch(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """A feed-forward of which each token visits some experts, and all tokens the shared ones.
+    """A feed-forward with experts. Each token visits some routed experts and all shared experts.
 
     Attributes:
-        bias_rate: what one update moves the router's bias by, for experts with too few tokens up.
-        load: what the forward passes of a step saw, as ``Router.route`` counts it.
+        bias_rate: change of the router's bias per update; experts with too few tokens get a larger bias.
+        load: counts of the forward passes of a step, as from ``Router.route``.
     """
 
     load: Tensor
@@ -204,7 +205,7 @@ class MixtureOfExperts(nn.Module):
         self.bias_rate = 0.0
 
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
-        """``(B, T, D)``, and what the router counted, ``(E + 1,)``."""
+        """``(B, T, D)``, and the counts of the router, ``(E + 1,)``."""
         ids_NK, weights_NK, load = self.router(x_BTD)
         found_NKD = self.dispatch(x_BTD.flatten(0, 1), ids_NK, self.experts)
         y_ND = (found_NKD * weights_NK[..., None]).sum(1).to(x_BTD.dtype)  # in float32, in the order of the choice
@@ -221,7 +222,7 @@ class MixtureOfExperts(nn.Module):
 class RoutedBlock(Block):
     """A decoder layer with experts; the first layers of a model may have a dense feed-forward.
 
-    A layer with experts counts: its forward returns what it saw as well.
+    The forward of a layer with experts also returns its counts.
     """
 
     def build_feed_forward(self, config: RoutedConfig, index: int) -> nn.Module:  # type: ignore[override]
@@ -233,7 +234,7 @@ class RoutedBlock(Block):
     def forward(  # type: ignore[override]
         self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], mask: Mask | None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """``(B, T, D)``, and where there are experts what they counted."""
+        """``(B, T, D)``, and with experts also their counts."""
         h_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rope, mask)
         fed = self.feed_forward(self.ffn_norm(h_BTD))
         return (h_BTD + fed[0], fed[1]) if isinstance(fed, tuple) else h_BTD + fed
