@@ -78,7 +78,7 @@ def find(
         beat: called while bytes are read.
 
     Raises:
-        CheckpointError: there are checkpoints but none is good, or the one of ``load_step`` is missing or not good.
+        CheckpointError: there are checkpoints but none is good, or that of ``load_step`` is missing or damaged.
     """
     steps = gather(folder.steps() if rank == 0 else None)[0]
     if load_step >= 0 and load_step not in steps:

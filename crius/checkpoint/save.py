@@ -231,7 +231,7 @@ class Saver:
         try:
             removed = self._folder.prune(self._config.keep_last, self._config.keep_every)
         except Exception as error:  # the new checkpoint is complete
-            log.warning("checkpoint: old ones could not be removed (%s)", error)
+            log.warning("checkpoint: old checkpoints could not be removed (%s)", error)
         else:
             if removed:
                 log.info("checkpoint: removed step %s", ", ".join(map(str, removed)))

@@ -21,7 +21,7 @@ Parallelism, checkpoints and the planner rely on these rules. ``check_decoder`` 
 - A block, or a module in it, may define ``after_update()``. Every rank that has the module calls it after each update
   of the weights, without gradients, when its counters are already summed over all ranks. It computes the new state
   from the counters and the old state, the same on every rank. Weights are shards at that time. A step whose update is
-  skipped does not call it.
+  skipped changes no state.
 - The loss is a sum over tokens. The step divides it by the global number of tokens.
 
 B batch, T tokens, D model dim, H head dim, V vocabulary

@@ -107,7 +107,7 @@ class FeedForward:
     """Widths of a layer's feed-forward.
 
     Attributes:
-        width: hidden width that every token passes: that of a dense layer, or of all shared experts together.
+        width: hidden width for every token, of a dense layer or of all shared experts together.
         gated: with a gate (SwiGLU): three matrices; without: two.
         num_experts: routed experts; 0: the layer is dense.
         top_k: routed experts that a token visits.

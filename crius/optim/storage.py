@@ -55,7 +55,7 @@ def round_to_bfloat16(values: Tensor, bits: Tensor, field: int) -> Tensor:
     Args:
         values: float32, contiguous.
         bits: result of ``random_bits``, of the same shape.
-        field: index, 0 to 3, of the 16 of the 64 bits that are used. Tensors that share ``bits`` use different ones.
+        field: number, 0 to 3, of the group of 16 bits to use. Tensors that share ``bits`` use different groups.
     """
     noise = (bits >> NOISE_BITS * field).bitwise_and_((1 << NOISE_BITS) - 1).to(torch.int32)
     # as integers of a sign-and-magnitude format: a carry out of the dropped bits rounds away from zero

@@ -55,7 +55,7 @@ def init_rules(model: ModelDescription) -> list[tuple[str, Init]]:
     """Name patterns of parameters and buffers, each with its initialisation. The first pattern that fits counts.
 
     Matrices start with std 0.02. Matrices that write to the residual stream start smaller, by ``sqrt(2 * num_layers)``
-    (GPT-2, section 2.3). The output layer and a tied embedding start with std ``D ** -0.5``. Of adapters, A is uniform
+    (GPT-2, section 2.3). The output layer and a tied embedding start with std ``D ** -0.5``. In adapters, A is uniform
     within ``in ** -0.5``, as PEFT's ``kaiming_uniform_(a=sqrt(5))``, and B is 0, so that they add nothing at first.
     """
     ends = Normal(model.dim**-0.5)

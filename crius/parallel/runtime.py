@@ -290,7 +290,7 @@ def _no_meeting(error: RuntimeError, interface: str) -> EnvironmentError | None:
 
 @contextmanager
 def fake_world(rank: int, size: int) -> Iterator[World]:
-    """A process group of ``size`` ranks of which only this ``rank`` exists; collectives do nothing."""
+    """A process group of ``size`` ranks. Only this one, ``rank``, exists; collectives do nothing."""
     dist.init_process_group(_NO_PEERS, rank=rank, world_size=size, store=FakeStore())
     try:
         yield World(rank, size, torch.device("cpu"))

@@ -1,6 +1,6 @@
 """Low-precision linear layers on torchao's matmuls. Import it inside ``crius.quantize.convert.usable_torchao``.
 
-Scales are those of the tensors that a rank multiplies: of its own tokens, and of its part of a weight.
+Scales come from the tensors that a rank multiplies: its own tokens, and its part of a weight.
 """
 
 import functools
@@ -87,7 +87,7 @@ class Float8Linear(_Padded):
         """The whole sequence, gathered after it is rounded for ``multiply``: fewer bytes are sent, the numbers are
         equal.
 
-        The scale is that of the whole sequence: a maximum over the ranks.
+        The scale comes from the whole sequence, by a maximum over the ranks.
 
         Args:
             x: this rank's part of the sequence, ``(B, T / ranks, in)``.
@@ -113,8 +113,8 @@ class Float8Linear(_Padded):
 class _GatherFloat8(torch.autograd.Function):
     """Gathers a float8 sequence, as bytes where Gloo does it. The gradient is scattered in high precision.
 
-    The code between the gather and the result is that of ``torch.distributed``, a concatenation of bytes, since the
-    micro-pipeline pass of async tensor parallelism matches it.
+    Between the gather and the result is a concatenation of bytes, as in ``torch.distributed``, since the micro-pipeline
+    pass of async tensor parallelism matches this code.
     """
 
     @staticmethod

@@ -70,7 +70,7 @@ def change_tensors(folder, change):
 
 SETTINGS = {
     "weights as they are": ({"norm_topk_prob": False}, "norm_topk_prob false is not supported, only true is"),
-    "transformers' default": ({"norm_topk_prob": ...}, "it has no norm_topk_prob; only norm_topk_prob true is supported"),
+    "transformers' default": ({"norm_topk_prob": ...}, "it has no norm_topk_prob; only norm_topk_prob true is"),
     "every other layer": ({"decoder_sparse_step": 2}, "decoder_sparse_step 2 is not supported, only 1 is"),
     "a dense layer": ({"mlp_only_layers": [1]}, "mlp_only_layers [1] is not supported, only [] is"),
     "two numbers": ({"num_experts": 6, "num_local_experts": 5}, "num_experts 6 and num_local_experts 5 mean the same"),

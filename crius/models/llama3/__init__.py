@@ -66,7 +66,7 @@ HF = HuggingFace(
 
 
 def plan(config: Llama3Config) -> ShardingPlan:
-    """The sharding plan: that of the plain decoder."""
+    """The plan of the plain decoder."""
     return decoder_plan(tied_embeddings=config.tied_embeddings)
 
 

@@ -63,7 +63,7 @@ HF = HuggingFace(
 
 
 def plan(config: MixtralConfig) -> ShardingPlan:
-    """The sharding plan: that of a decoder with experts."""
+    """The plan of a decoder with experts."""
     return decoder_plan(tied_embeddings=config.tied_embeddings, dense_layers=range(config.num_dense_layers))
 
 
