@@ -249,7 +249,7 @@ def _take(content: Mapping[str, Any], family: HuggingFace, settings: dict[str, A
         both = [key for key in (name, other) if key and key in content]
         key = both[0] if both else name
         if len(both) == 2 and content[name] != content[other]:
-            yield f"{name} {_shown(content[name])} and {other} {_shown(content[other])} mean the same, but differ"
+            yield f"{name} {_shown(content[name])} and {other} {_shown(content[other])} are the same, and differ"
             continue
         value = known.get(key, content.get(key))
         if value is None and has_default:

@@ -23,7 +23,7 @@ from crius.models.decoder import Block
 from crius.models.layers import FeedForward
 
 LOSS_UNIT = 2.0**-32
-"""Unit of the last number of a load: a balance loss in fixed point, whose sum does not depend on the order."""
+"""What 1 stands for in the last number of a load: a balance loss in fixed point, whose sum has no order."""
 
 
 class SequenceCounts(nn.Module):
@@ -154,31 +154,31 @@ class Experts(nn.Module):
 
 
 def inverse(order: Tensor) -> Tensor:
-    """The inverse of a permutation."""
+    """Where each entry of a permutation is."""
     return torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
 
 
 class Dispatch(nn.Module):
-    """Brings tokens to their experts and back. A separate module, so that a layout can replace it."""
+    """Brings tokens to their experts and back. A module of its own, so that another can take its place."""
 
     def __init__(self, num_experts: int) -> None:
         super().__init__()
         self.num_experts = num_experts
 
     def forward(self, x_ND: Tensor, ids_NK: Tensor, experts: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """The output of each chosen expert for each token, ``(N, K, D)``.
+        """What each chosen expert makes of each token, ``(N, K, D)``.
 
         Args:
             x_ND: tokens.
             ids_NK: their experts.
-            experts: function of rows sorted by expert and of ``ends``; rows of expert e end before row ``ends[e]``.
+            experts: takes rows by expert, of which those of expert e end before row ``ends[e]``.
         """
         order, place, counts_E = self.sorted(ids_NK)
         rows = experts(permute(x_ND, order, place, ids_NK.shape[1]), counts_E.cumsum(0).to(torch.int32))
         return permute(rows, place, order).view(*ids_NK.shape, -1)
 
     def sorted(self, ids_NK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Sort the choices of all tokens by expert, then by token: their order, its inverse, and counts per expert."""
+        """The choices of all tokens, by expert, then by token: their order, where each went, and how many each has."""
         chosen = ids_NK.flatten()
         order = chosen.argsort(stable=True)
         counts_E = chosen.new_zeros(self.num_experts).scatter_add_(0, chosen, torch.ones_like(chosen))
@@ -186,7 +186,7 @@ class Dispatch(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """A feed-forward with experts. Each token visits some routed experts and all shared experts.
+    """A feed-forward of which each token visits some experts, and all tokens the shared ones.
 
     Attributes:
         bias_rate: change of the router's bias per update; experts with too few tokens get a larger bias.
@@ -205,7 +205,7 @@ class MixtureOfExperts(nn.Module):
         self.bias_rate = 0.0
 
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
-        """``(B, T, D)``, and the counts of the router, ``(E + 1,)``."""
+        """``(B, T, D)``, and what the router counted, ``(E + 1,)``."""
         ids_NK, weights_NK, load = self.router(x_BTD)
         found_NKD = self.dispatch(x_BTD.flatten(0, 1), ids_NK, self.experts)
         y_ND = (found_NKD * weights_NK[..., None]).sum(1).to(x_BTD.dtype)  # in float32, in the order of the choice

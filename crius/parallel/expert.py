@@ -38,14 +38,14 @@ def read_splits(splits: Tensor, rows: int) -> list[list[int]]:
 
 
 class AllToAllDispatch(Dispatch):
-    """Sends rows to the rank that has their expert, and the results back to the token's rank.
+    """Rows go to the rank that has their expert, and come back to the token's.
 
     Args:
-        num_experts: experts of the layer.
-        mesh: ranks that share the experts, one axis.
+        num_experts: of the layer.
+        mesh: the ranks that share them, one axis.
 
     Attributes:
-        read_splits: the function above, which a dry run replaces.
+        read_splits: the function, which a dry run replaces.
     """
 
     read_splits: Callable[[Tensor, int], list[list[int]]] = staticmethod(read_splits)
@@ -55,13 +55,13 @@ class AllToAllDispatch(Dispatch):
         self.mesh, self.ranks = mesh, mesh.size()
 
     def forward(self, x_ND: Tensor, ids_NK: Tensor, experts: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """See ``Dispatch``; ``experts`` computes the experts of this rank."""
+        """See ``Dispatch``; ``experts`` are those of this rank."""
         order, place, counts_E = self.sorted(ids_NK)
         sent_SE = counts_E.view(self.ranks, -1)
         received_SE = all_to_all(sent_SE, self.mesh)
         to, of = self.read_splits(torch.stack((sent_SE.sum(1), received_SE.sum(1))), ids_NK.numel())
         rows_MD = all_to_all_rows(permute(x_ND, order, place, ids_NK.shape[1]), to, of, self.mesh)
-        # received rows are in order of source, expert, token; experts take them in order of expert, source, token
+        # as they come: by source, expert, token; as experts take them: by expert, source, token
         expert_M = torch.arange(received_SE.shape[1], device=ids_NK.device).repeat(self.ranks)
         expert_M = expert_M.repeat_interleave(received_SE.flatten(), output_size=rows_MD.shape[0])
         own_order = expert_M.argsort(stable=True)
@@ -121,7 +121,7 @@ def apply_expert_parallel(model: nn.Module, plan: ShardingPlan, mesh: Mesh) -> l
                 setattr(module, key, nn.Parameter(part))
             module.forward = MethodType(_own_experts, module)
     each = layers[0].dispatch.num_experts // mesh.ep.size() if layers else 0
-    return [f"expert parallel: {mesh.ep.size()} ranks, {each} experts of each of {len(layers)} layers per rank"]
+    return [f"expert parallel: {mesh.ep.size()} ranks, {each} experts of each of {len(layers)} layers on a rank"]
 
 
 def experts_of(model: nn.Module, plan: ShardingPlan) -> set[Any]:

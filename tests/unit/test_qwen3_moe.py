@@ -73,7 +73,7 @@ SETTINGS = {
     "transformers' default": ({"norm_topk_prob": ...}, "it has no norm_topk_prob; only norm_topk_prob true is"),
     "every other layer": ({"decoder_sparse_step": 2}, "decoder_sparse_step 2 is not supported, only 1 is"),
     "a dense layer": ({"mlp_only_layers": [1]}, "mlp_only_layers [1] is not supported, only [] is"),
-    "two numbers": ({"num_experts": 6, "num_local_experts": 5}, "num_experts 6 and num_local_experts 5 mean the same"),
+    "two numbers": ({"num_experts": 6, "num_local_experts": 5}, "num_experts 6 and num_local_experts 5 are the same"),
     "no number": ({"num_local_experts": "6"}, 'num_local_experts is "6", not a whole number above 0'),
     "windows": ({"use_sliding_window": True}, "use_sliding_window true is not supported"),
     "an fp8 model": ({"quantization_config": {"quant_method": "fp8"}}, 'quantised by "fp8" are not read'),
