@@ -147,7 +147,7 @@ class Experts(nn.Module):
     def compute(self, x_MD: Tensor, ends_E: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
         """Apply the experts to rows ``x`` in order of experts: ``(M, D)``. Rows of expert e end before ``ends[e]``.
 
-        Expert parallelism calls it with the experts that this rank has.
+        ``ends`` is int32. Expert parallelism calls this with the experts that this rank has.
         """
         hidden_MF = swiglu(grouped_linear(x_MD, w1, ends_E), grouped_linear(x_MD, w3, ends_E))
         return grouped_linear(hidden_MF, w2, ends_E)
