@@ -113,7 +113,7 @@ TENSORS = {
     ),
     "of several dtypes": (
         put(EXPERT.format(3), torch.ones(48, 64).bfloat16()),
-        f"{EXPERT} is of BF16, model.layers.0.mlp.experts.5.gate_proj.weight is of F32",
+        f"{EXPERT} has dtype BF16, model.layers.0.mlp.experts.5.gate_proj.weight has dtype F32",
     ),
 }
 
