@@ -172,7 +172,7 @@ def _token_file(data: DataConfig, config: TokenizerConfig, tok: Tokenizer, vocab
                 f"{file.folder} was written with tokenizer {file.meta.tokenizer_name}, but the run has {tok.name}"
                 + (" with other content." if file.meta.tokenizer_name == tok.name else "."),
                 where="--tokenizer.path",
-                why="the model would be trained on other ids than the text has with this tokenizer",
+                why="the folder has the ids of that tokenizer, and the same text has other ids with this one",
                 fix=f"--tokenizer.path {file.meta.tokenizer_name} as it was then, or prepare the folder again",
             )
     file.check_vocab(vocab_size)

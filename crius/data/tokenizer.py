@@ -89,7 +89,7 @@ class Tokenizer(ABC):
             f"tokenizer {self.name} does not report the places of its tokens in a text.",
             where="--tokenizer.path",
             why="the mask of a conversation needs them",
-            fix="a tokenizer.json",
+            fix="use a tokenizer.json",
         )
 
     def special_ids(self, names: Iterable[str]) -> set[int]:

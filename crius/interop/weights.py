@@ -113,7 +113,7 @@ def open_weights(path: str, where: str = "command line", depth: int = 0) -> Weig
     if not is_ours and (place / CONFIG).exists():
         return _of_hugging_face(place, where)
     if not is_ours and place.suffix == ".gguf":
-        raise ConfigError(f"{path} is GGUF.", where=where, fix=f"crius import {path} DIR, and give DIR")
+        raise ConfigError(f"{path} is GGUF.", where=where, fix=f"crius import {path} DIR, then give DIR")
     return _of_checkpoint(path if "://" in path else str(place), where, depth)
 
 

@@ -127,8 +127,8 @@ def cached(model: Decoder, capacity: int, first_B: Tensor | None = None, unit: i
     if len(owners) != len(model.layers):
         raise PlanError(
             f"{len(owners)} of {len(model.layers)} layers have a crius.models.layers.CausalAttention.",
-            why="generation keeps keys and values in its place",
-            fix="build the block's attention on it: docs/adding_a_model.md",
+            why="generation replaces this module by one that keeps keys and values",
+            fix="use this module in the block's attention: docs/adding_a_model.md",
         )
     try:
         for owner, name, _ in owners:

@@ -84,7 +84,7 @@ def match(pattern: str, name: str) -> bool:
 def _matches(pattern: str, names: list[str]) -> list[str]:
     matching = [name for name in names if match(pattern, name)]
     if not matching:
-        raise PlanError(f"the sharding plan's row {pattern!r} matches no module of the model.", fix="fix the pattern")
+        raise PlanError(f"the sharding plan's row {pattern!r} matches no module of the model.", fix="correct the row")
     return matching
 
 

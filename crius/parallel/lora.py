@@ -49,7 +49,7 @@ def apply_lora(model: nn.Module, facts: ModelDescription, lora: LoraConfig, dtyp
         linear = modules[name]
         if not hasattr(linear, "multiply"):
             raise PlanError(
-                f"{name} is a {type(linear).__name__}, which cannot have an adapter.", fix="--lora.targets without it"
+                f"{name} is a {type(linear).__name__}, which takes no adapter.", fix="leave it out of --lora.targets"
             )
         add_adapter(linear, facts.adapted.rank, lora.scale, dtype)
     weights = [weight for weight in facts.adapters if weight.name.rpartition(".")[0] in there]

@@ -72,7 +72,7 @@ def convert(
         if name not in known or known[name].shape != tuple(linear.weight.shape) or linear.bias is not None:
             raise PlanError(
                 f"linear layer {name} of shape {tuple(linear.weight.shape)} is not in linears() of the model's config.",
-                fix="name it there, with its shape; low precision takes layers without a bias",
+                fix="add it there with its shape; low precision only supports layers without a bias",
             )
     chosen = {name: linear for name, linear in linears.items() if known[name].is_converted}
     if not chosen:
