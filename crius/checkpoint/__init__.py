@@ -1,1 +1,1 @@
-"""Checkpoints: the format on disk, and saving into and loading from it."""
+"""Checkpoints: the format on disk, saving and loading."""

@@ -1,4 +1,4 @@
-"""One hash of what a checkpoint says about the model, whatever layout wrote it. No torch."""
+"""One hash of a checkpoint's tensors, independent of the layout that saved it. No torch."""
 
 import json
 
@@ -10,20 +10,20 @@ from crius.checkpoint.manifest import Hasher, Manifest, TensorEntry
 from crius.checkpoint.pieces import as_array, stored
 
 OF_LAYOUT = ("rng.", "_scale.")
-"""Parts of names of tensors that belong to ranks and not to the model."""
+"""Parts of names of tensors that belong to ranks, not to the model."""
 
 
 def contents_hash(disk: Disk, folder: str, manifest: Manifest, prefix: str = "") -> str:
-    """128-bit xxh3 over the names, dtypes, shapes and numbers of all tensors, each put together to a whole.
+    """128-bit xxh3 over the names, dtypes, shapes and numbers of all tensors, each assembled to a whole.
 
-    Weights and optimizer state are in it; what belongs to single ranks, such as random streams, is not. One tensor at a
+    Weights and optimizer state are included. Tensors of single ranks, such as random streams, are not. One tensor at a
     time is in memory.
 
     Args:
         disk: folder of checkpoints.
-        folder: of the checkpoint.
-        manifest: of it.
-        prefix: only tensors whose names start so, such as ``model.``.
+        folder: folder of the checkpoint.
+        manifest: manifest of the checkpoint.
+        prefix: only tensors whose names have this prefix, such as ``model.``.
     """
     hasher = Hasher()
     for name, entry in sorted(manifest.tensors.items()):
@@ -34,6 +34,6 @@ def contents_hash(disk: Disk, folder: str, manifest: Manifest, prefix: str = "")
 
 
 def whole_tensor(disk: Disk, folder: str, entry: TensorEntry) -> npt.NDArray[np.uint8]:
-    """The bytes of a tensor, put together: uint8 ``(*shape, bytes of a number)``."""
+    """The bytes of a whole tensor: uint8 ``(*shape, bytes of a number)``."""
     source = stored(disk, folder, {"a tensor": entry})["a tensor"]
     return as_array(source.read(), entry.shape, entry.dtype)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-# a FIFO that is put in a file's place must not hold up whoever opens it
+# a file may be replaced by a FIFO, on which open would block without O_NONBLOCK
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -39,16 +39,16 @@ class Sink:
 
 
 class LocalDisk:
-    """One folder of checkpoints.
+    """A folder of checkpoints on a local file system.
 
-    ``folder`` is the name of a folder in it, ``path`` is ``folder/file``; both are made of plain names
-    (``crius.checkpoint.names.check_name``), and no symbolic link below the folder of checkpoints is followed: every
-    name is resolved from the open folder, never as a path. Everything raises CheckpointError where the disk or the
-    name does not allow it.
+    ``folder`` is the name of a folder in it, ``path`` is ``folder/file``. Both consist of plain names
+    (``crius.checkpoint.names.check_name``). No symbolic link below the folder of checkpoints is followed: every name is
+    resolved from the open folder, never as a path. Every method raises CheckpointError if the disk fails or the name is
+    not allowed.
 
     Attributes:
-        where: the folder of checkpoints, for messages: without user, password and query of a URL.
-        is_local: whether a checkpoint is committed by one rename; else by its manifest, which is written last.
+        where: the folder of checkpoints, for messages; a URL is shown without user, password and query.
+        is_local: whether a rename commits a checkpoint; else its manifest commits it, which is written last.
     """
 
     is_local = True
@@ -58,29 +58,29 @@ class LocalDisk:
         self._root = Path(folder)
 
     def stage(self, step: int, attempt: str) -> str:
-        """The folder that a save of ``step`` writes into."""
+        """The name of the folder that a save of ``step`` writes into."""
         return check_name(f"{step_name(step)}.tmp-{attempt}", self.where)
 
     def file_name(self, stem: str, attempt: str) -> str:
-        """``stem``, with the attempt in it where the files of several attempts lie in one folder. No extension."""
+        """``stem`` without extension; on disks where several attempts share a folder, with the attempt in the name."""
         return stem
 
     def prepare(self, folder: str) -> None:
-        """Make the folder, if it is not there."""
+        """Create the folder if it does not exist."""
         name = check_name(folder, self.where)
-        with self._said("cannot be made", folder):
+        with self._said("cannot be created", folder):
             if not self._root.is_dir():
                 self._root.mkdir(parents=True, exist_ok=True)
                 with _descriptor(os.open(self._root.absolute().parent, _FOLDER_FLAGS)) as parent:
                     _sync(parent)
             with self._open_root() as root, suppress(FileExistsError):
                 os.mkdir(name, dir_fd=root)
-            with self._open_folder(name):  # what was there might be a file or a link
+            with self._open_folder(name):  # an entry that existed may be a file or a link, which fails here
                 pass
 
     @contextmanager
     def create(self, path: str) -> Iterator[Sink]:
-        """Write a new file. Leaving the context makes it durable; an exception removes it again."""
+        """Write a new file. Leaving the context makes it durable; an exception removes it."""
         folder, name = self._parts(path)
         with self._said("cannot be written", path), self._open_folder(folder) as parent:
             descriptor = os.open(name, _CREATE_FLAGS, 0o666, dir_fd=parent)
@@ -88,7 +88,7 @@ class LocalDisk:
                 try:
                     yield Sink(descriptor)
                     os.fsync(descriptor)
-                    if hasattr(os, "posix_fadvise"):  # whoever verifies the file is to read the disk, not memory
+                    if hasattr(os, "posix_fadvise"):  # verification should read the disk, not the page cache
                         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
                 finally:
                     os.close(descriptor)
@@ -98,7 +98,7 @@ class LocalDisk:
                 raise
 
     def read(self, path: str, begin: int = 0, end: int | None = None) -> bytes:
-        """The bytes from ``begin`` up to ``end`` (None: the end of the file); fewer are an error."""
+        """The bytes from ``begin`` to ``end`` (None: the end of the file). Fewer bytes are an error."""
         with self._said("cannot be read", path), self.open(path) as file:
             size = os.fstat(file.fileno()).st_size
             stop = size if end is None else end
@@ -111,25 +111,25 @@ class LocalDisk:
         return data
 
     def open(self, path: str) -> BinaryIO:
-        """The file, to read from its start or to seek in."""
+        """Open the file for reading and seeking."""
         folder, name = self._parts(path)
         with self._said("cannot be opened", path), self._open_folder(folder) as parent:
             descriptor = os.open(name, _READ_FLAGS, dir_fd=parent)
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 os.close(descriptor)
-                raise CheckpointError(f"{path} is no plain file.", where=self.where)
+                raise CheckpointError(f"{path} is not a regular file.", where=self.where)
             return os.fdopen(descriptor, "rb")
 
     def size(self, path: str) -> int:
-        """Bytes of a file."""
+        """Size of a file in bytes."""
         return self._status(path).st_size
 
     def age_seconds(self, path: str) -> float | None:
-        """Seconds since a file was written; None where that is not known."""
+        """Seconds since a file was written; None if unknown."""
         return time.time() - self._status(path).st_mtime
 
     def files(self, folder: str) -> list[str]:
-        """Names of all that is in a folder, links and folders too, sorted; none where there is no such folder."""
+        """Names of all entries of a folder, including links and folders, sorted; empty if the folder does not exist."""
         name = check_name(folder, self.where)
         with self._said("cannot be listed", folder):
             try:
@@ -139,32 +139,32 @@ class LocalDisk:
                 return []
 
     def folders(self) -> list[str]:
-        """Names of the folders in the folder of checkpoints, sorted; links are none."""
+        """Names of the folders in the folder of checkpoints, sorted; links are left out."""
         return sorted(name for name, is_folder in self._entries() if is_folder)
 
     def committed(self) -> list[int]:
-        """Steps of the checkpoints that are committed, ascending, whether they are whole or not.
+        """Steps of the committed checkpoints, ascending, intact or not.
 
-        On a local disk the name is the commit: whatever has the name of a checkpoint counts, also a link, a file or a
-        folder that lost its manifest. Elsewhere a folder without a manifest is a save that never ended.
+        On a local disk the name is the commit: every entry with the name of a checkpoint counts, even a link, a file or
+        a folder that lost its manifest. On other disks a folder without a manifest is an unfinished save.
         """
         return sorted(step for name, _ in self._entries() if (step := parse_step(name)) is not None)
 
     def commit(self, folder: str, step: int) -> None:
-        """Make what a save wrote the checkpoint of ``step``, in place of one that there is."""
+        """Turn the written folder into the checkpoint of ``step``. An existing checkpoint of the step is replaced."""
         name = step_name(step)
         with self._said("cannot be committed", folder):
             with self._open_folder(check_name(folder, self.where)) as opened:
                 _sync(opened)
             with self._open_root() as root:
                 if name in os.listdir(root):
-                    # a kill between the two renames leaves the folder to put_back
+                    # after a kill between the two renames, put_back restores the folder
                     self._rename(root, name, f"{name}.replaced-{_tag()}")
                 self._rename(root, folder, name)
                 _sync(root)
 
     def set_aside(self, folder: str) -> str:
-        """Keep a checkpoint, or what a save replaced, under a name that is none of a checkpoint; returns that name."""
+        """Keep a checkpoint, or one that a save replaced, under a name that is not loaded. Returns that name."""
         found = parse_folder(folder)
         if not found:
             raise CheckpointError(f"{folder} is not a checkpoint and cannot be set aside.", where=self.where)
@@ -173,16 +173,16 @@ class LocalDisk:
         return kept
 
     def put_back(self, name: str) -> None:
-        """Make what ``set_aside`` named, or what a save was to replace when it was killed, the checkpoint again."""
+        """Make ``name`` the checkpoint again: a name from ``set_aside``, or one that a killed save was replacing."""
         found = parse_folder(name)
         if not found or found.step in self.committed():
-            raise CheckpointError(f"{name} cannot be put back: its place is taken.", where=self.where)
+            raise CheckpointError(f"{name} cannot be put back: there is a checkpoint of this step.", where=self.where)
         self._move(name, step_name(found.step))
 
     def sweep(self, folder: str, attempt: str = "") -> list[str]:
-        """Remove what is left of saves that failed; returns what was removed.
+        """Remove files of failed saves. Returns the removed names.
 
-        Nothing that a manifest of a committed or set aside checkpoint names goes, and nothing of ``attempt``.
+        Files that a manifest of a committed or set-aside checkpoint names are kept, and all files of ``attempt``.
         """
         found = parse_folder(folder)
         if not found or found.kind != "tmp" or found.tag == attempt:
@@ -191,9 +191,9 @@ class LocalDisk:
         return [folder]
 
     def remove(self, folder: str) -> None:
-        """Remove a folder, but nothing that was set aside. Killed at any moment, it leaves a whole checkpoint or none.
+        """Remove a folder that was not set aside. A kill at any moment leaves either a whole checkpoint or none.
 
-        It is not for what a failed save left: see ``sweep``.
+        For files of a failed save, see ``sweep``.
         """
         found, name = parse_folder(folder), check_name(folder, self.where)
         if found and found.kind != "tmp":
@@ -203,11 +203,11 @@ class LocalDisk:
             shutil.rmtree(name, dir_fd=root)
 
     def free_bytes(self) -> int | None:
-        """Bytes that can still be written; None where that is not known."""
+        """Free bytes on the disk; None if unknown."""
         place = self._root.absolute()
         while not place.exists():
             place = place.parent
-        with self._said("does not say how much is free", ""):
+        with self._said("does not report its free space", ""):
             found = os.statvfs(place)
         return found.f_bavail * found.f_frsize
 
@@ -216,7 +216,7 @@ class LocalDisk:
         return check_name(folder, self.where), check_name(name, f"{self.where}/{folder}")
 
     def _entries(self) -> list[tuple[str, bool]]:
-        """Names of all that is in the folder of checkpoints, and whether it is a folder; a link is none."""
+        """Names of all entries of the folder of checkpoints, and whether each is a folder; a link is not."""
         with self._said("cannot be listed", ""):
             try:
                 with os.scandir(self._root) as entries:
@@ -250,7 +250,7 @@ class LocalDisk:
 
     @contextmanager
     def _said(self, what: str, path: str) -> Iterator[None]:
-        """Turn an OSError into an error that says what could not be done where."""
+        """Turn an OSError into an error with the path and the failed operation."""
         try:
             yield
         except OSError as error:
@@ -274,7 +274,7 @@ def _sync(folder: int) -> None:
     try:
         os.fsync(folder)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # some network file systems cannot sync folders: they have no need to
+        if error.errno != errno.EINVAL:  # some network file systems cannot sync folders, and need not
             raise
 
 
@@ -283,15 +283,15 @@ def _tag() -> str:
 
 
 Disk: TypeAlias = "LocalDisk | FsspecDisk"
-"""A folder of checkpoints, wherever it is; see ``LocalDisk``."""
+"""A folder of checkpoints on any file system; see ``LocalDisk``."""
 
 
 def open_disk(folder: str) -> Disk:
-    """The folder of checkpoints at a path or an fsspec URL such as ``s3://bucket/run``; it need not exist.
+    """The folder of checkpoints at a path or an fsspec URL such as ``s3://bucket/run``. It need not exist.
 
     Raises:
-        EnvironmentError: the package for such URLs is not installed.
-        ConfigError: there is no such kind of URL.
+        EnvironmentError: the package for this kind of URL is not installed.
+        ConfigError: the kind of URL is unknown.
     """
     if not _URL.match(folder):
         return LocalDisk(folder)

@@ -1,4 +1,4 @@
-"""How a checkpoint lies on disk: shards of tensors, and small files beside them. Torch-free."""
+"""Writes the files of a checkpoint: shards of tensors, the state and the manifest. Torch-free."""
 
 import dataclasses
 import json
@@ -22,10 +22,10 @@ class Part:
     """A tensor of a safetensors file.
 
     Attributes:
-        key: its name in the file.
-        dtype: as safetensors names it: F32, BF16, ...
-        shape: its dims.
-        data: gives its bytes, in C order, little endian, when they are to be written.
+        key: name in the file.
+        dtype: name of the dtype in safetensors: F32, BF16, ...
+        shape: shape of the tensor.
+        data: function that returns the bytes, in C order, little endian. It is called when they are written.
     """
 
     key: str
@@ -35,26 +35,26 @@ class Part:
 
     @property
     def num_bytes(self) -> int:
-        """What it takes in the file."""
+        """Bytes in the file."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 def write_shard(
     disk: Disk, path: str, parts: Sequence[Part], beat: Callable[[], None]
 ) -> tuple[FileEntry, list[tuple[int, int, str]]]:
-    """Write ``parts`` into a new safetensors file, a block at a time.
+    """Write ``parts`` into a new safetensors file, one block at a time.
 
     Args:
         disk: folder of checkpoints.
-        path: of the file.
-        parts: in any order; the largest dtypes are written first, so that all are aligned.
+        path: path of the file.
+        parts: tensors in any order. The largest dtypes are written first, so that all are aligned.
         beat: called after each block.
 
     Returns:
-        The file's size and hash; for each of ``parts``, where it begins and ends in the file, and its hash.
+        The file's size and hash; and for each of ``parts``, its first byte, its end in the file and its hash.
 
     Raises:
-        CheckpointError: the disk does not take it, two parts have one name, or a part gives other than its bytes.
+        CheckpointError: writing fails, two parts have the same name, or a part returns another number of bytes.
     """
     order = sorted(range(len(parts)), key=lambda index: -ITEM_BYTES[parts[index].dtype])
     head = _header([parts[index] for index in order])
@@ -71,10 +71,10 @@ def write_shard(
 
 
 def _write_part(part: Part, sink: Sink, whole: Any, beat: Callable[[], None]) -> str:
-    """Write a tensor and return its hash; its bytes are let go before those of the next one are there."""
+    """Write a tensor and return its hash. Its bytes are freed before the next tensor's bytes are made."""
     data = part.data()
     if data.nbytes != part.num_bytes:
-        raise CheckpointError(f"{part.key} has {data.nbytes:,} bytes, {part.num_bytes:,} were announced.")
+        raise CheckpointError(f"{part.key} has {data.nbytes:,} bytes instead of {part.num_bytes:,}.")
     view = data.cast("B") if data.nbytes else memoryview(b"")
     own = Hasher()
     for begin in range(0, view.nbytes, BLOCK_BYTES):
@@ -87,12 +87,12 @@ def _write_part(part: Part, sink: Sink, whole: Any, beat: Callable[[], None]) ->
 
 
 def _header(parts: Sequence[Part]) -> bytes:
-    """Length and JSON of what follows: https://github.com/huggingface/safetensors#format."""
+    """Length and JSON of the header: https://github.com/huggingface/safetensors#format."""
     record: dict[str, object] = {METADATA: {"format": "pt"}}
     begin = 0
     for part in parts:
         if part.key in record:
-            raise CheckpointError(f"two parts of a file are called {part.key}.")
+            raise CheckpointError(f"two tensors of a file have the name {part.key}.")
         record[part.key] = {
             "dtype": part.dtype,
             "shape": part.shape,
@@ -107,20 +107,20 @@ def _header(parts: Sequence[Part]) -> bytes:
 def commit(
     disk: Disk, folder: str, attempt: str, manifest: Manifest, state: dict[str, Any], *, verify: bool = True
 ) -> None:
-    """Write state and manifest of a checkpoint whose shards are written, and make it the checkpoint of its step.
+    """Write state and manifest of a checkpoint whose shards are written, and commit it.
 
     Args:
         disk: folder of checkpoints.
-        folder: that the save writes into.
+        folder: folder that the save writes into.
         attempt: see ``LocalDisk.file_name``.
-        manifest: without the file of the state.
-        state: what is no tensor.
-        verify: read each file again. A manifest that is not what was written does not stay: where it is the commit,
-            the checkpoint would count.
+        manifest: manifest without the file of the state.
+        state: everything that is not a tensor.
+        verify: read each file again. A manifest that is read back wrong is removed: on disks where the manifest is the
+            commit, the checkpoint would count.
 
     Raises:
-        OSError: the disk does not take it.
-        CheckpointError: a shard is not in the folder, or a file was not read back as it was written.
+        OSError: writing fails.
+        CheckpointError: a shard is not in the folder, or a file was read back with other bytes.
     """
     name = f"{disk.file_name('state', attempt)}.json"
     entry = _write_small(disk, folder, name, encode_state(state, manifest.step))
@@ -129,8 +129,8 @@ def commit(
     files = {name: entry, **manifest.files}
     if missing := sorted(files.keys() - set(disk.files(folder))):
         raise CheckpointError(
-            f"{disk.where}/{folder} has no {', '.join(missing[:3])}, which another rank has written: "
-            "the folder of checkpoints has to be one that all ranks share."
+            f"{disk.where}/{folder} lacks {', '.join(missing[:3])}, which another rank has written: "
+            "all ranks must share the folder of checkpoints."
         )
     entry = _write_small(disk, folder, MANIFEST, dataclasses.replace(manifest, files=files).encode())
     if verify:
@@ -151,19 +151,19 @@ def _write_small(disk: Disk, folder: str, name: str, data: bytes) -> FileEntry:
 def check_written(
     disk: Disk, folder: str, name: str, entry: FileEntry, beat: Callable[[], None] = lambda: None
 ) -> None:
-    """Read a file again that was just written.
+    """Read a file that was just written, and compare it.
 
     Args:
         disk, folder, name: the file.
-        entry: what was written.
+        entry: size and hash of the written bytes.
         beat: called after each block that was read.
 
     Raises:
-        CheckpointError: it is not what was written.
+        CheckpointError: the file differs from the written bytes.
     """
     for damage in damages_of_file(disk, f"{folder}/{name}", entry, [], beat):
         raise CheckpointError(
-            f"{disk.where}/{folder}/{name} was not read back as it was written: {damage.what}.",
-            why="memory, disk or the way to it changes bits",
+            f"{disk.where}/{folder}/{name} differs from the bytes that were written: {damage.what}.",
+            why="memory, disk or the connection to it changes bits",
             fix="check the machine: its log, its memory, its disk",
         )

@@ -1,4 +1,4 @@
-"""A folder of checkpoints: which are there, whether each is whole, and which may go. Torch-free."""
+"""A folder of checkpoints: lists them, checks that each is intact, and removes old ones. Torch-free."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -13,13 +13,13 @@ from crius.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Damage:
-    """Something that is not as it was written.
+    """A difference from the bytes that were written.
 
     Attributes:
-        file: its name.
-        tensor: whose bytes are wrong; ``header`` or ``gaps`` for bytes of a file that belong to none; empty where it is
-            the file as a whole.
-        what: is wrong, with the numbers.
+        file: name of the file.
+        tensor: tensor whose bytes are wrong; ``header`` or ``gaps`` for bytes outside of tensors; empty: the whole
+            file.
+        what: description of the damage, with numbers.
     """
 
     file: str
@@ -31,7 +31,7 @@ class Damage:
 
 
 class _Span(NamedTuple):
-    """Bytes of a file that have a hash of their own."""
+    """Bytes of a file with their own hash."""
 
     begin: int
     end: int
@@ -40,35 +40,35 @@ class _Span(NamedTuple):
 
 
 def read_manifest(disk: Disk, folder: str) -> Manifest:
-    """The manifest of a checkpoint; ``folder`` may also be of one that was set aside.
+    """Read the manifest of a checkpoint, which may be set aside.
 
     Args:
         disk: folder of checkpoints.
-        folder: the name of a folder, or the path of a manifest that ``set_aside`` gave.
+        folder: name of a folder, or path of a manifest from ``set_aside``.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or it is that of another step.
+        CheckpointError: the manifest is missing, damaged, or belongs to another step.
     """
     name, _, file = folder.partition("/")
     path = f"{name}/{file or MANIFEST}"
     where = f"{disk.where}/{path}"
     if path.rpartition("/")[2] not in disk.files(name):
         raise CheckpointError(
-            f"there is no {where}.",
-            why="the manifest was lost, for a save gives this name only to a checkpoint with a manifest"
+            f"{where} does not exist.",
+            why="the manifest was lost: a save gives this name only to a checkpoint with a manifest"
             if disk.is_local
-            else "a checkpoint without a manifest was never finished, or was removed in part",
+            else "a checkpoint without a manifest was not finished, or was removed in part",
             fix="resume from another step: --checkpoint.load_step N",
         )
     if (size := disk.size(path)) > MAX_MANIFEST_BYTES:
-        raise CheckpointError(f"{where} has {size:,} bytes, the limit is {MAX_MANIFEST_BYTES:,}.")
+        raise CheckpointError(f"{where} has {size:,} bytes, but the limit is {MAX_MANIFEST_BYTES:,}.")
     manifest = Manifest.decode(disk.read(path), where)
     found = parse_folder(name)
     if found is None or found.step != manifest.step:
         raise CheckpointError(
             f"{where} is the manifest of step {manifest.step}.",
             where=f"{disk.where}/{name}",
-            why="the name of the folder says another step",
+            why="the name of the folder has another step",
             fix="rename the folder back, or resume from another step: --checkpoint.load_step N",
         )
     return manifest
@@ -81,13 +81,13 @@ def damages(
     files: Iterable[str] | None = None,
     beat: Callable[[], None] = lambda: None,
 ) -> list[Damage]:
-    """All that is wrong with a checkpoint; nothing where every byte is what was written.
+    """All damages of a checkpoint; empty if every byte is as it was written.
 
     Args:
         disk: folder of checkpoints.
-        folder: of the checkpoint.
-        manifest: of it.
-        files: those to look at; None for all, and for files that do not belong there.
+        folder: folder of the checkpoint.
+        manifest: manifest of the checkpoint.
+        files: files to check; None: all files, and also look for files that do not belong to the checkpoint.
         beat: called after each block that was read.
     """
     folder = folder.partition("/")[0]
@@ -107,10 +107,9 @@ def damages(
 
 
 def extra_files(disk: Disk, folder: str, manifest: Manifest) -> list[Damage]:
-    """Files in a checkpoint's folder that are not of it.
+    """Files in a checkpoint's folder that do not belong to it.
 
-    Where checkpoints are not committed by a rename, files of attempts that failed lie there until they are swept, and
-    are no damage.
+    On disks without a commit by rename, files of failed attempts stay there until they are swept. They are not damage.
     """
     if not disk.is_local:
         return []
@@ -119,21 +118,21 @@ def extra_files(disk: Disk, folder: str, manifest: Manifest) -> list[Damage]:
 
 
 def lacks(disk: Disk, folder: str, manifest: Manifest) -> str:
-    """Which file is missing or has another size, without reading any; empty where none."""
+    """The first file that is missing or has the wrong size, without reading files; empty if there is none."""
     folder = folder.partition("/")[0]
     there = set(disk.files(folder))
     for name, entry in manifest.files.items():
         if name not in there:
             return f"{name} is missing"
         if (size := disk.size(f"{folder}/{name}")) != entry.size:
-            return f"{name} has {size:,} bytes, {entry.size:,} were written"
+            return f"{name} has {size:,} bytes instead of {entry.size:,}"
     return ""
 
 
 def damages_of_file(
     disk: Disk, path: str, entry: FileEntry, spans: list[_Span], beat: Callable[[], None] = lambda: None
 ) -> list[Damage]:
-    """What is wrong with a file that ``entry`` describes, in one pass: its hash and those of the tensors in it."""
+    """Damages of a file that ``entry`` describes, in one pass: of the whole file and of the tensors in it."""
     name = check_name(path.rpartition("/")[2], disk.where)
     try:
         size, digest, digests = _hashes(disk, path, spans, beat)
@@ -142,18 +141,18 @@ def damages_of_file(
     found = []
     if size != entry.size:
         how = "truncated" if size < entry.size else "too long"
-        found.append(Damage(name, "", f"is {how}: {size:,} bytes, {entry.size:,} were written"))
+        found.append(Damage(name, "", f"is {how}: {size:,} bytes instead of {entry.size:,}"))
     for span, of_span in zip(spans, digests, strict=True):
         if of_span != span.digest:
             at = f"bytes {span.begin:,} to {span.end:,}"
-            found.append(Damage(name, span.tensor, f"{at} have hash {of_span}, {span.digest} was written"))
+            found.append(Damage(name, span.tensor, f"{at} have hash {of_span} instead of {span.digest}"))
     if not found and digest != entry.digest:
-        found.append(Damage(name, _outside(spans, entry.size), f"has hash {digest}, {entry.digest} was written"))
+        found.append(Damage(name, _outside(spans, entry.size), f"has hash {digest} instead of {entry.digest}"))
     return found
 
 
 def _outside(spans: list[_Span], size: int) -> str:
-    """What bytes of a file that are in no tensor are."""
+    """A word for the bytes of a file that are in no tensor."""
     if not spans:
         return ""
     edges = [span.begin for span in spans[1:]] + [size]
@@ -183,20 +182,20 @@ def _of(spans: list[_Span]) -> str:
     names = list(dict.fromkeys(span.tensor for span in spans))
     if not names:
         return "no tensors"
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} tensors more" if len(names) > 3 else "")
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more tensors" if len(names) > 3 else "")
 
 
 FEWEST = 2
-"""Good checkpoints that always stay: one could turn out to be damaged."""
+"""Number of good checkpoints that are always kept: one could turn out to be damaged."""
 
 
 def expendable(good: Sequence[int], keep_last: int, keep_every: int) -> list[int]:
-    """Which checkpoints may be removed.
+    """Steps of the checkpoints that may be removed.
 
     Args:
         good: steps of checkpoints that can be loaded.
-        keep_last: newest ones to keep; fewer than 2 count as 2.
-        keep_every: keep the steps that are multiples of this. 0: none.
+        keep_last: number of newest checkpoints to keep; less than 2 counts as 2.
+        keep_every: steps that are multiples of this are kept. 0: none.
 
     Returns:
         Steps, ascending.
@@ -219,7 +218,7 @@ class CheckpointFolder:
         self.disk = disk
 
     def steps(self) -> list[int]:
-        """Steps of the checkpoints that are committed, ascending; whether they can be loaded is not looked at."""
+        """Steps of the committed checkpoints, ascending. They are not checked."""
         return self.disk.committed()
 
     def good(self) -> list[int]:
@@ -234,12 +233,12 @@ class CheckpointFolder:
         return [name for name in unfinished if parsed[name].kind != "aside" and not self._asides(name)]
 
     def asides(self) -> list[str]:
-        """Checkpoints that were set aside, as ``Disk.set_aside`` named them."""
+        """Names of checkpoints that were set aside, as ``Disk.set_aside`` returned them."""
         folders = [name for name in self.disk.folders() if (found := parse_folder(name)) and found.kind == "aside"]
         return folders + [kept for name in self.disk.folders() for kept in self._asides(name)]
 
     def problem(self, step: int) -> str:
-        """Why a checkpoint cannot be loaded; empty where its manifest is whole and all files have their sizes."""
+        """Why a checkpoint cannot be loaded; empty if its manifest is intact and all files have the right size."""
         return self._problem(step_name(step))
 
     def _problem(self, name: str) -> str:
@@ -249,16 +248,16 @@ class CheckpointFolder:
             return error.what
 
     def collect(self, attempt: str) -> list[str]:
-        """Clear up after saves that were killed; the caller holds the run's lock, so that they are dead.
+        """Clean up after killed saves. The caller holds the lock of the run, so no other process saves.
 
-        A checkpoint that a save was about to replace is put back; half-written ones are removed. Of two checkpoints of
-        a step a whole one stays, and one that is not whole is set aside.
+        A checkpoint that a save was replacing is put back, and half-written ones are removed. If two checkpoints of a
+        step exist, an intact one is kept, and a damaged one is set aside.
 
         Args:
-            attempt: of the caller, whose own saves are left alone.
+            attempt: the caller's own attempt, whose files are kept.
 
         Returns:
-            What was done, a line each.
+            One line for each action.
         """
         done = []
         for name in self.disk.folders():
@@ -267,29 +266,30 @@ class CheckpointFolder:
                 done += self._settle(name, parsed.step)
             elif parsed:
                 done += [
-                    f"removed {gone}, which a save that never ended left" for gone in self.disk.sweep(name, attempt)
+                    f"removed {gone}, left over from a save that did not finish"
+                    for gone in self.disk.sweep(name, attempt)
                 ]
         return done
 
     def _settle(self, replaced: str, step: int) -> list[str]:
-        """Decide between the checkpoint of a step and one that was replaced by it; lines that say what was done."""
+        """Choose between the checkpoint of a step and the one that it replaced. Returns one line for each action."""
         done = []
         if step in self.steps():
             is_whole = not self._problem(replaced)
             if is_whole and not self.problem(step):
                 self.disk.remove(replaced)
-                return [f"removed {replaced}, which a save that never ended left"]
+                return [f"removed {replaced}, left over from a save that did not finish"]
             name = step_name(step) if is_whole else replaced
             done = [f"{name} IS DAMAGED, it is kept as {self.disk.set_aside(name)}"]
             if not is_whole:
                 return done
         self.disk.put_back(replaced)
-        return [*done, f"put {replaced} back, which a save that never ended was to replace"]
+        return [*done, f"put {replaced} back, which a save that did not finish was replacing"]
 
     def prune(self, keep_last: int, keep_every: int) -> list[int]:
-        """Remove checkpoints that are not to be kept; returns their steps.
+        """Remove checkpoints that need not be kept. Returns their steps.
 
-        Damaged ones do not count, and stay: nothing is removed that nobody knows the use of.
+        Damaged checkpoints are not counted and not removed: they may still be of use.
 
         Args:
             keep_last, keep_every: see ``expendable``.

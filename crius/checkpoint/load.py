@@ -1,4 +1,4 @@
-"""Loads of a run: the newest checkpoint of which every byte is right, into any layout."""
+"""Loads the newest intact checkpoint of a run, into any layout."""
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,12 +31,12 @@ log = logging.getLogger("crius.checkpoint")
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint to load from.
+    """A checkpoint to load.
 
     Attributes:
-        folder: of the checkpoints.
-        manifest: of this one.
-        state: what is no tensor.
+        folder: folder of checkpoints.
+        manifest: manifest of this checkpoint.
+        state: everything that is not a tensor.
     """
 
     folder: CheckpointFolder
@@ -45,11 +45,11 @@ class Found:
 
     @property
     def name(self) -> str:
-        """Of its folder."""
+        """Name of the checkpoint's folder."""
         return step_name(self.manifest.step)
 
     def sources(self, names: Iterable[str]) -> dict[str, TensorSource]:
-        """Those of its tensors."""
+        """Sources of the named tensors."""
         tensors = self.manifest.tensors
         return stored(self.folder.disk, self.name, {name: tensors[name] for name in names})
 
@@ -64,28 +64,28 @@ def find(
     verify: bool,
     beat: Callable[[], None] = lambda: None,
 ) -> Found | None:
-    """The checkpoint to go on from; None where the folder has none. Every rank calls this and gets the same.
+    """The checkpoint to resume from; None if the folder has none. Every rank calls this and gets the same checkpoint.
 
-    Ranks share the files to verify. A damaged checkpoint is named loudly, with file and tensor, and the one before it
-    is tried.
+    Ranks share the verification of the files. A damaged checkpoint is reported with file and tensor, and the previous
+    checkpoint is tried.
 
     Args:
-        folder: of checkpoints.
-        load_step: the one to take; -1 for the newest good one.
-        rank, size: of this process.
+        folder: folder of checkpoints.
+        load_step: step to load; -1: the newest good checkpoint.
+        rank, size: rank of this process, and number of ranks.
         gather: see ``crius.checkpoint.tensors.Gather``.
         verify: hash every byte.
-        beat: called while bytes move.
+        beat: called while bytes are read.
 
     Raises:
-        CheckpointError: there are checkpoints and none is good, or ``load_step`` is not there or not good.
+        CheckpointError: there are checkpoints but none is good, or that of ``load_step`` is missing or damaged.
     """
     steps = gather(folder.steps() if rank == 0 else None)[0]
     if load_step >= 0 and load_step not in steps:
         raise CheckpointError(
             f"there is no checkpoint of step {load_step} in {folder.disk.where}.",
             where="--checkpoint.load_step",
-            why=f"there are: {', '.join(map(str, steps)) or 'none'}",
+            why=f"steps with a checkpoint: {', '.join(map(str, steps)) or 'none'}",
             fix=f"--checkpoint.load_step {steps[-1]}" if steps else "leave out --checkpoint.load_step",
         )
     damaged: list[int] = []
@@ -106,14 +106,14 @@ def find(
         f"no checkpoint in {folder.disk.where} is good; damaged: step {_listed(damaged)}.",
         where="--checkpoint.load_step" if load_step >= 0 else "--checkpoint.folder",
         why=problems[0],
-        fix=f"crius checkpoint verify {folder.disk.where} says more; --checkpoint.folder NEW starts from the beginning",
+        fix=f"crius checkpoint verify {folder.disk.where} shows more; --checkpoint.folder NEW starts a new run",
     )
 
 
 def _look(
     disk: Disk, name: str, rank: int, size: int, verify: bool, beat: Callable[[], None]
 ) -> tuple[list[str], Manifest | None, dict[str, Any]]:
-    """What is wrong with this rank's share of a checkpoint; its manifest and its state."""
+    """Problems of this rank's share of a checkpoint, its manifest and its state."""
     manifest, state, problems = None, {}, []
     try:
         manifest = read_manifest(disk, name)
@@ -141,15 +141,15 @@ def check_tensors(
     """Compare the tensors of a run with those of a checkpoint.
 
     Args:
-        manifest: of the checkpoint.
-        wanted: shape and dtype, as manifests name it, of every tensor that the run takes, by name.
-        may_lack: names of which either side may have more.
+        manifest: manifest of the checkpoint.
+        wanted: shape and dtype (as manifests name it) of every tensor that the run loads, by name.
+        may_lack: whether a tensor of this name may be missing on either side.
 
     Returns:
-        Dtypes that change, as ``name: F32 -> BF16``.
+        Changes of dtype, as ``name: F32 -> BF16``.
 
     Raises:
-        CheckpointError: a tensor is missing, is too many, or has another shape; names all of them.
+        CheckpointError: tensors are missing, unexpected, or have another shape; names all of them.
     """
     there = manifest.tensors
     shapes = {name: shape for name, (shape, _) in wanted.items()}
@@ -158,10 +158,10 @@ def check_tensors(
     )
     if problems:
         raise CheckpointError(
-            f"the tensors of the checkpoint of step {manifest.step} are not those of the run.",
+            f"the tensors of the checkpoint of step {manifest.step} do not match the run.",
             where="--checkpoint.folder or --checkpoint.load_path",
             why=problems,
-            fix="give the settings that it was saved with (they are in its manifest.json), or start in another folder",
+            fix="use the settings that it was saved with (they are in its manifest.json), or start in another folder",
         )
     return [
         f"{name}: {there[name].dtype} -> {wanted[name][1]}"
@@ -171,17 +171,18 @@ def check_tensors(
 
 
 def load_tensors(sources: Mapping[str, TensorSource], tensors: dict[str, Tensor]) -> None:
-    """Fill ``tensors``, laid out in any way, in place. No collective: each rank plans for itself.
+    """Fill ``tensors`` of any layout, in place. No collective: each rank plans its own reads.
 
-    Of a piece that this rank needs something of, the rows that it needs are read, or the whole where that has a hash.
+    If this rank needs a part of a piece, it reads only the rows that it needs, or the whole piece if the piece has a
+    hash.
 
     Args:
-        sources: what is read, by name.
-        tensors: by name; all of them are in ``sources``, with the same shape.
+        sources: sources to read, by name.
+        tensors: tensors by name; ``sources`` has all of them, with the same shape.
 
     Raises:
-        CheckpointError: a piece is not what was written.
-        OSError: the disk does not give it.
+        CheckpointError: a piece differs from the written bytes.
+        OSError: reading fails.
     """
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(tensors), _metadata({name: sources[name] for name in tensors}), is_coordinator=True)
@@ -210,7 +211,7 @@ def load_tensors(sources: Mapping[str, TensorSource], tensors: dict[str, Tensor]
 
 
 def _metadata(sources: Mapping[str, TensorSource]) -> Metadata:
-    """Tensors in DCP's words."""
+    """The tensors as DCP's metadata."""
     return Metadata(
         {
             name: TensorStorageMetadata(
@@ -224,7 +225,7 @@ def _metadata(sources: Mapping[str, TensorSource]) -> Metadata:
 
 
 def _fill(part: Tensor, item: ReadItem, starts: Sequence[int], planner: DefaultLoadPlanner) -> None:
-    """Copy what ``item`` asks for, which begins at ``starts`` of a part, into the tensor that it is for."""
+    """Copy the numbers of ``item``, which begin at ``starts`` of ``part``, into the target tensor of ``item``."""
     for dim, (start, length) in enumerate(zip(starts, item.lengths, strict=True)):
         part = part.narrow(dim, start, length)
     target = planner.resolve_tensor(item).detach()

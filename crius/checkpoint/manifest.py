@@ -1,6 +1,7 @@
-"""``manifest.json``: all that a checkpoint consists of, with the hash of every file, of every part and of itself.
+"""``manifest.json``: all contents of a checkpoint, with the hash of every file, of every part and of itself.
 
-Its first line holds its own hash, computed with the digits as zeros, so that no bit of it can change unseen::
+The first line has the manifest's own hash, computed with zeros in place of its digits, so that every changed bit
+shows::
 
     {"digest": "xxh3-128:<32 hex digits>",
     "format": "crius-checkpoint",
@@ -30,7 +31,7 @@ from crius.strict_json import load_object
 
 ALGORITHM = "xxh3-128"
 BLOCK_BYTES = 1 << 20
-"""What is hashed, read or written at a time: it stays in the processor's cache from one of these to the next."""
+"""Bytes that are hashed, read or written at a time: the block stays in the processor's cache between these steps."""
 
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 
@@ -44,12 +45,12 @@ def digest_of(data: bytes | bytearray | memoryview) -> str:
 
 
 def is_digest(text: object) -> bool:
-    """Whether ``text`` is what ``digest_of`` returns for something."""
+    """Whether ``text`` has the form of a result of ``digest_of``."""
     return isinstance(text, str) and _DIGEST.fullmatch(text) is not None
 
 
 def blocks_of(file: BinaryIO) -> Iterator[memoryview]:
-    """The bytes of a file from here on, in blocks; each is overwritten by the next."""
+    """The remaining bytes of a file, in blocks; the next block overwrites the previous one."""
     buffer = memoryview(bytearray(BLOCK_BYTES))
     while count := file.readinto(buffer):  # type: ignore[attr-defined]  # every binary file has it
         yield buffer[:count]
@@ -62,14 +63,14 @@ ITEM_BYTES = {
     **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0"), 1),
 }
-"""Dtypes by their names in safetensors files, with the bytes of an element."""
+"""Names of dtypes in safetensors files, with the bytes of an element."""
 
 TORCH_NAMES = {
     **{"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"},
     **{"int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL"},
     **{"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"},
 }
-"""Dtypes of tensors that a run saves: torch's names, and those in safetensors files."""
+"""Dtypes of tensors that a run saves: torch's name, and the name in safetensors files."""
 
 MAX_MANIFEST_BYTES = 1 << 30
 MAX_BYTES = 1 << 60
@@ -84,20 +85,20 @@ _KEYS = ("digest", "format", "version", "step", "run_id", "versions", "config", 
 
 
 class FileEntry(NamedTuple):
-    """A file: its bytes and the hash of them."""
+    """Size of a file in bytes, and its hash."""
 
     size: int
     digest: str
 
 
-class Chunk(NamedTuple):  # large checkpoints have millions, and a dataclass takes three times as long to make
+class Chunk(NamedTuple):  # large checkpoints have millions, and a dataclass takes three times as long to create
     """A part of a tensor.
 
     Attributes:
-        file: where it is.
-        begin, end: its bytes in the file, in C order, little endian.
-        offset: where it starts in the tensor, for each dim.
-        shape: of the part.
+        file: file that has the part.
+        begin, end: byte range in the file, in C order, little endian.
+        offset: start of the part in the tensor, for each dim.
+        shape: shape of the part.
         digest: hash of its bytes.
     """
 
@@ -110,7 +111,7 @@ class Chunk(NamedTuple):  # large checkpoints have millions, and a dataclass tak
 
 
 class TensorEntry(NamedTuple):
-    """A tensor: dtype as safetensors names it, shape, and the parts that together are it."""
+    """A tensor: dtype as safetensors names it, shape, and the parts that it consists of."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -119,19 +120,19 @@ class TensorEntry(NamedTuple):
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds and where it comes from.
+    """The contents of a checkpoint and its origin.
 
     Attributes:
-        step: steps done.
-        run_id: of the run that saved it.
-        versions: of Crius, torch and what else counts, by name.
-        config: the settings of the run; infinities come back as text.
-        layout: such as ``fsdp2_tp2``.
-        num_ranks: that saved it.
+        step: number of steps done.
+        run_id: id of the run that saved it.
+        versions: versions of Crius, torch and other packages, by name.
+        config: settings of the run; infinities are decoded as text.
+        layout: name of the layout, such as ``fsdp2_tp2``.
+        num_ranks: number of ranks that saved the checkpoint.
         dataset: fingerprint of the data.
-        files: by name, all but the manifest.
-        tensors: by name.
-        digest: of the encoded manifest; empty before it is decoded, for encoding computes it.
+        files: entries of all files except the manifest, by name.
+        tensors: entries of the tensors, by name.
+        digest: hash of the encoded manifest; empty in a manifest that was not decoded, since encoding computes it.
     """
 
     step: int
@@ -147,7 +148,7 @@ class Manifest:
 
     @property
     def state_file(self) -> str:
-        """The file with what is no tensor; empty where there is none."""
+        """Name of the file with the state that is not a tensor; empty if there is none."""
         return next((name for name in self.files if is_state(name)), "")
 
     def encode(self) -> bytes:
@@ -171,19 +172,19 @@ class Manifest:
 
     @classmethod
     def decode(cls, data: bytes, where: str) -> "Manifest":
-        """The manifest in ``data``, with every name, number and place in it checked; ``where`` is for messages.
+        """Decode a manifest, with every name, number and place in it checked; ``where`` is for messages.
 
         Raises:
-            CheckpointError: it is damaged, is of a newer Crius, names anything outside its folder, or what it says of
-                files and tensors does not fit together.
+            CheckpointError: the manifest is damaged, has a newer version, names anything outside of its folder, or its
+                files and tensors are inconsistent.
         """
         if len(data) > MAX_MANIFEST_BYTES:
-            _refuse(where, f"has {len(data):,} bytes, the limit is {MAX_MANIFEST_BYTES:,}")
+            _refuse(where, f"has {len(data):,} bytes, but the limit is {MAX_MANIFEST_BYTES:,}")
         if not data.startswith(_HEAD):
-            _refuse(where, "is damaged, or is no manifest of Crius", "it does not start with its own hash")
+            _refuse(where, "is damaged, or is not a manifest of Crius", "it does not start with its own hash")
         said = data[_DIGITS]
         if digest_of(data[: _DIGITS.start] + _ZEROS + data[_DIGITS.stop :]).encode() != said:
-            _refuse(where, "is damaged", "its hash is another one than it says")
+            _refuse(where, "is damaged", "its hash differs from the hash in its first line")
         with _uncollected():
             return cls._decoded(data, said.decode(), where)
 
@@ -192,12 +193,12 @@ class Manifest:
         try:
             record = load_object(data)
         except ValueError as error:
-            _refuse(where, f"is no JSON that Crius writes: {str(error)[:200]}")
+            _refuse(where, f"is not JSON that Crius writes: {str(error)[:200]}")
         if record.get("format") != FORMAT or record.get("version") != VERSION:
             version = record.get("version")
             is_newer = type(version) is int and version > VERSION
             raise CheckpointError(
-                f"{where} is of version {_shown(version)} of the format {_shown(record.get('format'))}.",
+                f"{where} has version {_shown(version)} of the format {_shown(record.get('format'))}.",
                 where=where,
                 why=f"this Crius reads version {VERSION} of {FORMAT}",
                 fix="load it with the newer Crius that wrote it" if is_newer else "",
@@ -207,7 +208,7 @@ class Manifest:
 
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
-    """Keep the garbage collector from looking again and again through millions of new parts, none of them garbage."""
+    """Turn off the garbage collector, which would scan millions of new parts again and again in vain."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -218,7 +219,7 @@ def _uncollected() -> Iterator[None]:
 
 
 def _plain(value: Any) -> Any:
-    """``value`` with text in place of numbers that JSON does not have, such as a limit that is infinite."""
+    """``value`` with text in place of numbers that JSON lacks, such as an infinite limit."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -227,7 +228,7 @@ def _plain(value: Any) -> Any:
 
 
 def _section(name: str, entries: Mapping[str, Any]) -> str:
-    """One entry a line, so that two manifests can be compared by eye."""
+    """One entry per line, so that two manifests can be compared by eye."""
     rows = ",\n".join(f" {json.dumps(key)}: {_dump(value)}" for key, value in entries.items())
     return f'"{name}": {{\n{rows}}}'
 
@@ -244,7 +245,7 @@ def _refuse(where: str, what: str, why: str = "") -> NoReturn:
 
 
 def _checked(record: dict[str, Any], digest: str, where: str) -> Manifest:
-    """The manifest that a decoded ``record`` says, or CheckpointError."""
+    """The manifest from a decoded ``record``. Raises CheckpointError if it is not valid."""
     if set(record) != {*_KEYS, "files", "tensors"}:
         _refuse(where, f"has the keys {_shown(sorted(record))}")
     for key in ("run_id", "layout", "dataset"):
@@ -281,7 +282,7 @@ def _file(name: str, row: Any, where: str) -> FileEntry:
         _refuse(where, "names itself among its files")
     size, digest = _row(row, 2, where, f"file {name}")
     if not is_digest(digest):
-        _refuse(where, f"has {_shown(digest)} for the hash of {name}")
+        _refuse(where, f"has {_shown(digest)} as the hash of {name}")
     return FileEntry(_integer(size, MAX_BYTES, where, f"the size of {name}"), digest)
 
 
@@ -289,7 +290,7 @@ def _tensor(name: str, row: Any, files: dict[str, FileEntry], where: str) -> Ten
     what = f"tensor {name}"
     dtype, shape, rows = _row(row, 3, where, what)
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
-        _refuse(where, f"has {_shown(dtype)} for the dtype of {what}", f"known are {', '.join(ITEM_BYTES)}")
+        _refuse(where, f"has {_shown(dtype)} as the dtype of {what}", f"known are {', '.join(ITEM_BYTES)}")
     dims = _integers(shape, where, what)
     if math.prod(dims) * ITEM_BYTES[dtype] > MAX_BYTES:
         _refuse(where, f"has a shape of {what} that no disk can hold: {_shown(dims)}")
@@ -305,33 +306,33 @@ def _chunk(
 ) -> Chunk:
     file, first, last, start, size, digest = _row(row, 6, where, what)
     if type(file) is not str or file not in files:
-        _refuse(where, f"has a part of {what} in {_shown(file)}, which is none of its files")
+        _refuse(where, f"has a part of {what} in {_shown(file)}, which is not one of its files")
     begin, end = _integers([first, last], where, what)
     if not begin <= end <= files[file].size:
-        _refuse(where, f"has {what} at bytes {begin:,} to {end:,} of {file}", f"that has {files[file].size:,}")
+        _refuse(where, f"has {what} at bytes {begin:,} to {end:,} of {file}", f"it has {files[file].size:,} bytes")
     offset, shape = _integers(start, where, what), _integers(size, where, what)
     if not fits(dims, (offset, shape)):
         _refuse(where, f"has a part of {what} at {_shown(offset)} of shape {_shown(shape)}", f"it is {_shown(dims)}")
     if math.prod(shape) * item_bytes != end - begin:
         _refuse(where, f"has {end - begin:,} bytes for a part of {what} of shape {_shown(shape)}")
     if not is_digest(digest):
-        _refuse(where, f"has {_shown(digest)} for the hash of a part of {what}")
+        _refuse(where, f"has {_shown(digest)} as the hash of a part of {what}")
     return Chunk(file, begin, end, offset, shape, digest)
 
 
 def _check_tiling(dims: tuple[int, ...], chunks: tuple[Chunk, ...], where: str, what: str) -> None:
-    """Every element is in one part, and in one only."""
+    """Check that every element is in exactly one part."""
     if len(chunks) == 1 and chunks[0].shape == dims:
         return
     boxes = [(chunk.offset, chunk.shape) for chunk in chunks]
     if len(split := split_dims(dims, boxes)) > MAX_SPLIT_DIMS:
-        _refuse(where, f"splits {what} along {len(split)} dims, the limit is {MAX_SPLIT_DIMS}")
+        _refuse(where, f"splits {what} along {len(split)} dims, but the limit is {MAX_SPLIT_DIMS}")
     if not cover(dims, boxes):
         _refuse(where, f"has parts of {what} that leave a hole or overlap", f"of {_shown(dims)}")
 
 
 def _check_places(tensors: dict[str, TensorEntry], where: str) -> None:
-    """No byte of a file belongs to two parts."""
+    """Check that no byte of a file belongs to two parts."""
     places = defaultdict(list)
     for name, entry in tensors.items():
         for chunk in entry.chunks:
@@ -345,19 +346,19 @@ def _check_places(tensors: dict[str, TensorEntry], where: str) -> None:
 
 def _typed(value: Any, kind: Callable[..., Any], where: str, what: str) -> Any:
     if type(value) is not kind:
-        _refuse(where, f"has {_shown(value)} for {what}")
+        _refuse(where, f"has {_shown(value)} as {what}")
     return value
 
 
 def _row(value: Any, length: int, where: str, what: str) -> Iterable[Any]:
     if type(value) is not list or len(value) != length:
-        _refuse(where, f"has {_shown(value)} for {what}")
+        _refuse(where, f"has {_shown(value)} as {what}")
     return value
 
 
 def _integer(value: Any, most: int, where: str, what: str) -> int:
-    if type(value) is not int or not 0 <= value <= most:  # True is an int too, and is none here
-        _refuse(where, f"has {_shown(value)} for {what}")
+    if type(value) is not int or not 0 <= value <= most:  # True is an int in Python, but not allowed here
+        _refuse(where, f"has {_shown(value)} as {what}")
     return value
 
 
@@ -365,11 +366,11 @@ def _integers(value: Any, where: str, what: str) -> tuple[int, ...]:
     if type(value) is list and len(value) <= MAX_DIMS:
         if all([type(item) is int and 0 <= item <= MAX_BYTES for item in value]):  # a list: there are millions of calls
             return tuple(value)
-    _refuse(where, f"has {_shown(value)} among the places of {what}")
+    _refuse(where, f"has {_shown(value)} as a place of {what}")
 
 
 def _check_text(value: Any, where: str, what: str, *, may_be_empty: bool = False) -> str:
-    """Text that can be printed: no control characters, which would act on a terminal."""
+    """Check text that will be printed: no control characters, which could control a terminal."""
     if not isinstance(value, str) or len(value) > MAX_TEXT or not (value.isprintable() and (value or may_be_empty)):
-        _refuse(where, f"has {_shown(value)} for {what}")
+        _refuse(where, f"has {_shown(value)} as {what}")
     return value

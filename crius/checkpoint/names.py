@@ -1,4 +1,4 @@
-"""Names of the folders and files of a checkpoint, and which names from outside are believed. No torch."""
+"""Names of the folders and files of a checkpoint, and the check of names from outside. No torch."""
 
 import re
 from typing import NamedTuple
@@ -8,7 +8,7 @@ from crius.errors import CheckpointError
 MANIFEST = "manifest.json"
 MAX_STEP = 10**15
 MAX_NAME = 200
-"""Characters of a file name; file systems take 255 bytes."""
+"""Most characters of a file name; file systems allow 255 bytes."""
 
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]*")
 _FOLDER = re.compile(r"step-([0-9]{8,15})(?:\.(tmp|aside|replaced)-([A-Za-z0-9_.=+-]+))?")
@@ -17,13 +17,13 @@ _SET_ASIDE = re.compile(r"manifest-aside-[A-Za-z0-9]+\.json")
 
 
 class FolderName(NamedTuple):
-    """What the name of a folder in a folder of checkpoints says.
+    """The parsed name of a folder in a folder of checkpoints.
 
     Attributes:
-        step: of the checkpoint.
-        kind: empty for a checkpoint; tmp: a save writes it; aside: kept beside a resumed run; replaced: another save
-            of the same step took its place.
-        tag: which attempt writes it, or what tells it from others of its kind; empty for a checkpoint.
+        step: step of the checkpoint.
+        kind: empty: a checkpoint; tmp: a save writes it; aside: kept when a resumed run replaced it; replaced: another
+            save of the same step replaced it.
+        tag: attempt that writes it, or a word that makes the name unique; empty for a checkpoint.
     """
 
     step: int
@@ -39,13 +39,13 @@ def step_name(step: int) -> str:
 
 
 def parse_step(name: str) -> int | None:
-    """The step of a checkpoint's folder; None for any other name, also for ``step-7`` and ``old-step-00000007``."""
+    """The step of a checkpoint's folder; None for any other name, such as ``step-7`` or ``old-step-00000007``."""
     found = parse_folder(name)
     return found.step if found and not found.kind else None
 
 
 def parse_folder(name: str) -> FolderName | None:
-    """What a folder of a checkpoint, of a save, or of what was kept is called; None for any other name."""
+    """Parse the name of a folder of a checkpoint, of a save, or of a kept checkpoint; None for any other name."""
     match = _FOLDER.fullmatch(name)
     if not match or step_name(int(match[1])) != name.partition(".")[0]:
         return None
@@ -53,37 +53,37 @@ def parse_folder(name: str) -> FolderName | None:
 
 
 def is_set_aside(file: str) -> bool:
-    """Whether a file is the manifest of a checkpoint that was set aside where folders cannot be renamed."""
+    """Whether a file is the manifest of a checkpoint that was set aside on a disk that cannot rename folders."""
     return bool(_SET_ASIDE.fullmatch(file))
 
 
 def is_state(file: str) -> bool:
-    """Whether a file holds the state that is no tensor: ``state.json``, or that of an attempt."""
+    """Whether a file has the state that is not a tensor: ``state.json``, or the same with the name of an attempt."""
     return bool(_STATE.fullmatch(file))
 
 
 def is_plain(name: str) -> bool:
-    """Whether a name is one that ``check_name`` takes."""
+    """Whether ``check_name`` accepts a name."""
     return len(name) <= MAX_NAME and ".." not in name and _PLAIN.fullmatch(name) is not None
 
 
 def check_name(name: object, where: str) -> str:
-    """The name, if it is a plain one: it can only mean an entry of the folder it is used in.
+    """Return the name if it is plain, so that it can only mean an entry of the folder it is used in.
 
     Args:
-        name: from a manifest, a folder or a caller.
-        where: the place it came from, for the message.
+        name: name from a manifest, a folder or a caller.
+        where: origin of the name, for the message.
 
     Raises:
-        CheckpointError: it is empty, is too long, starts with a dot or a dash, has ``..``, a separator, a control
-            character or any other than ASCII letters, digits and ``_.=+-``.
+        CheckpointError: the name is empty or too long, starts with a dot or a dash, contains ``..``, a separator or a
+            control character, or any character other than ASCII letters, digits and ``_.=+-``.
     """
     if isinstance(name, str) and is_plain(name):
         return name
     shown = repr(name)
     raise CheckpointError(
-        f"{shown if len(shown) <= MAX_NAME else shown[:MAX_NAME] + '...'} is no name of a file of a checkpoint.",
+        f"{shown if len(shown) <= MAX_NAME else shown[:MAX_NAME] + '...'} is not a name of a file of a checkpoint.",
         where=where,
-        why="ASCII letters, digits and _.=+- only, no dot or dash at the start and no .., so that it stays inside",
-        fix="leave this checkpoint alone unless you know who wrote it",
+        why="only ASCII letters, digits and _.=+- are allowed, no dot or dash at the start and no .., for safety",
+        fix="do not use this checkpoint unless you know who wrote it",
     )

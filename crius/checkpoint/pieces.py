@@ -1,4 +1,4 @@
-"""Tensors that lie in pieces, whoever wrote them: what a load or a conversion reads. Torch-free."""
+"""Tensors that are stored in pieces, in any format: the input of a load or a conversion. Torch-free."""
 
 import io
 import math
@@ -15,19 +15,20 @@ from crius.errors import CheckpointError
 
 Shape = tuple[int, ...]
 SHOWN = 8
-"""Tensors or damages that a message names; it counts the others."""
+"""Most tensors or damages that a message names; it counts the others."""
 
 
 class Piece(NamedTuple):  # large checkpoints have millions
     """A part of a tensor.
 
     Attributes:
-        offset: where it starts, for each dim.
-        shape: its own.
-        read: its bytes, little endian and in C order; checks all that can be checked of them.
-        read_rows: the same of the rows from a first up to another one; None: only the whole can be read.
+        offset: start of the part, for each dim.
+        shape: shape of the part.
+        read: function that returns its bytes, little endian and in C order, after all possible checks.
+        read_rows: the same for a range of rows, from the first to the one after the last; None: only the whole part can
+            be read.
         place: file and first byte, by which a load orders its reads.
-        row_dim: dim that has the rows; those before it are of size 1.
+        row_dim: dim of the rows; dims before it have size 1.
     """
 
     offset: Shape
@@ -43,10 +44,10 @@ class TensorSource:
     """A tensor that can be read.
 
     Attributes:
-        key: its name where it lies.
-        dtype: as safetensors files name it.
-        shape: of the whole.
-        pieces: tile it exactly.
+        key: name in the source.
+        dtype: name of the dtype in safetensors files.
+        shape: shape of the whole tensor.
+        pieces: pieces that tile it exactly.
     """
 
     key: str
@@ -56,15 +57,15 @@ class TensorSource:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole."""
+        """Bytes of the whole tensor."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
     def read(self) -> memoryview:
-        """The bytes of the whole tensor, which is put together in memory.
+        """The bytes of the whole tensor, assembled in memory.
 
         Raises:
             CheckpointError: a part is damaged.
-            OSError: the disk does not give it.
+            OSError: reading fails.
         """
         if len(self.pieces) == 1:
             return self.pieces[0].read()
@@ -76,19 +77,19 @@ class TensorSource:
 
 
 def stacked(key: str, rows: Sequence[TensorSource]) -> TensorSource:
-    """Tensors as the rows of one, along a new dim in front; nothing is read.
+    """Combine tensors as rows of one tensor, along a new first dim. Nothing is read.
 
     Args:
-        key: of the one.
-        rows: of one shape.
+        key: name of the new tensor.
+        rows: tensors of one shape.
 
     Raises:
-        CheckpointError: they have several dtypes.
+        CheckpointError: the rows have different dtypes.
     """
     dtypes = {row.dtype: row.key for row in rows}
     if len(dtypes) > 1:
-        found = ", ".join(f"{name} is of {dtype}" for dtype, name in sorted(dtypes.items()))
-        raise CheckpointError(f"{found}, and both are parts of one tensor here.", fix="save them in one dtype")
+        found = ", ".join(f"{name} has dtype {dtype}" for dtype, name in sorted(dtypes.items()))
+        raise CheckpointError(f"{found}, but both are parts of one tensor here.", fix="save them in one dtype")
     pieces = tuple(
         piece._replace(offset=(index, *piece.offset), shape=(1, *piece.shape), row_dim=piece.row_dim + 1)
         for index, row in enumerate(rows)
@@ -98,17 +99,17 @@ def stacked(key: str, rows: Sequence[TensorSource]) -> TensorSource:
 
 
 def as_array(data: memoryview, shape: Shape, dtype: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Bytes as ``(*shape, bytes of a number)``, so that numpy moves numbers of any dtype. No copy."""
+    """Bytes as ``(*shape, bytes of a number)``, so that numpy can move numbers of any dtype. No copy."""
     return np.frombuffer(data, dtype=np.uint8).reshape(*shape, ITEM_BYTES[dtype])
 
 
 def stored(disk: Disk, folder: str, entries: Mapping[str, TensorEntry]) -> dict[str, TensorSource]:
-    """Tensors of a Crius checkpoint; a part is read whole and its hash compared.
+    """Tensors of a Crius checkpoint. A part is always read whole, and its hash is compared.
 
     Args:
         disk: folder of checkpoints.
-        folder: of the checkpoint.
-        entries: what the manifest says of each, by name.
+        folder: folder of the checkpoint.
+        entries: entries of the tensors in the manifest, by name.
     """
     read = _Reader(disk, folder)
     return {
@@ -123,8 +124,8 @@ def stored(disk: Disk, folder: str, entries: Mapping[str, TensorEntry]) -> dict[
 
 
 class _Reader:
-    """Reads parts of a checkpoint. The file of the last one stays open: a load reads one file after the other, and to
-    open one of a remote disk takes a question to it."""
+    """Reads parts of a checkpoint. The last file stays open: a load reads file by file, and opening a remote file takes
+    a request."""
 
     def __init__(self, disk: Disk, folder: str) -> None:
         self._disk, self._folder = disk, folder
@@ -132,7 +133,7 @@ class _Reader:
         self._file: BinaryIO = io.BytesIO()
 
     def __call__(self, name: str, chunk: Chunk) -> memoryview:
-        """A part of the tensor ``name``."""
+        """Read a part of the tensor ``name``."""
         if chunk.file != self._name:
             self._file.close()
             self._file, self._name = self._disk.open(f"{self._folder}/{chunk.file}"), chunk.file
@@ -141,9 +142,9 @@ class _Reader:
         count = self._file.readinto(data.data)  # type: ignore[attr-defined]  # every binary file has it
         if count != data.nbytes or digest_of(data.data) != chunk.digest:
             raise CheckpointError(
-                f"tensor {name} in {self._disk.where}/{self._folder}/{chunk.file} is not what was written.",
+                f"tensor {name} in {self._disk.where}/{self._folder}/{chunk.file} differs from what was written.",
                 where=f"bytes {chunk.begin:,} to {chunk.end:,}",
-                why="its hash is another one",
+                why="its hash differs",
                 fix="resume from another step: --checkpoint.load_step N",
             )
         return data.data
@@ -159,12 +160,13 @@ def misfits(
     target: str,
     may_lack: Callable[[str], bool] = lambda name: False,
 ) -> str:
-    """How the tensors of ``source`` are not those that ``target`` wants, all of them together; empty: they are.
+    """All differences between the tensors of ``source`` and those of ``target``, as one text; empty if they match.
 
     Args:
-        there, wanted: shapes by name.
-        source, target: what they are of, for the message.
-        may_lack: names of which either side may have more.
+        there: shapes of the source's tensors, by name.
+        wanted: shapes of the target's tensors, by name.
+        source, target: names of the two sides, for the message.
+        may_lack: whether a tensor of this name may be missing on either side.
     """
     missing = sorted(name for name in wanted.keys() - there.keys() if not may_lack(name))
     extra = sorted(name for name in there.keys() - wanted.keys() if not may_lack(name))
@@ -185,5 +187,5 @@ def misfits(
 
 
 def shortened(lines: list[str]) -> list[str]:
-    """The first of many tensors or damages, and the number of the others."""
+    """The first few of many tensors or damages, and the number of the others."""
     return lines if len(lines) <= SHOWN else [*lines[:SHOWN], f"and {len(lines) - SHOWN} more"]

@@ -1,4 +1,4 @@
-"""Loads of a model that one process holds whole. Without torch's DCP, which takes half a second to import."""
+"""Loads a model that one process holds whole. It does not use torch's DCP, whose import takes half a second."""
 
 from collections.abc import Mapping, Sequence
 
@@ -20,15 +20,15 @@ def as_tensor(data: memoryview, dtype: torch.dtype, shape: Sequence[int]) -> Ten
 
 
 def load_whole(sources: Mapping[str, TensorSource], tensors: Mapping[str, Tensor]) -> None:
-    """Fill ``tensors``, each of them whole, in place; ``crius.checkpoint.load.load_tensors`` fills those of any layout.
+    """Fill whole ``tensors`` in place; ``crius.checkpoint.load.load_tensors`` fills tensors of any layout.
 
     Args:
-        sources: what is read, by name.
-        tensors: by name; all of them are in ``sources``, with the same shape.
+        sources: sources to read, by name.
+        tensors: tensors by name; ``sources`` has all of them, with the same shape.
 
     Raises:
-        CheckpointError: a piece is not what was written.
-        OSError: the disk does not give it.
+        CheckpointError: a piece differs from the written bytes.
+        OSError: reading fails.
     """
     needed = [(piece, name) for name in tensors for piece in sources[name].pieces]
     for piece, name in sorted(needed, key=lambda one: one[0].place):

@@ -1,6 +1,6 @@
-"""Checkpoints behind an fsspec URL, where nothing can be renamed: a checkpoint counts once its manifest is there.
+"""Checkpoints behind an fsspec URL, which cannot rename: a checkpoint counts as soon as its manifest exists.
 
-The files of every attempt have names of their own, so that no file of a committed checkpoint is ever written to.
+The files of every attempt have their own names, so that no file of a committed checkpoint is ever overwritten.
 """
 
 import io
@@ -30,21 +30,21 @@ PACKAGES = {
     **{"smb": ("smbprotocol",), "webhdfs": ("requests",), "webdav": ("webdav4",), "hf": ("huggingface_hub",)},
     **{"oss": ("ossfs",), "oci": ("ocifs",)},
 }
-"""What to install for a kind of URL. The name of a kind is no package of fsspec's: on PyPI it is somebody else's."""
+"""Packages to install for a kind of URL. They differ from the kind's name, which on PyPI is an unrelated package."""
 
 PAUSES = (0.2, 1.0, 5.0)
-"""Seconds between the tries of an operation that failed as one does when a network or a server has a bad moment."""
+"""Seconds between the attempts of an operation that failed in a way that a network or a server may recover from."""
 
 _FINAL = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
 _SECRETS = re.compile(r"(?<=://)[^/@\s]*@|\?[^\s'\"]*")
-_READ_BYTES = 8 << 20  # read ahead of small reads
-_RANGE_BYTES = 64 << 20  # of one request
+_READ_BYTES = 8 << 20  # read ahead for small reads
+_RANGE_BYTES = 64 << 20  # most bytes per request
 
 Result = TypeVar("Result")
 
 
 class _Reader(io.RawIOBase):
-    """A file that is read in ranges, each tried again where it fails."""
+    """A file that is read in ranges. A failed read is tried again."""
 
     def __init__(self, disk: "FsspecDisk", path: str) -> None:
         self._disk, self._path, self._size, self._at = disk, path, disk.size(path), 0
@@ -72,7 +72,7 @@ class FsspecDisk:
     """See ``LocalDisk``.
 
     Listing, reading, removing and writing a manifest are tried four times. A file that is sent in parts is not sent
-    again here: fsspec's file systems repeat parts themselves, and the next save writes all of it anew.
+    again here: fsspec's file systems repeat parts themselves, and the next save writes the whole file again.
     """
 
     is_local = False
@@ -84,7 +84,7 @@ class FsspecDisk:
         self._has_links = "file" in self._fs.protocol
 
     def stage(self, step: int, attempt: str) -> str:
-        """The folder of the step itself."""
+        """The name of the step's folder itself."""
         return step_name(step)
 
     def file_name(self, stem: str, attempt: str) -> str:
@@ -92,16 +92,16 @@ class FsspecDisk:
         return check_name(f"{stem}-{attempt}", self.where)
 
     def prepare(self, folder: str) -> None:
-        """Make the folder, where the file system knows any."""
+        """Create the folder, if the file system has folders."""
         place = self._place(folder)
-        self._tried("cannot be made", folder, lambda: self._fs.makedirs(place, exist_ok=True))
+        self._tried("cannot be created", folder, lambda: self._fs.makedirs(place, exist_ok=True))
 
     @contextmanager
     def create(self, path: str) -> Iterator[Any]:
-        """Write a new file; a manifest takes the place of one that there is, in one piece."""
+        """Write a new file. A manifest may replace an existing one, and is written in one piece."""
         place = self._place(path)
         if not path.endswith(f"/{MANIFEST}") and self._tried("cannot be read", path, lambda: self._fs.exists(place)):
-            raise CheckpointError(f"{self.where}/{path} is there already.", why="no file is written a second time")
+            raise CheckpointError(f"{self.where}/{path} exists already.", why="no file is written twice")
         if path.endswith(".json"):
             whole = io.BytesIO()
             yield whole
@@ -120,7 +120,7 @@ class FsspecDisk:
                 raise
 
     def read(self, path: str, begin: int = 0, end: int | None = None) -> bytes:
-        """The bytes from ``begin`` up to ``end``."""
+        """The bytes from ``begin`` to ``end``."""
         place = self._place(path)
         stop = self.size(path) if end is None else end
         if begin == stop:
@@ -131,32 +131,32 @@ class FsspecDisk:
         return bytes(data)
 
     def open(self, path: str) -> BinaryIO:
-        """The file, to read from its start."""
+        """Open the file for reading and seeking."""
         return io.BufferedReader(_Reader(self, path), _READ_BYTES)
 
     def size(self, path: str) -> int:
-        """Bytes of a file."""
+        """Size of a file in bytes."""
         place = self._place(path)
         info = self._tried("cannot be read", path, lambda: self._fs.info(place))
         if info["type"] != "file":
-            raise CheckpointError(f"{path} is no plain file.", where=self.where)
+            raise CheckpointError(f"{path} is not a regular file.", where=self.where)
         return int(info["size"])
 
     def age_seconds(self, path: str) -> float | None:
-        """Seconds since a file was written, where the file system knows."""
+        """Seconds since a file was written; None if unknown."""
         place = self._place(path)
         try:
             written = self._fs.modified(place)
             return time.time() - written.replace(tzinfo=written.tzinfo or UTC).timestamp()
-        except Exception:  # many file systems do not know, and say so in ways of their own
+        except Exception:  # many file systems do not know, and raise errors of their own
             return None
 
     def files(self, folder: str) -> list[str]:
-        """Names of all that is in a folder."""
+        """Names of all entries of a folder."""
         return sorted(name for name, _ in self._list(folder))
 
     def folders(self) -> list[str]:
-        """Names of the folders; links are none."""
+        """Names of the folders; links are left out."""
         return sorted(name for name, info in self._list("") if info["type"] == "directory")
 
     def committed(self) -> list[int]:
@@ -165,22 +165,22 @@ class FsspecDisk:
         return sorted(step for step, name in steps if step is not None and MANIFEST in self.files(name))
 
     def commit(self, folder: str, step: int) -> None:
-        """Remove what the manifest of the step, which is there, does not name."""
+        """Remove all files that the existing manifest of the step does not name."""
         if folder != step_name(step) or MANIFEST not in self.files(folder):
             raise CheckpointError(f"{self.where}/{folder} has no manifest of step {step}.")
         self.sweep(folder)
 
     def set_aside(self, folder: str) -> str:
-        """Give the manifest another name."""
+        """Rename the manifest."""
         kept = f"{folder}/manifest-aside-{uuid.uuid4().hex[:12]}.json"
         self._move(f"{folder}/{MANIFEST}", kept)
         return kept
 
     def put_back(self, name: str) -> None:
-        """Give the manifest its name again."""
+        """Rename the manifest back."""
         folder, _, file = name.partition("/")
         if not is_set_aside(file) or MANIFEST in self.files(folder):
-            raise CheckpointError(f"{name} cannot be put back: its place is taken.", where=self.where)
+            raise CheckpointError(f"{name} cannot be put back: there is a checkpoint of this step.", where=self.where)
         self._move(name, f"{folder}/{MANIFEST}")
 
     def sweep(self, folder: str, attempt: str = "") -> list[str]:
@@ -193,8 +193,8 @@ class FsspecDisk:
             try:
                 named.update(Manifest.decode(self.read(path), f"{self.where}/{path}").files)
             except CheckpointError:
-                return []  # nobody knows what belongs to it
-        own = f"-{attempt}" if attempt else "/"  # at the end of a stem; no name has a slash
+                return []  # unknown which files belong to it
+        own = f"-{attempt}" if attempt else "/"  # end of a stem; no name contains a slash
         saved = [file for file in files if is_plain(file) and file.endswith((".safetensors", ".json"))]
         gone = [file for file in saved if file not in named and not file.rpartition(".")[0].endswith(own)]
         for file in gone:
@@ -204,7 +204,7 @@ class FsspecDisk:
         return [f"{folder}/{file}" for file in gone]
 
     def remove(self, folder: str) -> None:
-        """Remove the manifest, then the rest, but for what was set aside."""
+        """Remove the manifest, then all other files except those that were set aside."""
         files = self.files(folder)
         if MANIFEST in files:
             self._unlink(f"{folder}/{MANIFEST}")
@@ -216,14 +216,14 @@ class FsspecDisk:
         self._remove_empty(folder)
 
     def free_bytes(self) -> int | None:
-        """None: object stores do not say."""
+        """None, since object stores do not report it."""
         return None
 
     def _place(self, path: str, *, may_be_link: bool = False) -> str:
-        """The path as the file system takes it, without links on the way, and at its end only where that is allowed."""
+        """The path for the file system. Links are refused, except at its end if ``may_be_link``."""
         parts = path.split("/")
         if len(parts) > 2:
-            raise CheckpointError(f"{path!r} is neither a folder nor a file in one.", where=self.where)
+            raise CheckpointError(f"{path!r} is neither a folder nor a file in a folder.", where=self.where)
         place = self._root
         for number, part in enumerate(parts, start=1):
             place = f"{place}/{check_name(part, self.where)}"
@@ -242,7 +242,7 @@ class FsspecDisk:
                 return []
 
         found = [(str(info["name"]).rstrip("/"), info) for info in self._tried("cannot be listed", folder, listed)]
-        # object stores may have an entry for the folder itself
+        # object stores may list an entry for the folder itself
         return [(name.rpartition("/")[2], info) for name, info in found if name.strip("/") != place.strip("/")]
 
     def _move(self, source: str, target: str) -> None:
@@ -254,7 +254,7 @@ class FsspecDisk:
         place = self._place(path, may_be_link=True)
 
         def unlink() -> None:
-            with suppress(FileNotFoundError):  # a try that seemed to fail may have worked
+            with suppress(FileNotFoundError):  # an attempt that seemed to fail may have worked
                 self._fs.rm_file(place)
 
         self._tried("cannot be removed", path, unlink)
@@ -264,7 +264,7 @@ class FsspecDisk:
             self._fs.rmdir(self._place(folder))
 
     def _tried(self, what: str, path: str, operation: Callable[[], Result]) -> Result:
-        """The result of an operation, tried again after a pause where the failure may pass."""
+        """Run an operation, and run it again after a pause if the failure may be temporary."""
         with self._said(what, path):
             for pause in PAUSES:
                 try:
@@ -277,7 +277,7 @@ class FsspecDisk:
 
     @contextmanager
     def _said(self, what: str, path: str) -> Iterator[None]:
-        """Turn any failure into an error that says what could not be done where: packages raise their own."""
+        """Turn any exception into an error with the path and the failed operation: packages raise their own types."""
         try:
             yield
         except CheckpointError:
@@ -302,7 +302,7 @@ def _file_system(url: str) -> tuple[Any, str]:
         ) from error
     except ValueError as error:
         raise ConfigError(
-            f"{kind}:// is no kind of URL that fsspec knows.",
+            f"fsspec does not know the URL scheme {kind}://.",
             where=_redacted(url),
             fix="give a path, or a URL such as s3://bucket/run",
         ) from error
@@ -310,10 +310,10 @@ def _file_system(url: str) -> tuple[Any, str]:
 
 
 def _abort(file: Any) -> None:
-    """Give up what was sent of a file. Closing it would make the part a file."""
+    """Discard a partly sent file. Closing it would turn the sent part into a file."""
     try:
-        file.closed = True  # also for the garbage collector, which closes what it finds open
-    except AttributeError:  # one of those that send nothing before they are closed, or write in place
+        file.closed = True  # also stops the garbage collector, which closes open files
+    except AttributeError:  # this kind of file sends nothing before it is closed, or writes in place
         file.close()
     else:
         file.discard()

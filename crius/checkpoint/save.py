@@ -1,7 +1,7 @@
-"""Saves of a run: staged to the host, written by a thread, committed by rank 0, failures counted.
+"""Saves checkpoints of a run: staged on the host, written by a thread, committed by rank 0. Failures are counted.
 
-Ranks tell each other how their writes went through the store that they met in, not by collectives: a slow disk holds up
-no collective, and so trips no timeout of theirs.
+Ranks report the results of their writes through the key-value store, not by collectives. So a slow disk delays no
+collective and triggers no timeout of a collective.
 """
 
 import dataclasses
@@ -29,23 +29,23 @@ log = logging.getLogger("crius.checkpoint")
 
 
 SECONDS = 0.5
-"""Shortest time between two words of a rank: a store serves all ranks of a run."""
+"""Shortest time between two messages of a rank: one store serves all ranks of a run."""
 
 
 class Progress:
-    """The progress of the saves of one run, as one rank tells and hears it through the store.
+    """The progress of the saves of one run, sent and received by one rank through the store.
 
-    A rank that writes beats by itself. A rank that waits for others beats while any rank writes, so that a watchdog
-    which knows only heartbeats sees neither of them hang.
+    A rank that writes sends its own heartbeats. A rank that waits for others sends heartbeats while any rank writes. So
+    a watchdog that only sees heartbeats does not take either for hung.
 
     Args:
-        rank: this one.
+        rank: this rank.
         store: key-value store of all ranks.
-        prefix: of the keys, of no other start of the run.
+        prefix: prefix of the keys, unique to this start of the run.
         beat: called when this rank writes.
-        wait: called while this rank waits, with the rank that it waits for and whether any rank wrote since the last
+        wait: called while this rank waits, with the rank that it waits for, and whether any rank wrote since the last
             call.
-        clock: seconds.
+        clock: function that returns the time in seconds.
     """
 
     def __init__(
@@ -64,24 +64,24 @@ class Progress:
         self._seen = b""
 
     def wrote(self) -> None:
-        """This rank has written something."""
+        """Record that this rank has written something."""
         self._beat()
         if self._clock() - self._told >= SECONDS:
             self._told = self._clock()
             self._store.add(self._writes, 1)
 
     def is_missing(self, rank: int) -> None:
-        """The save waits for the part of ``rank``; for rank 0, which commits, where all others have written."""
+        """Record that the save waits for the part of ``rank``; rank 0 means that all others have written."""
         self._store.set(self._missing, str(rank))
 
     def wait(self) -> None:
-        """This rank waits for another one. Call it at each poll."""
+        """Record that this rank waits for another rank. Call it at each poll."""
         if self._clock() - self._asked < SECONDS:
             return
         self._asked = self._clock()
         before, self._seen = self._seen, self._read(self._writes)
         missing = int(self._read(self._missing) or 0)
-        self._wait(0 if missing == self._rank else missing, self._seen != before)  # rank 0 has not seen our part yet
+        self._wait(0 if missing == self._rank else missing, self._seen != before)  # rank 0 has not read our part yet
 
     def _read(self, key: str) -> bytes:
         return bytes(self._store.get(key)) if self._store.check([key]) else b""
@@ -92,14 +92,14 @@ POLL_SECONDS = 0.02
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """This process among those that save together.
+    """This process among the processes that save together.
 
     Attributes:
-        rank, size: of the run.
-        ranks_here: processes on this host, which share its memory.
+        rank, size: rank of this process, and number of ranks of the run.
+        ranks_here: number of processes on this host, which share its memory.
         store: key-value store of all ranks.
         gather: see ``crius.checkpoint.tensors.Gather``.
-        attempt: a word for this start of the run, the same on all ranks, of no other start.
+        attempt: word for this start of the run, the same on all ranks and different for each start.
     """
 
     rank: int
@@ -112,7 +112,7 @@ class Place:
 
 @dataclasses.dataclass
 class _Pending:
-    """A save that is under way."""
+    """A save that has not finished."""
 
     step: int
     key: str
@@ -120,7 +120,7 @@ class _Pending:
     num_bytes: int
     began: float
     is_awaited: bool = False
-    is_reported: bool = False  # this rank's part has ended
+    is_reported: bool = False  # this rank has reported its part
     blocked: float = 0.0
     thread: threading.Thread | None = None
 
@@ -129,16 +129,16 @@ class Saver:
     """Saves checkpoints into one folder. Every rank makes the same calls at the same steps.
 
     Args:
-        folder: where to.
-        config: how, and what to keep.
+        folder: folder of checkpoints.
+        config: the section.
         place: this process.
-        beat: called when this rank writes, for the watchdog; also where a planted fault of the disk comes up.
-        wait: called while this rank waits for others, likewise; see ``crius.checkpoint.save.Progress``.
+        beat: called when this rank writes, for the watchdog; a planted disk fault is also raised there.
+        wait: called while this rank waits for others, for the watchdog; see ``crius.checkpoint.save.Progress``.
 
     Attributes:
-        failures: saves in a row that failed; known on rank 0.
-        last_error: of the last of them.
-        blocked_seconds: time that training waited for saves, in all.
+        failures: number of consecutive failed saves; known on rank 0.
+        last_error: error of the last failed save.
+        blocked_seconds: total time that training waited for saves.
     """
 
     def __init__(
@@ -163,14 +163,14 @@ class Saver:
     ) -> None:
         """Save ``tensors`` and ``state`` as the checkpoint of ``step``.
 
-        Waits for the save before, if that is still under way. Failures are counted and logged, not raised.
+        Waits for the previous save if it has not finished. Failures are counted and logged, not raised.
 
         Args:
             step: steps done.
-            tensors: by name, DTensors and whole ones; each rank gives those that it has.
-            state: what is no tensor; that of rank 0 is written.
-            head: the manifest, but for files and tensors; likewise.
-            wait: until it is committed, whatever the mode.
+            tensors: DTensors and whole tensors by name; each rank passes its own.
+            state: everything that is not a tensor; rank 0's is written.
+            head: manifest without files and tensors; rank 0's is written.
+            wait: wait until the save is committed, in every mode.
         """
         begin = time.monotonic()
         self.wait()
@@ -202,16 +202,16 @@ class Saver:
         pending.blocked += blocked
 
     def before_change(self) -> None:
-        """Call before the tensors that were saved last change: on a GPU they may still be on their way to the host."""
+        """Call before the saved tensors change: a GPU may still be copying them to the host."""
         self._planner.before_change()
 
     def poll(self) -> None:
-        """Look whether the save that is under way has ended, and say so. Costs nothing where none is."""
+        """If the current save has finished, log it. Cheap if there is no save."""
         if self._pending and self._place.store.check([f"{self._pending.key}/outcome"]):
             self._conclude(self._pending)
 
     def wait(self) -> None:
-        """Wait until no save is under way."""
+        """Wait until the current save has finished."""
         begin = time.monotonic()
         while self._pending:
             self.poll()
@@ -227,11 +227,11 @@ class Saver:
         self.blocked_seconds += time.monotonic() - begin
 
     def prune(self) -> None:
-        """Remove the checkpoints that are not to be kept; where that fails they stay until the next save."""
+        """Remove checkpoints that need not be kept. If this fails, they stay until the next save."""
         try:
             removed = self._folder.prune(self._config.keep_last, self._config.keep_every)
-        except Exception as error:  # the checkpoint is there
-            log.warning("checkpoint: old ones could not be removed (%s)", error)
+        except Exception as error:  # the new checkpoint is complete
+            log.warning("checkpoint: old checkpoints could not be removed (%s)", error)
         else:
             if removed:
                 log.info("checkpoint: removed step %s", ", ".join(map(str, removed)))
@@ -239,7 +239,7 @@ class Saver:
     def _write(
         self, pending: _Pending, plan: SavePlan, metadata: Metadata, head: Manifest, state: dict[str, Any]
     ) -> None:
-        """This rank's part of a save, in a thread or not; rank 0 also waits for the others and commits."""
+        """Write this rank's part of a save, maybe in a thread; rank 0 also waits for the others and commits."""
         place, disk = self._place, self._folder.disk
         folder = disk.stage(pending.step, place.attempt)
         try:
@@ -250,7 +250,7 @@ class Saver:
             report: dict[str, Any] = {
                 "written": write_tensors(disk, path, plan, self._planner, verify=verify, beat=beat)
             }
-        except BaseException as error:  # also MemoryError and what a library below raises: no rank may wait for ever
+        except BaseException as error:  # also MemoryError and errors of libraries: otherwise ranks would wait forever
             report = {"error": _words(error)}
         place.store.set(f"{pending.key}/{place.rank}", json.dumps(report))
         pending.is_reported = True
@@ -258,7 +258,7 @@ class Saver:
             self._tell_outcome(pending, self._commit(pending, folder, metadata, head, state))
 
     def _commit(self, pending: _Pending, folder: str, metadata: Metadata, head: Manifest, state: dict[str, Any]) -> str:
-        """Finish a save when all ranks have written; returns why not, or nothing."""
+        """Finish a save when all ranks have written. Returns the error, or an empty text."""
         place, disk = self._place, self._folder.disk
         try:
             reports = [self._report(pending, rank) for rank in range(place.size)]
@@ -277,7 +277,7 @@ class Saver:
         return ""
 
     def _report(self, pending: _Pending, rank: int) -> dict[str, Any]:
-        """How the writes of ``rank`` went, as soon as it says so."""
+        """Wait for the report of ``rank`` about its writes."""
         key, store = f"{pending.key}/{rank}", self._place.store
         if not store.check([key]):
             self._progress.is_missing(rank)
@@ -293,7 +293,7 @@ class Saver:
         try:
             if folder in self._folder.disk.folders():
                 self._folder.disk.sweep(folder)
-        except Exception as error:  # it is collected at the next start
+        except Exception as error:  # the next start removes the folder
             log.warning("checkpoint: %s could not be removed (%s)", folder, error)
 
     def _tell_outcome(self, pending: _Pending, problem: str) -> None:
@@ -312,7 +312,7 @@ class Saver:
             return
         if problem:
             log.warning(
-                "checkpoint: step %d could not be saved (%s); failure %d in a row of at most %d",
+                "checkpoint: step %d could not be saved (%s); consecutive failure %d of at most %d",
                 pending.step,
                 problem,
                 self.failures,
@@ -329,7 +329,7 @@ class Saver:
             )
 
     def _lacks_space(self, num_bytes: int) -> str:
-        """Why the disk cannot take what all ranks write together; nothing where it can, or does not say."""
+        """Why the disk has too little space for what all ranks write; empty if it has enough or does not report it."""
         free = self._folder.disk.free_bytes() if self._place.rank == 0 else None
         wanted = self._place.gather([num_bytes, free])
         needed = sum(of_rank[0] for of_rank in wanted)
@@ -346,7 +346,7 @@ class Saver:
         if needed < available:
             return True
         log.warning(
-            "checkpoint: the copies of an async save need %.1f GiB of host memory, %.1f GiB are free: saved in sync",
+            "checkpoint: the copies of an async save need %.1f GiB of host memory, %.1f GiB are free: saving in sync",
             needed / 2**30,
             available / 2**30,
         )

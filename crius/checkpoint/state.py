@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside tensors: ``state.json``, which is checked as input from a stranger. No torch."""
+"""``state.json``: everything in a checkpoint that is not a tensor. It is checked as untrusted input. No torch."""
 
 import json
 from typing import Any
@@ -9,24 +9,24 @@ from crius.errors import CheckpointError
 from crius.strict_json import load_object
 
 MAX_STATE_BYTES = 1 << 25
-"""A stream of 100,000 shards has 4 MB of cursors."""
+"""Most bytes of the file. The cursors of a stream of 100,000 shards take 4 MB."""
 
 MAX_WRITTEN = 10**18
-"""Of tokens and samples; sums and products of batches with it stay below 2**63."""
+"""Largest count of tokens and samples when saving; sums and products of batches with it stay below 2**63."""
 
 MAX_READ = 10**16
-"""The same where a run goes on: far enough below that it can save what it comes to."""
+"""Largest count when loading: a run that resumes can then still save its later counts."""
 
 MAX_NUMBER = 1e100
-"""Of losses, norms and seconds; its square is finite."""
+"""Largest loss, norm or number of seconds; its square is finite."""
 
 
 def encode_state(state: dict[str, Any], step: int) -> bytes:
     """The bytes of ``state.json``.
 
     Args:
-        state: what is no tensor.
-        step: of the checkpoint.
+        state: everything that is not a tensor.
+        step: step of the checkpoint.
 
     Raises:
         ValueError: ``read_state`` would refuse it.
@@ -37,10 +37,10 @@ def encode_state(state: dict[str, Any], step: int) -> bytes:
 
 
 def read_state(disk: Disk, folder: str, manifest: Manifest) -> dict[str, Any]:
-    """The state of a checkpoint, with everything checked that a run takes from it; what it does not know it leaves.
+    """The state of a checkpoint. Every value that a run uses is checked; unknown values are kept.
 
     Raises:
-        CheckpointError: it is missing, is not what was written, or is not one that Crius writes.
+        CheckpointError: the state is missing, differs from the written bytes, or is not a state that Crius writes.
     """
     name = manifest.state_file
     where = f"{disk.where}/{folder}"
@@ -48,7 +48,7 @@ def read_state(disk: Disk, folder: str, manifest: Manifest) -> dict[str, Any]:
         raise _refusal(f"{name} of {where} has {manifest.files[name].size:,} bytes, the limit is {MAX_STATE_BYTES:,}")
     data = disk.read(f"{folder}/{name}") if name else b""
     if not name or digest_of(data) != manifest.files[name].digest:
-        raise _refusal(f"the state of {where} is {'not what was written' if name else 'missing'}")
+        raise _refusal(f"the state of {where} {'differs from what was written' if name else 'is missing'}")
     try:
         state = load_object(data)
         _check(state, manifest.step, MAX_READ)
@@ -63,13 +63,13 @@ def _refusal(what: str) -> CheckpointError:
 
 
 def _check(state: dict[str, Any], step: int, most: int) -> None:
-    """Raise ValueError where a run could not go on from ``state`` of ``step``; counts go up to ``most``."""
+    """Raise ValueError if a run could not resume from ``state`` of ``step``; counts may be up to ``most``."""
     if type(state.get("imported", False)) is not bool:
         raise ValueError(f"imported is {_shown(state['imported'])}")
     train = _table(state, "train")
     counts = {name: _count(value, f"train.{name}", most) for name, value in train.items()}
     if counts.get("step") != step:
-        raise ValueError(f"train.step is {_shown(train.get('step'))}, the manifest is of step {step}")
+        raise ValueError(f"train.step is {_shown(train.get('step'))}, but the manifest has step {step}")
     for name in ("updates", "skipped_steps"):
         if counts.get(name, 0) > step:
             raise ValueError(f"train.{name} is {counts[name]}, which is more than the {step} steps")
@@ -92,8 +92,8 @@ def _check(state: dict[str, Any], step: int, most: int) -> None:
 
 def _check_data(data: dict[str, Any], step: int, most: int) -> None:
     _count(data.get("next_sample"), "data.next_sample", most)
-    if _count(data.get("step"), "data.step", most) != step:  # a batch a step, also where the update was skipped
-        raise ValueError(f"data.step is {_shown(data['step'])}, the manifest is of step {step}")
+    if _count(data.get("step"), "data.step", most) != step:  # one batch per step, even if the update was skipped
+        raise ValueError(f"data.step is {_shown(data['step'])}, but the manifest has step {step}")
     _text(data.get("source"), "data.source")
     for shard, cursor in _table(data, "cursors").items():
         if not (shard.isascii() and shard.isdecimal() and len(shard) <= 9):
@@ -105,14 +105,14 @@ def _check_data(data: dict[str, Any], step: int, most: int) -> None:
 
 
 def _check_shards(state: dict[str, Any], config: dict[str, Any]) -> None:
-    """Raise ValueError where the cursors are not those of the shards that the settings of the checkpoint ask for."""
+    """Raise ValueError if the cursors do not match the shards in the settings of the checkpoint."""
     source, number = config.get("data.source"), config.get("data.virtual_shards")
     if "data" not in state or type(source) is not str or type(number) is not int:
         return
     wanted = number if source == "huggingface" else 0
     shards = {int(shard) for shard in state["data"]["cursors"]}
     if len(shards) != wanted or any(shard >= wanted for shard in shards):
-        raise ValueError(f"data.cursors is of {len(shards)} shards, the data of the checkpoint has {wanted}")
+        raise ValueError(f"data.cursors has {len(shards)} shards, but the data of the checkpoint has {wanted}")
 
 
 def _check_stability(stability: dict[str, Any], most: int) -> None:
@@ -125,7 +125,7 @@ def _check_stability(stability: dict[str, Any], most: int) -> None:
         for value in values:
             _number(value, "a value of stability.window")
     if len({len(values) for values in window.values()}) > 1:
-        raise ValueError("the lists of stability.window are not equally long")
+        raise ValueError("the lists of stability.window differ in length")
 
 
 def _table(state: dict[str, Any], name: str) -> dict[str, Any]:
@@ -136,7 +136,7 @@ def _table(state: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _count(value: Any, what: str, most: int) -> int:
-    if type(value) is not int or not 0 <= value <= most:  # True is an int too, and is none here
+    if type(value) is not int or not 0 <= value <= most:  # True is an int in Python, but not allowed here
         raise ValueError(f"{ascii(what)[1:-1][:60]} is {_shown(value)}")
     return value
 
@@ -147,7 +147,7 @@ def _number(value: Any, what: str) -> None:
 
 
 def _text(value: Any, what: str) -> str:
-    """Text that can be printed: no control characters, which would act on a terminal."""
+    """Check text that will be printed: no control characters, which could control a terminal."""
     if not isinstance(value, str) or len(value) > MAX_TEXT or not value.isprintable():
         raise ValueError(f"{what} is {_shown(value)}")
     return value

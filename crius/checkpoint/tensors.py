@@ -23,19 +23,19 @@ from crius.checkpoint.plain import DTYPES, NAMES
 
 
 def host_bytes(tensor: Tensor) -> memoryview:
-    """The numbers of a tensor in C order, little endian; waits for the device it is on. No copy on a host."""
+    """The numbers of a tensor in C order, little endian. Waits for the tensor's device. No copy on a host."""
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy().data)
 
 
 Gather = Callable[[Any], list[Any]]
-"""A JSON value of every rank, in the order of the ranks; a collective."""
+"""Collective that returns a JSON value of every rank, in the order of the ranks."""
 
 
 class StagedPlanner(DefaultSavePlanner):
-    """DCP's planner over a flat dict of tensors, which can be copied to the host and written from there later.
+    """DCP's planner for a flat dict of tensors. The tensors can be copied to the host and written from there later.
 
-    Parts that several ranks hold are written by one of them, so that all have about as much to write.
+    A part that several ranks hold is written by one of them, chosen so that all ranks write about the same amount.
     """
 
     def __init__(self) -> None:
@@ -47,10 +47,9 @@ class StagedPlanner(DefaultSavePlanner):
         self._planned: list[Any] | None = None
 
     def agree(self, tensors: dict[str, Tensor], rank: int, gather: Gather) -> tuple[SavePlan, Metadata]:
-        """What this rank writes of ``tensors``, and what all ranks write together. Every rank calls this.
+        """Plan what this rank writes of ``tensors``, and what all ranks write together. Every rank calls this.
 
-        The plan of the last time is taken again while the tensors of no rank change, so that a save costs one small
-        exchange.
+        The previous plan is used again if no rank's tensors changed, so that a save costs one small exchange.
         """
         self.set_up_planner(tensors)
         items = [_encode(item) for item in self.create_local_plan().items if _numel(item)]
@@ -63,17 +62,18 @@ class StagedPlanner(DefaultSavePlanner):
         return self._plan, self._metadata
 
     def stage(self) -> None:
-        """Copy this rank's part to host memory, over the copies of the last time.
+        """Copy this rank's part to host memory, into the memory of the previous copies.
 
-        From now on ``resolve_data`` gives the copies. Those of a GPU are made on a stream of their own, and this does
-        not wait for them: call ``before_change`` before the tensors change, and keep the tensors until then.
+        From now on ``resolve_data`` returns the copies. Copies from a GPU are made on a separate stream, and this
+        method does not wait for them: call ``before_change`` before the tensors change, and keep the tensors until
+        then.
         """
         old, self._copies = self._copies, {}
         sources = {item.index: self.lookup_object(item.index) for item in self._plan.items}
         on_gpu = any(source.is_cuda for source in sources.values())
         if on_gpu:
             self._stream = self._stream or torch.cuda.Stream()
-            self._stream.wait_stream(torch.cuda.current_stream())  # the last update is still to come there
+            self._stream.wait_stream(torch.cuda.current_stream())  # which may still run the last update
         with torch.cuda.stream(self._stream) if on_gpu else contextlib.nullcontext():
             for index, source in sources.items():
                 copy = old.pop(index, None)
@@ -84,22 +84,22 @@ class StagedPlanner(DefaultSavePlanner):
         self._awaited = False
 
     def before_change(self) -> None:
-        """Call before the tensors change. On a GPU what changes them waits there for the copies; the host does not."""
+        """Call before the tensors change. On a GPU the current stream waits for the copies; the host does not wait."""
         if self._arrived and not self._awaited:
             torch.cuda.current_stream().wait_event(self._arrived)
         self._awaited = True
 
     @property
     def has_copies(self) -> bool:
-        """Whether ``stage`` was called: its memory is there already."""
+        """Whether ``stage`` was called, so that memory for the copies exists."""
         return bool(self._copies)
 
     def drop_copies(self) -> None:
-        """Free the copies; ``resolve_data`` gives the tensors themselves again."""
+        """Free the copies; ``resolve_data`` returns the tensors themselves again."""
         self._copies, self._arrived = {}, None
 
     def copy_bytes(self) -> int:
-        """Bytes of host memory that ``stage`` takes: torch rounds page-locked ones up to a power of two."""
+        """Bytes of host memory that ``stage`` takes. Torch rounds page-locked memory up to a power of two."""
         sources = [self.lookup_object(item.index) for item in self._plan.items]
         return sum(1 << (s.nbytes - 1).bit_length() if s.is_cuda else s.nbytes for s in sources)
 
@@ -108,10 +108,10 @@ class StagedPlanner(DefaultSavePlanner):
         return sum(_numel(item) * _data(item).properties.dtype.itemsize for item in self._plan.items)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """The copy of a part where there is one, as soon as its numbers are there, else the part."""
+        """The copy of a part, after waiting for its numbers; without a copy, the part itself."""
         copy = self._copies.get(index)
         if copy is not None and self._arrived and self._stream:
-            with torch.cuda.device(self._stream.device):  # a thread begins on GPU 0, and would make a context there
+            with torch.cuda.device(self._stream.device):  # a thread starts on GPU 0, and would create a context there
                 self._arrived.synchronize()
         return super().lookup_object(index).detach() if copy is None else copy
 
@@ -142,10 +142,10 @@ def _decode(record: list[Any]) -> WriteItem:
 
 
 class Written(NamedTuple):
-    """The file that a rank wrote; other ranks hear of it as JSON.
+    """The file that a rank wrote. Other ranks receive it as JSON.
 
     Attributes:
-        name, size, digest: of the file.
+        name, size, digest: name, bytes and hash of the file.
         places: first byte, end and hash of each part, in the order of the rank's plan.
     """
 
@@ -158,19 +158,19 @@ class Written(NamedTuple):
 def write_tensors(
     disk: Disk, path: str, plan: SavePlan, planner: StagedPlanner, *, verify: bool, beat: Callable[[], None]
 ) -> Written | None:
-    """Write a rank's file, hashed and durable; None where its plan is empty.
+    """Write a rank's file, hashed and durable; None if its plan is empty.
 
     Args:
         disk: folder of checkpoints.
-        path: of the file.
-        plan: what this rank writes.
-        planner: has the tensors.
+        path: path of the file.
+        plan: plan of this rank's writes.
+        planner: planner that has the tensors.
         verify: read the file again and compare hashes.
-        beat: called while bytes move.
+        beat: called while bytes are written or read.
 
     Raises:
-        OSError: the disk does not take it.
-        CheckpointError: what was read again is not what was written.
+        OSError: writing fails.
+        CheckpointError: the file was read back with other bytes.
     """
     if not plan.items:
         return None
@@ -182,7 +182,7 @@ def write_tensors(
 
 
 def _part(item: WriteItem, planner: StagedPlanner) -> Part:
-    """A part of a tensor; where it is not the whole, its key says where in the tensor it starts."""
+    """A part of a tensor. If it is not the whole tensor, its key has its offset."""
     data = _data(item)
     key, chunk = item.index.fqn, data.chunk
     return Part(
@@ -196,12 +196,12 @@ def _part(item: WriteItem, planner: StagedPlanner) -> Part:
 def listed(
     metadata: Metadata, plans: Sequence[SavePlan], written: Sequence[Written | None]
 ) -> tuple[dict[str, FileEntry], dict[str, TensorEntry]]:
-    """What a manifest says of the files that all ranks wrote, and of the tensors in them.
+    """The manifest's entries of the files that all ranks wrote, and of the tensors in them.
 
     Args:
-        metadata: of all tensors.
-        plans: what each rank was to write.
-        written: the file that each rank wrote.
+        metadata: metadata of all tensors.
+        plans: plan of each rank's writes.
+        written: file that each rank wrote.
     """
     files: dict[str, FileEntry] = {}
     chunks: dict[MetadataIndex, Chunk] = {}

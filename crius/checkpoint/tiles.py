@@ -1,4 +1,4 @@
-"""Whether parts of a tensor cover it exactly. No torch."""
+"""Checks whether parts of a tensor cover it exactly. No torch."""
 
 import itertools
 import math
@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 MAX_SPLIT_DIMS = 6
-"""Dims along which a tensor may be split; sharding, tensor and expert parallelism together split three."""
+"""Most dims that a tensor may be split along; FSDP, tensor and expert parallelism together split three."""
 
 Box = tuple[Sequence[int], Sequence[int]]
-"""Where a part starts, and its shape."""
+"""Offset of a part, and its shape."""
 
 
 def fits(shape: Sequence[int], box: Box) -> bool:
-    """Whether a part lies inside a tensor of ``shape``."""
+    """Whether a part is inside a tensor of ``shape``."""
     offset, size = box
     if not len(offset) == len(size) == len(shape):
         return False
@@ -22,16 +22,16 @@ def fits(shape: Sequence[int], box: Box) -> bool:
 
 
 def split_dims(shape: Sequence[int], boxes: Iterable[Box]) -> list[int]:
-    """The dims along which parts are smaller than the whole."""
+    """The dims along which some part is smaller than the whole."""
     sizes = [size for _, size in boxes]
     return [dim for dim, length in enumerate(shape) if any([size[dim] != length for size in sizes])]
 
 
 def cover(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
-    """Whether every element is in one part, and in one only. Parts fit, and split few dims.
+    """Whether every element is in exactly one part. Parts must fit, and split few dims.
 
-    The corners of a box, each with a sign, determine it: they are the mixed derivative of "inside or not". So boxes
-    tile the whole exactly where their signed corners sum to those of the whole. That takes linear time.
+    The corners of a box, each with a sign, determine the box: they are the mixed derivative of "inside or not". So
+    boxes tile the whole exactly if their signed corners sum to those of the whole. This takes linear time.
     """
     split = split_dims(shape, boxes)
     if len(split) == 1 and math.prod(shape) > 0:

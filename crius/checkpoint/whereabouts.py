@@ -1,4 +1,6 @@
-"""Where checkpoints are, by what a user types: a run folder, a folder of checkpoints, one checkpoint. No torch."""
+"""Finds checkpoints by the path that a user types: a run folder, a folder of checkpoints, or one
+checkpoint. No torch.
+"""
 
 import tomllib
 from dataclasses import dataclass
@@ -13,12 +15,12 @@ from crius.errors import ConfigError
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """A folder of checkpoints, or one in it.
+    """A folder of checkpoints, or one checkpoint in it.
 
     Attributes:
-        folder: of the checkpoints.
-        name: of the one; empty: all of the folder.
-        run_dir: the run folder around it, if it is one.
+        folder: folder of checkpoints.
+        name: name of the checkpoint; empty: all checkpoints of the folder.
+        run_dir: run folder around it, if there is one.
     """
 
     folder: CheckpointFolder
@@ -27,21 +29,21 @@ class Checkpoints:
 
 
 def find_checkpoints(path: str, where: str = "command line") -> Checkpoints:
-    """What a path of the command line means: a run folder, a folder of checkpoints, or one checkpoint.
+    """Find the checkpoints of a path from the command line: a run folder, a folder of checkpoints, or one checkpoint.
 
     Args:
-        path: of it, or an fsspec URL.
-        where: the path comes from, for messages.
+        path: the path, or an fsspec URL.
+        where: origin of the path, for messages.
 
     Raises:
-        ConfigError: there is nothing like that.
+        ConfigError: the path does not exist.
     """
     parent, _, last = path.rstrip("/").rpartition("/")
     if "://" in path:
         return Checkpoints(CheckpointFolder(open_disk(parent if parse_folder(last) else path)), _name(last), None)
     place = Path(path)
     if not place.is_dir():
-        raise ConfigError(f"{path} is no folder.", where=where, fix="give a run folder, or a folder of checkpoints")
+        raise ConfigError(f"{path} is not a folder.", where=where, fix="give a run folder, or a folder of checkpoints")
     if parse_folder(name := place.absolute().name):
         parent = str(place.parent if place.name else place.absolute().parent)
         return Checkpoints(CheckpointFolder(open_disk(parent)), name, None)
@@ -59,7 +61,7 @@ def _name(last: str) -> str:
 
 
 def _folder_of(settings: Path) -> str:
-    """``checkpoint.folder`` of a run.toml."""
+    """``checkpoint.folder`` in a run.toml."""
     try:
         section = tomllib.loads(settings.read_text(encoding="utf-8")).get("checkpoint", {})
     except (OSError, ValueError):

@@ -1,1 +1,1 @@
-"""Documents to tokens to batches. Only ``batch`` and ``loader`` import torch: bad data is found before workers are."""
+"""Turns documents into tokens and batches. Only ``loader`` imports torch, so bad data is found before workers start."""

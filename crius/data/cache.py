@@ -1,4 +1,4 @@
-"""Local corpora are tokenised once a machine: a cache of token folders, keyed by content."""
+"""Local corpora are tokenised once per machine, into a cache of token folders that is keyed by content."""
 
 import contextlib
 import hashlib
@@ -30,16 +30,16 @@ _log = logging.getLogger("crius.data")
 def open_cached(
     data: DataConfig, config: TokenizerConfig, tokenizer: Tokenizer, *, flag: str = "--data.path"
 ) -> TokenFile:
-    """The token folder of a local corpus, from the cache, or written to it.
+    """Open the token folder of a local corpus in the cache. It is written first if it is missing.
 
-    Any number of processes may call this at once: one tokenises, the others wait for it. If that one fails, each of
-    them tries and fails with the same error.
+    Any number of processes may call this at once: one tokenises, the others wait for it. If it fails, each of them
+    tries and fails with the same error.
 
     Args:
-        data: ``source`` is stdlib, text, jsonl or parquet.
-        config: what ``tokenizer`` was built from.
+        data: the section; ``source`` is stdlib, text, jsonl or parquet.
+        config: section that ``tokenizer`` was built from.
         tokenizer: the tokenizer.
-        flag: where ``data.path`` came from, for messages.
+        flag: flag that ``data.path`` came from, for messages.
 
     Raises:
         DataError: the corpus is bad, or the cache folder cannot be written.
@@ -48,7 +48,7 @@ def open_cached(
     files = find_files(data, flag)
     before = [_signature(file) for file in files]
     digests = _digests(files, before, root / "index")
-    version = kind_of(data.source).version  # empty of ours
+    version = kind_of(data.source).version  # empty for our own kinds
     content: list[Any] = [FORMAT_VERSION, data.source, "" if data.source in ("stdlib", "text") else data.text_field]
     if data.format == "chat":
         content = [CHAT_VERSION, data.source, chat_encoder(data, config, tokenizer).fingerprint]
@@ -61,7 +61,7 @@ def open_cached(
         if (found := _open(folder)) is not None:
             return found
         _remove(folder)
-        collect(folder.parent)  # of any corpus: the one of a run that was killed may never come again
+        collect(folder.parent)  # of any corpus: a killed run may never be started again
         write(folder, work_on(data, files, tokenizer, config), tokenizer, source=describe(data, files))
         for file, signature in zip(files, before, strict=True):
             if _signature(file) != signature:
@@ -71,14 +71,14 @@ def open_cached(
 
 
 def cache_folder(data: DataConfig) -> Path:
-    """``data.cache_dir``, else crius/ below ``XDG_CACHE_HOME``, else ~/.cache/crius."""
+    """``data.cache_dir``, else ``crius`` below ``XDG_CACHE_HOME``, else ~/.cache/crius."""
     if data.cache_dir:
         return Path(data.cache_dir).expanduser()
     return user_cache()
 
 
 def _open(folder: Path) -> TokenFile | None:
-    """The entry, or None where there is none or a damaged one."""
+    """Open the cache entry; None if it is missing or damaged."""
     if not folder.exists():
         return None
     try:
@@ -93,7 +93,7 @@ def _mend(folder: Path) -> str:
 
 
 def _remove(folder: Path) -> None:
-    """Remove an entry. The caller holds the lock."""
+    """Remove an entry. The caller must hold the lock."""
     if folder.exists():
         shutil.rmtree(folder)
 
@@ -108,7 +108,7 @@ def _locked(root: Path, folder: Path) -> Iterator[None]:
             raise DataError(
                 f"cache folder {root} cannot be written: {error.strerror or error}.",
                 where="--data.cache_dir",
-                why="tokenised corpora are kept there",
+                why="tokenised corpora are cached there",
                 fix="--data.cache_dir DIR, a folder that can be written",
             ) from error
         yield
@@ -121,7 +121,7 @@ def _signature(file: Path) -> list[int]:
 
 
 def _digests(files: tuple[Path, ...], signatures: list[list[int]], index_folder: Path) -> list[str]:
-    """sha256 of each file. Files that did not change are not read again: an index remembers their hashes."""
+    """sha256 of each file. Files that did not change are not read again: an index stores their hashes."""
     names = [str(file.resolve()) for file in files]
     index_file = index_folder / (hashlib.sha256("\0".join(names).encode()).hexdigest()[:32] + ".json")
     known = _read_index(index_file)
@@ -148,7 +148,7 @@ def _read_index(file: Path) -> dict[str, tuple[list[int], str]]:
         return {
             name: (list(signature), str(digest)) for name, (signature, digest) in json.loads(file.read_bytes()).items()
         }
-    except (OSError, ValueError, TypeError, AttributeError):  # no index, or a damaged one: hash again
+    except (OSError, ValueError, TypeError, AttributeError):  # the index is missing or damaged: hash again
         return {}
 
 
@@ -158,5 +158,5 @@ def _write_index(file: Path, index: dict[str, tuple[list[int], str]]) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_text(json.dumps(index))
         temporary.replace(file)
-    except OSError as error:  # it only saves time
+    except OSError as error:  # the index only saves time
         _log.debug("cache: %s was not written: %s", file, error)

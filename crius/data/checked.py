@@ -1,6 +1,6 @@
-"""Files held against their hashes: a table of xxh3 hashes, one for each block, and the bytes checked before use.
+"""Checks files against their hashes: a table of xxh3 hashes, one per block. Bytes are checked before they are used.
 
-The hash finds accidents: a bad disk, a copy that was cut, a file that was edited. It does not stop an attacker.
+The hashes detect accidents: a bad disk, a truncated copy, an edited file. They do not stop an attacker.
 """
 
 import hashlib
@@ -14,24 +14,24 @@ import xxhash
 from crius.errors import DataError
 
 BLOCK_BYTES = 128 << 10
-"""Bytes of a block: what a random read fetches from disk anyway, by the readahead of Linux."""
+"""Bytes of a block: Linux' readahead fetches about that much from disk anyway for a random read."""
 
 WHOLE_BYTES = 1 << 30
-"""A file of fewer bytes is checked whole when it is opened, a larger one block by block when a block is first read."""
+"""A smaller file is checked whole when it is opened. A larger file is checked per block, when a block is first read."""
 
 SETTLED_NS = 2_000_000_000
-"""A file changed less than 2 s before it was hashed is hashed again next time: another change could have the same
-time stamp, because file systems count time in steps."""
+"""A file that changed less than 2 s before it was hashed is hashed again next time: another change could have the same
+time stamp, because file systems round time."""
 
 _whole: set[tuple[object, ...]] = set()
-"""Files that this process, or the one that it was forked from, found good as a whole."""
+"""Files that this process, or the process it was forked from, has checked as a whole."""
 
 
 class BlockHasher:
-    """The hashes of the blocks of a file that is being written.
+    """Computes the hashes of the blocks of a file while it is written.
 
     Args:
-        block_bytes: bytes of a block.
+        block_bytes: bytes per block.
     """
 
     def __init__(self, block_bytes: int) -> None:
@@ -39,7 +39,7 @@ class BlockHasher:
         self._hashes: list[int] = []
 
     def update(self, content: bytes) -> None:
-        """Take the next bytes of the file."""
+        """Add the next bytes of the file."""
         content = self._rest + content
         whole = len(content) - len(content) % self._block_bytes
         blocks = (memoryview(content)[at : at + self._block_bytes] for at in range(0, whole, self._block_bytes))
@@ -47,7 +47,7 @@ class BlockHasher:
         self._rest = content[whole:]
 
     def hashes(self) -> npt.NDArray[np.uint64]:
-        """The hashes ``(blocks,)``, little-endian; the last block may be short. No update may follow."""
+        """The hashes ``(blocks,)``, little-endian; the last block may be short. Do not call ``update`` afterwards."""
         last = [xxhash.xxh3_64_intdigest(self._rest)] if self._rest else []
         return np.array([*self._hashes, *last], dtype="<u8")
 
@@ -56,14 +56,14 @@ class CheckedFile:
     """A memory-mapped file whose bytes are checked before they are used.
 
     Args:
-        path: the file.
-        content: its bytes, mapped, ``(bytes,)`` uint8.
-        hashes: of its blocks, ``(blocks,)`` uint64.
-        block_bytes: bytes of a block.
-        fix: what to do about damage.
+        path: path of the file.
+        content: mapped bytes of the file, ``(bytes,)`` uint8.
+        hashes: hashes of its blocks, ``(blocks,)`` uint64.
+        block_bytes: bytes per block.
+        fix: remedy for damage, for messages.
 
     Raises:
-        DataError: it has less than ``WHOLE_BYTES`` and does not match its hashes.
+        DataError: the file has less than ``WHOLE_BYTES`` and does not match its hashes.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class CheckedFile:
             _whole.update([key] if key else [])
 
     def check(self, begins: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> None:
-        """Check the blocks of these ranges of bytes, ``(ranges,)`` each, that were not checked before.
+        """Check the blocks of these byte ranges, ``(ranges,)`` each, unless they were checked before.
 
         Raises:
             DataError: a block does not match its hash.
@@ -109,10 +109,10 @@ class CheckedFile:
 
 
 def check_sha256(path: Path, content: npt.NDArray[np.uint8], digest: str, fix: str) -> None:
-    """Check a whole file against the hash of folders that were written before there was a table of blocks.
+    """Check a whole file against its sha256. Older folders have no table of blocks.
 
     Raises:
-        DataError: it does not match.
+        DataError: the file does not match.
     """
     key = _key(path, digest)
     if key in _whole:
@@ -133,7 +133,7 @@ def damaged(path: Path, part: str, fix: str) -> DataError:
 
 
 def _key(path: Path, digest: str) -> tuple[object, ...] | None:
-    """Names a file, its last change and what it is held against; None where a change could have the same time stamp."""
+    """Key of a file, its last change and its hash; None if another change could have the same time stamp."""
     status = path.stat()
     times = status.st_mtime_ns, status.st_ctime_ns
     if max(times) + SETTLED_NS >= time.time_ns():

@@ -1,4 +1,4 @@
-"""``[data]``, ``[tokenizer]`` and ``[validation]`` to what is trained on and what is held out. No torch."""
+"""Turns ``[data]``, ``[tokenizer]`` and ``[validation]`` into the training data and the held-out data. No torch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,14 +20,14 @@ from crius.plugins import install_line
 
 @dataclass(frozen=True)
 class Corpus:
-    """What a run reads.
+    """The data of a run.
 
     Attributes:
-        train: sequences without end.
-        validation: sequences that are never trained on; None where ``validation.interval`` is 0.
+        train: endless sequences for training.
+        validation: sequences that are never trained on; None if ``validation.interval`` is 0.
         tokenizer: the tokenizer.
-        token_bytes: ``(vocab_size of the model,)`` int32, UTF-8 bytes of text that each id stands for.
-        description: lines to log.
+        token_bytes: ``(vocab_size of the model,)`` int32, number of UTF-8 bytes of text that each id stands for.
+        description: lines for the log.
     """
 
     train: TokenSource
@@ -47,22 +47,22 @@ def open_corpus(
     vocab_size: int,
     seed: int,
 ) -> Corpus:
-    """Open the corpus; the first time on a machine that tokenises it, later it takes milliseconds.
+    """Open the corpus. The first time on a machine it is tokenised; after that it takes milliseconds.
 
-    Held out is the end of the token stream, whole documents where the last one is not too long, or
-    ``validation.path``. Streams: see ``open_huggingface``.
+    The end of the token stream is held out, as whole documents unless the last one is too long. With
+    ``validation.path``, that data is used instead. For streams see ``open_huggingface``.
 
     Args:
-        data: where documents come from.
-        tokenizer: how they become tokens.
-        validation: what is held out.
-        seq_len: tokens in a sequence.
-        global_batch_size: sequences in an optimizer step; an epoch has at least that many.
+        data: section with the source of documents.
+        tokenizer: section with the tokenizer.
+        validation: section with the held-out part.
+        seq_len: tokens per sequence.
+        global_batch_size: sequences per optimizer step; an epoch must have at least that many.
         vocab_size: rows of the model's embedding.
-        seed: chooses the order of the sequences.
+        seed: seed of the order of the sequences.
 
     Raises:
-        DataError: the corpus cannot be used; the message says what would work.
+        DataError: the corpus cannot be used; the message has a remedy.
         EnvironmentError: a package is missing.
     """
     tok = build_tokenizer(tokenizer)
@@ -81,7 +81,7 @@ def open_corpus(
         sizes = {"global_batch_size": global_batch_size, "seq_len": seq_len, "vocab_size": vocab_size, "seed": seed}
         samples, scored, lines = open_samples(file, held_file if scores else None, data, validation, **sizes)
         return Corpus(samples, scored, tok, token_bytes, (_corpus_line(file, tok), *lines))
-    # held out also where nothing is scored, so that switching validation on or off never changes what is trained on
+    # held out even if nothing is scored, so that switching validation on or off does not change the training data
     holds_out = validation.fraction > 0 and not validation.path
     cut = _cut(file, validation.fraction, seq_len) if holds_out else file.meta.num_tokens
     windows = partial(IndexedSource, boundary=boundary, seq_len=seq_len, vocab_size=vocab_size, seed=seed)
@@ -99,7 +99,7 @@ def open_corpus(
 def _token_bytes(tok: Tokenizer, vocab_size: int) -> npt.NDArray[np.int32]:
     if tok.vocab_size > vocab_size:
         raise DataError(
-            f"tokenizer {tok.name} has {tok.vocab_size:,} ids, the model has rows for {vocab_size:,}.",
+            f"tokenizer {tok.name} has {tok.vocab_size:,} ids, but the model has rows for {vocab_size:,}.",
             where="--tokenizer.path",
             fix=f"--model.vocab_size {tok.vocab_size}",
         )
@@ -109,10 +109,10 @@ def _token_bytes(tok: Tokenizer, vocab_size: int) -> npt.NDArray[np.int32]:
 
 
 def boundary_of(data: DataConfig, tokenizer: Tokenizer) -> Boundary:
-    """The boundary that ``data.add_bos`` and ``data.add_eos`` ask for.
+    """The boundary of documents, from ``data.add_bos`` and ``data.add_eos``.
 
     Raises:
-        DataError: ``data.add_bos`` is on and the tokenizer has no BOS.
+        DataError: ``data.add_bos`` is on, but the tokenizer has no BOS.
     """
     start = tokenizer.eos_id
     if tokenizer.adds_bos if data.add_bos is None else data.add_bos:
@@ -120,7 +120,7 @@ def boundary_of(data: DataConfig, tokenizer: Tokenizer) -> Boundary:
             raise DataError(
                 f"tokenizer {tokenizer.name} has no token that begins a document.",
                 where="--data.add_bos",
-                why="neither its post-processor nor bos_token of tokenizer_config.json names a token that it has",
+                why="neither its post-processor nor bos_token in tokenizer_config.json names an existing token",
                 fix="--data.no_add_bos: a document then starts with the end-of-document token",
             )
         start = tokenizer.bos_id
@@ -128,7 +128,7 @@ def boundary_of(data: DataConfig, tokenizer: Tokenizer) -> Boundary:
 
 
 def _opener_of_streams() -> Callable[..., tuple[TokenSource, HeldOut | None, tuple[str, ...]]]:
-    """``open_huggingface``, where the package that it needs is installed."""
+    """``open_huggingface``, if its package is installed."""
     try:
         from crius.data.huggingface import open_huggingface  # noqa: PLC0415  optional package
     except ImportError as error:
@@ -155,7 +155,7 @@ def _token_file(data: DataConfig, config: TokenizerConfig, tok: Tokenizer, vocab
     else:
         if len(data.path) != 1:
             raise DataError(
-                f"source tokens takes one folder, got {len(data.path)}.",
+                f"source tokens takes one folder, but got {len(data.path)}.",
                 where=flag,
                 fix=f"{flag} FOLDER, written by crius data prepare",
             )
@@ -163,24 +163,24 @@ def _token_file(data: DataConfig, config: TokenizerConfig, tok: Tokenizer, vocab
         if file.meta.is_chat != (data.format == "chat"):
             there, other = ("conversations", "chat") if file.meta.is_chat else ("documents", "documents")
             raise DataError(
-                f"{file.folder} holds {there}, the run reads data.format {data.format}.",
+                f"{file.folder} has {there}, but data.format is {data.format}.",
                 where=flag,
                 fix=f"--data.format {other}",
             )
         if file.meta.tokenizer_fingerprint != tok.fingerprint:
             raise DataError(
-                f"{file.folder} was written with tokenizer {file.meta.tokenizer_name}, the run has {tok.name}"
-                + (" of another content." if file.meta.tokenizer_name == tok.name else "."),
+                f"{file.folder} was written with tokenizer {file.meta.tokenizer_name}, but the run has {tok.name}"
+                + (" with other content." if file.meta.tokenizer_name == tok.name else "."),
                 where="--tokenizer.path",
-                why="text would be spelled with other ids than the model is trained on",
-                fix=f"--tokenizer.path {file.meta.tokenizer_name}, as it was then, or prepare the folder again",
+                why="the folder has the ids of that tokenizer, and the same text has other ids with this one",
+                fix=f"--tokenizer.path {file.meta.tokenizer_name} as it was then, or prepare the folder again",
             )
     file.check_vocab(vocab_size)
     return file
 
 
 def _cut(file: TokenFile, fraction: float, seq_len: int) -> int:
-    """First held-out token: the start of a document, unless that leaves less than half of what was asked for."""
+    """First held-out token: the start of a document, unless less than half of the wanted tokens would be held out."""
     total = file.meta.num_tokens
     wanted = round(total * fraction)
     (index,), _ = file.documents_between(*np.array([[total - wanted], [total]]))
@@ -199,7 +199,7 @@ def _check_train(train: IndexedSource, held: IndexedSource | None, global_batch_
     if train.num_samples >= global_batch_size:
         return
     fixes = []
-    # both have to hold at the length that is proposed
+    # both must have enough tokens at the proposed length
     limits = [(_num_tokens(train) - 1) // global_batch_size, *([] if held is None else [_num_tokens(held) - 1])]
     if (shorter := min(limits)) >= 1:
         fixes.append(f"--training.seq_len {_power_of_two(shorter)}")
@@ -226,14 +226,14 @@ def _check_held_out(
     if tokens >= 2:
         fixes.append(f"--training.seq_len {_power_of_two(tokens - 1)}")
     raise DataError(
-        f"{tokens:,} tokens are held out for validation, one sequence needs {needed:,}.",
+        f"{tokens:,} tokens are held out for validation, but one sequence needs {needed:,}.",
         where="--validation.path" if validation.path else f"--validation.fraction {validation.fraction}",
         fix=", or ".join([*fixes, "--validation.interval 0 for no validation"]),
     )
 
 
 def _power_of_two(limit: int) -> int:
-    """The largest one that is at most ``limit``, which is at least 1."""
+    """The largest power of two that is at most ``limit``; ``limit`` is at least 1."""
     return 1 << (limit.bit_length() - 1)
 
 
@@ -249,7 +249,7 @@ def _describe(
     lines = (
         _corpus_line(train.file, tok),
         f"train: {_num_tokens(train):,} tokens = {train.num_samples:,} sequences of {train.seq_len:,} = "
-        f"{train.num_samples / global_batch_size:,.1f} steps an epoch",
+        f"{train.num_samples / global_batch_size:,.1f} steps per epoch",
     )
     if held is None:
         return (*lines, "validation: off")

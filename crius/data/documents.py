@@ -1,4 +1,4 @@
-"""Documents of local corpora, and one clear error for each way in which they can be bad."""
+"""Reads documents of local corpora, with one clear error for each way in which they can be bad."""
 
 import difflib
 import functools
@@ -21,11 +21,11 @@ from crius.errors import CriusError, DataError
 
 
 def matches(pattern: Path) -> list[Path]:
-    """Files and folders that fit ``pattern``, in which ``**`` is any number of folders.
+    """Files and folders that match ``pattern``, in which ``**`` stands for any number of folders.
 
-    Links are followed. With a ``**``, a file counts once for each name that it has in a folder, however many links to
-    folders lead there; the shortest path is taken. A file that has several names itself, by links that someone made to
-    it, hard or symbolic, counts under each.
+    Links are followed. With ``**``, a file counts once for each of its names in a folder, even if several links to
+    folders lead there; the shortest path is used. If a file itself has several names, by hard or symbolic links to the
+    file, each name counts.
     """
     if "**" not in pattern.parts:
         return [Path(name) for name in glob.glob(str(pattern))]
@@ -37,7 +37,7 @@ def matches(pattern: Path) -> list[Path]:
 
 
 def _walked(pattern: Path) -> list[Path]:
-    """The same, with what links to folders lead to more than once; a folder is looked into once for each ``**``."""
+    """As ``matches``, but with duplicates from links to folders; each folder is searched once per ``**``."""
     parts = pattern.parts
     if "**" not in parts:
         return [Path(name) for name in glob.glob(str(pattern))]
@@ -57,7 +57,7 @@ def is_utf8(name: str) -> bool:
 
 
 def _folders(top: str) -> Iterator[str]:
-    """``top`` and all folders below it but hidden ones, each once."""
+    """``top`` and all folders below it except hidden ones, each once."""
     seen: set[tuple[int, int]] = set()
     waiting = [top]
     while waiting:
@@ -76,13 +76,13 @@ def _folders(top: str) -> Iterator[str]:
 
 
 PIECE_BYTES = 16 << 20
-"""A text file is read, and tokenised, 16 MiB at a time."""
+"""A text file is read and tokenised 16 MiB at a time."""
 
 _NOT_STDLIB = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
 class Piece(NamedTuple):
-    """A document, or a part of a long one; never an empty document."""
+    """A document, or a part of a long document. A document is never empty."""
 
     text: str
     ends_document: bool
@@ -90,16 +90,16 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class FileKind:
-    """A kind of files with documents: what ``data.source`` names.
+    """A kind of files with documents, which ``data.source`` names.
 
-    An installed package adds one as an entry point of the group ``crius.data``. Files are then found, tokenised once,
-    held out, shuffled and resumed as those of any kind.
+    An installed package can add a kind as an entry point of the group ``crius.data``. Its files are found, tokenised
+    once, held out, shuffled and resumed like those of any kind.
 
     Attributes:
-        suffix: of the files that are taken from a folder, with its dot.
-        read: the documents of one file, in order; of ``(file, data.text_field)``. It may yield a long document as
-            several pieces. It raises DataError where the file is bad.
-        version: changes when ``read`` gives other documents for the same file, so that they are tokenised again.
+        suffix: suffix, with its dot, of the files that are taken from a folder.
+        read: function of ``(file, data.text_field)`` that yields the documents of one file, in order. It may yield a
+            long document as several pieces. It raises DataError if the file is bad.
+        version: must change when ``read`` gives other documents for the same file, so that they are tokenised again.
     """
 
     suffix: str
@@ -108,36 +108,36 @@ class FileKind:
 
     def __post_init__(self) -> None:
         if not (isinstance(self.suffix, str) and isinstance(self.version, str) and callable(self.read)):
-            raise TypeError("suffix and version of a FileKind are texts, and read is a function")
+            raise TypeError("suffix and version of a FileKind must be text, and read must be a function")
 
 
 def kind_of(source: str) -> FileKind:
-    """What ``data.source`` names, one of this module or of an installed package.
+    """The kind that ``data.source`` names, of this module or of an installed package.
 
     Raises:
-        ConfigError: there is none, or it cannot be used.
+        ConfigError: the kind does not exist, or cannot be used.
     """
     check_source(source, "--data.source")
     kind = KINDS.get(source) or plugins.load(plugins.DATA, source, FileKind)
-    assert kind is not None, f"{source} is no kind of files"
+    assert kind is not None, f"{source} is not a kind of files"
     return kind
 
 
 def find_files(data: DataConfig, flag: str = "--data.path") -> tuple[Path, ...]:
-    """The files of a local corpus, in the order in which they are read; each once.
+    """The files of a local corpus, in the order in which they are read; each file once.
 
     Args:
-        data: ``source`` is one of ``kind_of``.
-        flag: where ``data.path`` came from, for messages.
+        data: the section; ``kind_of`` must know ``source``.
+        flag: flag that ``data.path`` came from, for messages.
 
     Raises:
-        ConfigError: there is no such source.
-        DataError: no path, a path that does not exist, a pattern without a match, or a folder without such files.
+        ConfigError: the source does not exist.
+        DataError: there is no path, a path does not exist, a pattern matches nothing, or a folder has no such files.
     """
     if data.source == "stdlib":
         if data.path:
             raise DataError(
-                f"source stdlib takes no path, got {data.path[0]}.", where=flag, fix="--data.source text, or jsonl"
+                f"source stdlib takes no path, but got {data.path[0]}.", where=flag, fix="--data.source text, or jsonl"
             )
         return _stdlib_files()
     suffix = kind_of(data.source).suffix
@@ -148,7 +148,7 @@ def find_files(data: DataConfig, flag: str = "--data.path") -> tuple[Path, ...]:
     twice = sorted(file for file in found if file.suffix in COMPRESSED and file.with_suffix("") in found)
     if twice:
         raise DataError(
-            f"{twice[0].with_suffix('')} and {twice[0]} are one file twice.",
+            f"{twice[0].with_suffix('')} and {twice[0]} are the same file twice.",
             where=flag,
             fix=f"remove one of them, or name the files: {flag} FILE (repeat it for more)",
         )
@@ -156,10 +156,11 @@ def find_files(data: DataConfig, flag: str = "--data.path") -> tuple[Path, ...]:
 
 
 def read_pieces(data: DataConfig, files: tuple[Path, ...]) -> Iterator[Piece]:
-    """The documents of ``files``, in order, in bounded memory. Empty documents are left out.
+    """Read the documents of ``files``, in order, in bounded memory. Empty documents are left out.
 
     Raises:
-        DataError: a file cannot be read, is not UTF-8, or a line is not an object with the text; names file and line.
+        DataError: a file cannot be read, is not UTF-8, or has a line that is not an object with the text; names file
+            and line.
     """
     read = kind_of(data.source).read
     if data.source not in KINDS:
@@ -171,12 +172,12 @@ def read_pieces(data: DataConfig, files: tuple[Path, ...]) -> Iterator[Piece]:
 def _foreign_pieces(
     read: Callable[[Path, str], Iterator[Piece]], source: str, file: Path, text_field: str
 ) -> Iterator[Piece]:
-    """The documents that a package reads from ``file``; what is wrong with them, or with its code, is one error."""
+    """Read the documents of ``file`` by a package. Any problem with them, or with the package's code, is one error."""
     is_open = False
     try:
         for piece in read(file, text_field):
             text, ends_document = piece
-            text.encode()  # no half of a surrogate pair
+            text.encode()  # fails for a lone surrogate
             if text or (is_open and ends_document):
                 yield Piece(text, ends_document)
             is_open = not ends_document and (is_open or bool(text))
@@ -184,16 +185,16 @@ def _foreign_pieces(
             yield Piece("", True)
     except CriusError:
         raise
-    except Exception as error:  # of code that is not ours
+    except Exception as error:  # from code that is not ours
         raise DataError(
             f"data.source {source} failed on {file}: {type(error).__name__}: {error}",
             where=f"{plugins.DATA} {source}",
-            why="the package that reads such files raised it; it yields crius.data.documents.Piece",
+            why="the package that reads such files raised it; it must yield crius.data.documents.Piece",
         ) from error
 
 
 def describe(data: DataConfig, files: tuple[Path, ...]) -> str:
-    """The corpus in a few words, for the log and for meta.json."""
+    """A short description of the corpus, for the log and for meta.json."""
     if data.source == "stdlib":
         return f"stdlib of Python {platform.python_version()}, {len(files):,} files"
     names = ", ".join(data.path[:3]) + (", ..." if len(data.path) > 3 else "")
@@ -204,19 +205,19 @@ def document_text(row: object, field: str, where: str) -> str:
     """The text of one record.
 
     Args:
-        row: a decoded JSON line or a row of a dataset.
-        field: key that holds the text.
+        row: a decoded JSON line, or a row of a dataset.
+        field: key of the text.
         where: file and line, or dataset and document, for messages.
 
     Raises:
-        DataError: no such key, or its value is no text.
+        DataError: the key is missing, or its value is not text.
     """
     if not isinstance(row, Mapping):
         raise DataError(f"the record is {json_kind(row)}, not an object with a key {field!r}.", where=where)
     if field not in row:
         texts = [key for key, value in row.items() if isinstance(value, str)]
         choice = difflib.get_close_matches(field, list(map(str, row)), n=1, cutoff=0.5) or texts
-        fix = f"--data.text_field {choice[0]}" if choice else "--data.text_field KEY, with the key that has the text"
+        fix = f"--data.text_field {choice[0]}" if choice else "--data.text_field KEY, with the key of the text"
         if any({*keys} <= {*row} for keys in (*zip(LISTS), *PAIRS)):
             fix = f"--data.format chat if these are conversations, in jsonl or parquet files; else {fix}"
         raise DataError(
@@ -231,10 +232,10 @@ def _stdlib_files() -> tuple[Path, ...]:
     kept: list[Path] = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in _NOT_STDLIB]  # site-packages may hold 100,000 files
-        # _sysconfigdata_*.py holds the paths of the machine that built this Python
+        # _sysconfigdata_*.py has the paths of the machine that built this Python
         wanted = [name for name in names if name.endswith(".py") and not name.startswith("_sysconfigdata")]
         kept += [Path(folder, name).relative_to(root) for name in wanted]
-    # by hash, so that the end of the corpus, which is held out, is a random sample of the modules
+    # sorted by hash, so that the end of the corpus, which is held out, is a random sample of the modules
     return tuple(
         root / name for name in sorted(kept, key=lambda name: hashlib.sha256(name.as_posix().encode()).digest())
     )
@@ -275,7 +276,7 @@ def _files_of_folder(folder: Path, suffixes: Sequence[str], flag: str) -> list[P
     except DataError:
         others = sorted({file.suffix for file in folder.iterdir() if file.suffix and file.is_file()})
         raise DataError(
-            f"folder {folder} has no {suffix} file, nor has a subfolder.",
+            f"folder {folder} and its subfolders have no {suffix} file.",
             where=flag,
             why=f"it has {', '.join(others)} files" if others else "",
             fix=f"{flag} '{folder}/*{others[0] if others else suffix}'",
@@ -311,7 +312,7 @@ def _text_pieces(file: Path, _: str) -> Iterator[Piece]:
 
 
 def _cut(content: bytes) -> int:
-    """Where to split text so that tokens do not change: byte-level BPE never joins a newline and a visible character.
+    """The place to split text without changing tokens: byte-level BPE never joins a newline and a visible character.
 
     Text without such a place is split before its last character.
     """
@@ -331,7 +332,7 @@ def _jsonl_pieces(file: Path, field: str) -> Iterator[Piece]:
 
 def _parquet_pieces(file: Path, field: str) -> Iterator[Piece]:
     def choose(names: list[str]) -> list[str]:
-        document_text({name: "" for name in names}, field, str(file))  # says what is wrong
+        document_text({name: "" for name in names}, field, str(file))  # raises if the column is missing
         return [field]
 
     for row, number in parquet_rows(file, choose):

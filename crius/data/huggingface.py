@@ -1,4 +1,4 @@
-"""A Hugging Face dataset, streamed: nothing is downloaded before it is read, and local folders work offline."""
+"""Streams a Hugging Face dataset: nothing is downloaded before it is read, and local folders work offline."""
 
 import itertools
 import time
@@ -18,18 +18,18 @@ from crius.errors import DataError
 class Split:
     """One split of a dataset as ``num_shards`` shards of documents.
 
-    Where the split has that many files, a shard is some of the files. Else it is every ``num_shards``-th document, and
-    each shard reads the whole split for it.
+    If the split has enough files, a shard is some of the files. Else it is every ``num_shards``-th document, and each
+    shard reads the whole split.
 
     Args:
-        data: path, name and text field.
-        split: the split.
-        num_shards: shards.
-        hold_out: one document of this many is left out of training, 0 for none.
-        new_reader: a ``ShardReader`` of rows and label, with ``keep`` and ``repeat``.
+        data: section with path, name and text field.
+        split: name of the split.
+        num_shards: number of shards.
+        hold_out: one document out of this many is left out of training; 0: none.
+        new_reader: makes a ``ShardReader`` from rows and label, with ``keep`` and ``repeat``.
 
     Raises:
-        DataError: there is no such dataset, configuration or split, or it cannot be reached.
+        DataError: the dataset, configuration or split does not exist, or cannot be reached.
     """
 
     def __init__(
@@ -48,12 +48,12 @@ class Split:
         return itertools.islice(self.dataset.skip(document * num_shards + shard), 0, None, num_shards)
 
     def _is_held_out(self, shard: int, num_shards: int, document: int) -> bool:
-        """Whether a document is for validation only: the last of each ``hold_out`` in the order of the split's file."""
+        """Whether a document is for validation only: the last of every ``hold_out`` documents in the file's order."""
         number = document if self.by_file else document * num_shards + shard
         return self.hold_out > 0 and number % self.hold_out == self.hold_out - 1
 
     def train_reader(self, shard: int) -> ShardReader:
-        """Sequences of the documents of a shard that are trained on, again and again."""
+        """Reader of the training documents of a shard, which repeats them endlessly."""
         return self._new_reader(
             partial(self._rows, shard, self.num_shards),
             f"{self.label}, shard {shard} of {self.num_shards}",
@@ -62,21 +62,21 @@ class Split:
         )
 
     def validation_readers(self) -> Iterator[ShardReader]:
-        """Sequences of the documents that are held out, or of all where none is; once each."""
-        num_shards = self.num_shards if self.by_file else 1  # in one pass: a shard would read the whole split
+        """Readers of the held-out documents, or of all documents if none is held out. They do not repeat."""
+        num_shards = self.num_shards if self.by_file else 1  # one pass: each shard would read the whole split
         for shard in range(num_shards):
             label = f"{self.label}, shard {shard} of {num_shards}" if self.by_file else self.label
             keep = partial(self._is_held_out, shard, num_shards) if self.hold_out else lambda document: True
             yield self._new_reader(partial(self._rows, shard, num_shards), label, keep=keep, repeat=False)
 
     def describe(self) -> str:
-        """How the split is read, for the log."""
+        """A description of how the split is read, for the log."""
         files = f"{self.num_files:,} file{'s' * (self.num_files != 1)}"
         if self.by_file:
             return f"{self.label}: streamed as {self.num_shards} shards of its {files}"
         return (
-            f"{self.label}: streamed as {self.num_shards} shards; it has {files}, fewer than shards, so each shard "
-            f"reads all of it and keeps one document of {self.num_shards}: {self.num_shards} times the download"
+            f"{self.label}: streamed as {self.num_shards} shards; it has only {files}, so each shard reads all of it "
+            f"and keeps one document of {self.num_shards}: {self.num_shards} times the download"
         )
 
 
@@ -89,17 +89,17 @@ def open_huggingface(
     seq_len: int,
     sleep: Callable[[float], None] = time.sleep,
 ) -> tuple[StreamSource, HeldOut | None, tuple[str, ...]]:
-    """The source to train on, what is held out, and lines for the log.
+    """The source of training data, the held-out data, and lines for the log.
 
-    Held out is the split ``validation.path``, else one document of ``1 / validation.fraction``, all over the dataset;
-    these documents are never trained on. Reading them costs reading the documents in between.
+    The split ``validation.path`` is held out, or else one document out of ``1 / validation.fraction``, spread over the
+    dataset. These documents are never trained on. Reading them also reads the documents in between.
 
     Raises:
         DataError: the dataset, the split or its first documents are bad.
     """
     if len(data.path) != 1:
         raise DataError(
-            f"source huggingface takes one dataset, got {len(data.path)}.",
+            f"source huggingface takes one dataset, but got {len(data.path)}.",
             where="--data.path",
             fix="--data.path allenai/c4 --data.name en, or a folder of jsonl or parquet files",
         )
@@ -116,7 +116,7 @@ def open_huggingface(
         identity=f"{train.label} as {data.virtual_shards} by {seq_len} without 1 of {hold_out}, "
         f"{tokenizer.fingerprint}{boundary.identity}",
     )
-    for shard in {0, data.virtual_shards - 1}:  # the last one is empty first, where documents are few
+    for shard in {0, data.virtual_shards - 1}:  # with few documents, the last shard is the first to be empty
         train.train_reader(shard).check()
     lines = [train.describe()]
     if not validates:
@@ -137,14 +137,14 @@ def open_huggingface(
 
 
 def load(data: DataConfig, split: str) -> Any:
-    """The streaming dataset of ``data.path[0]``.
+    """Open the streaming dataset of ``data.path[0]``.
 
     Raises:
-        DataError: there is no such dataset, configuration or split, or it cannot be reached.
+        DataError: the dataset, configuration or split does not exist, or cannot be reached.
     """
     path = data.path[0]
     try:
-        # the library tries again by itself here; while it reads rows it does not always
+        # the library retries here by itself; while it reads rows, it does not always retry
         return datasets.load_dataset(path, data.name or None, split=split, streaming=True)
     except (FileNotFoundError, ValueError) as error:
         raise DataError(

@@ -1,8 +1,9 @@
-"""Sequences to batches: which rank reads which sample, prefetching, and a state that resumes on any number of ranks.
+"""Turns sequences into batches: assigns samples to ranks, prefetches, and has a state that any number of ranks resumes.
 
-Step s of a run with global batch size B trains on samples ``s * B`` to ``s * B + B - 1``; rank r of n takes those with
-``id % n == r``. So the batch of a step does not depend on n, and, as n divides the shards of a stream, neither is a
-shard read by two ranks. A run over whole epochs has a last sample; what its last batch lacks is padding without labels.
+Step s of a run with global batch size B trains on samples ``s * B`` to ``s * B + B - 1``. Rank r of n takes the samples
+with ``id % n == r``. So the batch of a step does not depend on n. Since n divides the number of shards of a stream, no
+shard is read by two ranks. A run over whole epochs has a last sample; its last batch is filled with padding without
+labels.
 """
 
 import logging
@@ -27,13 +28,13 @@ _log = logging.getLogger("crius.data")
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences and what to predict from them, all int64 and ``(batch, tokens)``.
+    """Sequences with their labels, all int64 and ``(batch, tokens)``.
 
     ``labels_BT[b, t]`` is the token after ``tokens_BT[b, t]``, or ``IGNORE_INDEX``. ``positions_BT`` counts from 0 at
-    the start of each document and of each sequence. ``sample_ids[b]`` names row b in its source; a row of padding has
-    ``~id``, below 0, of the sample that would be at its place.
-    ``ends_BM[b]``, int32, says where the documents of row b end, ascending; the length of the row fills it up, to as
-    many numbers as the next power of two from the most documents of a row. None where attention does not go by it.
+    the start of each document and of each sequence. ``sample_ids[b]`` is the id of row b in its source. A row of
+    padding has ``~id``, below 0, of the sample that would be in its place.
+    ``ends_BM[b]``, int32, has the ends of the documents of row b, ascending, filled up with the length of the row. Its
+    width is the next power of two from the most documents of a row. None if attention does not use it.
     """
 
     tokens_BT: Tensor
@@ -58,14 +59,14 @@ class Batch:
             yield replace(self.map(itemgetter(rows)), sample_ids=self.sample_ids[rows])
 
     def grouped(self, num_groups: int) -> "Batch":
-        """The rows with ``sample_id % num_groups`` 0 first, then 1, and so on; within a group as they were."""
+        """The rows sorted by ``sample_id % num_groups``; the order within a group is kept."""
         places = [number if number >= 0 else ~number for number in self.sample_ids]
         rows = sorted(range(len(self)), key=lambda row: places[row] % num_groups)
         ordered = self.map(lambda tensor: torch.stack([tensor[row] for row in rows]))
         return replace(ordered, sample_ids=tuple(self.sample_ids[row] for row in rows))
 
     def to(self, device: torch.device | str) -> "Batch":
-        """A copy on ``device``; it overlaps with the host where the batch is pinned. This batch if it is there."""
+        """A copy on ``device``, or this batch if it is there. If the batch is pinned, the host does not wait."""
         return self.map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> "Batch":
@@ -73,12 +74,12 @@ class Batch:
         return self.map(Tensor.pin_memory)
 
     def counted(self) -> "Batch":
-        """Positions that count from the start of each sequence, whatever documents it holds."""
+        """This batch with positions that count from the start of each sequence, not of each document."""
         positions = torch.arange(self.tokens_BT.shape[1], device=self.tokens_BT.device).expand_as(self.tokens_BT)
         return replace(self, positions_BT=positions, ends_BM=None)
 
     def with_ends(self, most: int) -> "Batch":
-        """This batch, on the host, with ``ends_BM``; without it where a row has more than ``most`` documents."""
+        """This batch, on the host, with ``ends_BM``; without it if a row has more than ``most`` documents."""
         length = self.tokens_BT.shape[1]
         places = torch.arange(length, dtype=torch.int32)
         starts = torch.where((self.positions_BT == 0) & (places > 0), places, length).sort(dim=1).values
@@ -88,21 +89,22 @@ class Batch:
         return replace(self, ends_BM=ends if count <= most else None)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
-        """``function`` of each tensor, such as a slice of its rows."""
+        """Apply ``function`` to each tensor, for example to take some rows."""
         ends = None if self.ends_BM is None else function(self.ends_BM)
         return replace(self.map_tokens(function), ends_BM=ends)
 
     def map_tokens(self, function: Callable[[Tensor], Tensor]) -> "Batch":
-        """``function`` of each tensor that has a number for each token, such as a slice of its tokens."""
+        """Apply ``function`` to each tensor with one number per token, for example to take some tokens."""
         tokens, labels, positions = map(function, (self.tokens_BT, self.labels_BT, self.positions_BT))
         return Batch(tokens, labels, positions, self.sample_ids, self.ends_BM)
 
 
 class LoaderState(TypedDict):
-    """What was handed out, not what was prefetched; plain JSON types.
+    """State after the last batch that was handed out, not after those that were prefetched; plain JSON types.
 
     ``cursors`` has the shards of one rank, as ``str(shard): [epoch, document, token_offset]``. Its keys differ between
-    ranks, all else is equal, so the states of all ranks merge into one that any number of ranks can resume from.
+    ranks, and everything else is equal. So the states of all ranks can be merged into one state, from which any number
+    of ranks can resume.
     """
 
     step: int
@@ -117,20 +119,20 @@ class _Prepared(NamedTuple):
 
 
 class BatchLoader:
-    """One rank's batches, a step at a time, without end.
+    """The batches of one rank, one per step, without end.
 
     Args:
-        source: the sequences.
-        global_batch_size: sequences in a step, over all ranks.
-        rank, num_ranks: which data-parallel rank this is, of how many.
-        prefetch: batches prepared ahead by a thread; 0 prepares each one when it is asked for.
-        start_step: steps that are done already. A stream has to be resumed by ``load_state_dict`` instead.
-        end_sample: samples from this one on are padding; 0: there is no end.
-        pin_memory: hand out batches in page-locked memory, which copies to a GPU without the host waiting.
-        most_documents: of a row, for a batch to say where its documents end; 0: none does.
+        source: source of sequences.
+        global_batch_size: sequences per step, over all ranks.
+        rank, num_ranks: this data-parallel rank, and their number.
+        prefetch: number of batches that a thread prepares ahead; 0: each is prepared when it is needed.
+        start_step: steps that are done already. A stream must be resumed by ``load_state_dict`` instead.
+        end_sample: samples from this id on are padding; 0: there is no end.
+        pin_memory: hand out batches in page-locked memory, which are copied to a GPU without the host waiting.
+        most_documents: most documents of a row for which a batch has ``ends_BM``; 0: no batch has it.
 
     Raises:
-        ConfigError: the ranks do not divide the batch or the shards.
+        ConfigError: the number of ranks does not divide the batch or the shards.
     """
 
     def __init__(
@@ -152,7 +154,7 @@ class BatchLoader:
         self.source, self.global_batch_size, self.rank, self.num_ranks = source, global_batch_size, rank, num_ranks
         self.end_sample = end_sample
         self.step = start_step
-        """Steps whose batch was handed out."""
+        """Number of steps whose batch was handed out."""
         self._shards = range(rank, source.num_shards, num_ranks)
         self._prefetch, self._pin_memory, self._most_documents = prefetch, pin_memory, most_documents
         self._next_sample = self._ended(start_step * global_batch_size)
@@ -167,7 +169,7 @@ class BatchLoader:
         """The batch of step ``self.step``.
 
         Raises:
-            DataError: it cannot be read; also where a background thread found that out.
+            DataError: the batch cannot be read; the background thread's errors are raised here too.
             StopIteration: the loader is closed.
         """
         if self._closed:
@@ -182,14 +184,14 @@ class BatchLoader:
 
     @property
     def steps_left(self) -> int:
-        """Batches until ``end_sample``; 0 where there is no end."""
+        """Batches until ``end_sample``; 0 if there is no end."""
         return -(-max(0, self.end_sample - self._next_sample) // self.global_batch_size)
 
     def _ended(self, sample: int) -> int:
         return min(sample, self.end_sample) if self.end_sample else sample
 
     def close(self) -> None:
-        """Stop the thread and drop what it prepared. Waits at most 5 s for a read that is under way."""
+        """Stop the thread and drop its batches. Waits at most 5 s for a read in progress."""
         self._closed = True
         self._stop(timeout=5.0)
 
@@ -199,12 +201,12 @@ class BatchLoader:
         return LoaderState(step=self.step, next_sample=self._next_sample, source=self.source.identity, cursors=cursors)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on after the last batch of ``state``, the merged states of a run on any number of ranks.
+        """Continue after the last batch of ``state``, the merged states of a run on any number of ranks.
 
-        The batch size may be another one: the samples go on where they stopped.
+        The batch size may differ: the samples continue where they stopped.
 
         Raises:
-            DataError: ``state`` lacks a shard of this rank or has a shard that the source has not.
+            DataError: ``state`` lacks a shard of this rank, or has a shard that the source lacks.
         """
         saved = {int(shard): cursor for shard, cursor in state["cursors"].items()}
         missing = [shard for shard in self._shards if shard not in saved]
@@ -213,22 +215,22 @@ class BatchLoader:
                 f"the checkpoint has cursors of shards {_names(saved)}; this run has {self.source.num_shards} shards"
                 + (f" and needs {_names(missing)} here." if missing else "."),
                 where="--data.virtual_shards",
-                why="a stream is resumed with the shards that it began with",
+                why="a stream can only be resumed with the number of shards that it started with",
                 fix=f"--data.virtual_shards {max(saved) + 1}" if saved else "resume without the data state",
             )
         if state["source"] != self.source.identity:
             _log.warning(
-                "the data changed since the checkpoint (%s, now %s): samples are counted on, but they are others",
+                "the data changed since the checkpoint (%s, now %s): sample ids continue, but stand for other samples",
                 state["source"],
                 self.source.identity,
             )
-        self._stop(timeout=None)  # the thread moves the cursors of the source
+        self._stop(timeout=None)  # the thread changes the cursors of the source
         self.step, self._next_sample = int(state["step"]), int(state["next_sample"])
         self.source.restore({shard: saved[shard] for shard in self._shards})
         self._cursors = self.source.cursors(self._shards)
 
     def start_at(self, step: int) -> None:
-        """Go on after ``step`` steps of today's batch size, where no state says more. Not for a stream."""
+        """Continue after ``step`` steps of the current batch size, if there is no state. Not for a stream."""
         self._stop(timeout=None)
         self.step, self._next_sample = step, self._ended(step * self.global_batch_size)
 
@@ -236,7 +238,7 @@ class BatchLoader:
         if self._shards and self._next_sample and not any(map(any, self._cursors.values())):
             raise DataError(
                 f"step {self.step} of a stream cannot be found without its cursors.",
-                why="a stream is read from the start, or from a checkpoint of the data",
+                why="a stream can be read from the start, or from the data state of a checkpoint",
                 fix="load the data state of the checkpoint",
             )
         next_sample = self._next_sample
@@ -263,7 +265,9 @@ class BatchLoader:
 
 
 class _Prefetcher:
-    """Results of ``prepare`` in order, up to ``depth`` of them ahead; its exception where it raised one."""
+    """Results of ``prepare`` in order, up to ``depth`` of them ahead. An exception of ``prepare`` is
+    raised by ``get``.
+    """
 
     def __init__(self, prepare: Callable[[], _Prepared], depth: int) -> None:
         self._prepare, self._depth = prepare, depth
@@ -279,7 +283,7 @@ class _Prefetcher:
             return self._prepare()
         result = self._results.get()
         if isinstance(result, BaseException):
-            self._results.put(result)  # for whoever asks again
+            self._results.put(result)  # the next call must get it too
             raise result
         self._room.release()
         return result
@@ -294,23 +298,23 @@ class _Prefetcher:
         try:
             while self._room.acquire() and not self._stopped:
                 self._results.put(self._prepare())
-        except BaseException as error:  # the consumer raises it
+        except BaseException as error:  # ``get`` raises it
             self._results.put(error)
 
 
 def validation_batches(
     source: HeldOut, *, num_samples: int, batch_size: int, rank: int, num_ranks: int, most_documents: int = 0
 ) -> Iterator[Batch]:
-    """One rank's share of the sequences that are scored: the same ones every time and under every layout.
+    """One rank's share of the sequences that are scored. They are the same every time and under every layout.
 
-    They are spread evenly over what is held out. Each rank gets the same number of batches of ``batch_size`` rows; rows
-    that are missing have only labels ``IGNORE_INDEX`` and sample id -1.
+    They are spread evenly over the held-out data. Each rank gets the same number of batches of ``batch_size`` rows.
+    Missing rows have only labels ``IGNORE_INDEX`` and sample id -1.
 
     Args:
-        source: what is held out.
-        num_samples: sequences to score, at most those there are.
-        batch_size: rows of each batch of this rank.
-        rank, num_ranks: which data-parallel rank this is, of how many.
+        source: held-out data.
+        num_samples: number of sequences to score, if there are that many.
+        batch_size: rows per batch of this rank.
+        rank, num_ranks: this data-parallel rank, and their number.
         most_documents: as for ``BatchLoader``.
     """
     count = min(num_samples, source.num_samples)
@@ -328,7 +332,7 @@ def _batch(rows: Rows, sample_ids: Sequence[int], most_documents: int) -> Batch:
 
 
 def _padded(source: HeldOut | TokenSource, sample_ids: list[int], absent: list[int], most_documents: int) -> Batch:
-    """The samples, and a row of padding for each of ``absent``, ids below 0."""
+    """The samples, then one row of padding for each id in ``absent``, which are below 0."""
     rows = padding_rows(len(sample_ids) + len(absent), source.seq_len)
     if sample_ids:
         for array, part in zip(rows, source.read(sample_ids), strict=True):
@@ -342,7 +346,7 @@ def _check_divides(name: str, value: int, num_ranks: int) -> None:
         raise ConfigError(
             f"{num_ranks} data-parallel ranks do not divide {name} {value}.",
             where=f"--{name}",
-            why="each rank reads the same number of sequences a step, and no shard is read by two ranks",
+            why="each rank reads the same number of sequences per step, and no shard is read by two ranks",
             fix=f"--{name} {above}",
         )
 

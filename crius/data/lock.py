@@ -1,4 +1,4 @@
-"""A lock of an entry of a cache, among the processes of a machine. No torch."""
+"""A lock on an entry of a cache, among the processes of a machine. No torch."""
 
 import fcntl
 import logging
@@ -12,11 +12,11 @@ _log = logging.getLogger("crius.data")
 
 @contextmanager
 def locked(entry: Path, doing: str) -> Iterator[None]:
-    """Hold the lock of an entry. The kernel frees it when its holder dies, so that it is never stale.
+    """Hold the lock of an entry. The kernel releases it when its holder dies, so it is never stale.
 
     Args:
-        entry: that is written; its lock lies beside it.
-        doing: what the holder does, for those that wait.
+        entry: entry that is written; the lock file is in the same folder.
+        doing: what the holder does, for the log of waiting processes.
 
     Raises:
         OSError: the folder cannot be written.

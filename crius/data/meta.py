@@ -12,24 +12,23 @@ from crius.errors import DataError
 from crius.strict_json import load_object
 
 FORMAT_VERSION, CHAT_VERSION = 1, 2
-"""Of a folder of documents, and of one of samples, which has ``targets.bin`` too: an older Crius refuses it."""
+"""Versions of a folder of documents, and of a folder of samples. Older Crius refuses the latter and its targets.bin."""
 
 META = "meta.json"
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
 MAX_COUNT = 1 << 60
-"""Of tokens, documents, ids and bytes in meta.json."""
+"""Largest number of tokens, documents, ids and bytes in meta.json."""
 
 PREPARE = "crius data prepare writes a new folder"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenMeta:
-    """What meta.json says of a token folder; counts of tokens include the end-of-document ids.
+    """The contents of meta.json of a token folder. Numbers of tokens include the end-of-document ids.
 
-    ``block_bytes`` are the bytes of a block of hashes.bin and ``hashes_xxh3`` is the 128-bit xxh3 of that file. Folders
-    that were written before it lack both. ``encoder`` is the fingerprint of what made samples of conversations; of
-    documents it is empty.
+    ``block_bytes``: bytes per block of hashes.bin. ``hashes_xxh3``: 128-bit xxh3 of hashes.bin. Older folders lack
+    both. ``encoder``: fingerprint of the encoder of conversations; empty for documents.
     """
 
     version: int
@@ -61,7 +60,7 @@ class TokenMeta:
         """Read meta.json.
 
         Raises:
-            DataError: no such file, not JSON, another version, or a key is missing or has a value that none can be.
+            DataError: the file does not exist, is not JSON, has another version, or lacks a key or has a wrong value.
         """
         folder = path.parent
         try:
@@ -75,7 +74,7 @@ class TokenMeta:
             raise DataError(f"{path} is not JSON: {_shown(error)}.", where=str(path), fix=PREPARE) from error
         if (version := record.get("version")) not in (FORMAT_VERSION, CHAT_VERSION):
             raise DataError(
-                f"{path} has format version {_shown(version)}, this Crius reads versions {FORMAT_VERSION} and "
+                f"{path} has format version {_shown(version)}; this Crius reads versions {FORMAT_VERSION} and "
                 f"{CHAT_VERSION}.",
                 where=str(path),
                 fix=PREPARE,
@@ -85,22 +84,22 @@ class TokenMeta:
                 record.setdefault(field.name, field.default)
             expected: Any = get_origin(field.type) or field.type
             value: Any = record.get(field.name)
-            if type(value) is not expected:  # True is an int too, and is none here
-                raise _refusal(path, field.name, value, f"it is {'an' if expected is int else 'a'} {expected.__name__}")
+            if type(value) is not expected:  # True is an int in Python, but not allowed here
+                raise _refusal(path, field.name, value, f"it must be of type {expected.__name__}")
             if expected is int and not 0 <= value <= MAX_COUNT:
-                raise _refusal(path, field.name, value, f"it is 0 to {MAX_COUNT:,}")
+                raise _refusal(path, field.name, value, f"it must be 0 to {MAX_COUNT:,}")
         if record["dtype"] not in DTYPES:
-            raise _refusal(path, "dtype", record["dtype"], f"it is one of {', '.join(DTYPES)}")
+            raise _refusal(path, "dtype", record["dtype"], f"it must be one of {', '.join(DTYPES)}")
         if record["eos_id"] >= record["vocab_size"]:
             raise _refusal(path, "eos_id", record["eos_id"], f"there are {record['vocab_size']} ids")
         for name, digest in record["sha256"].items():
             if type(digest) is not str or not re.fullmatch("[0-9a-f]{64}", digest):
-                raise _refusal(path, f"the sha256 of {_shown(name)}", digest, "it has 64 hexadecimal digits")
+                raise _refusal(path, f"the sha256 of {_shown(name)}", digest, "it must have 64 hexadecimal digits")
         return cls(**{field.name: record[field.name] for field in fields(cls)})
 
 
 def _refusal(path: Path, name: str, value: object, why: str) -> DataError:
-    return DataError(f"{path} has {_shown(value)} for {name}.", where=str(path), why=why, fix=PREPARE)
+    return DataError(f"{path} has {_shown(value)} as {name}.", where=str(path), why=why, fix=PREPARE)
 
 
 def _shown(value: object) -> str:

@@ -1,4 +1,4 @@
-"""Tokenise a local corpus once, into a token folder that appears whole or not at all."""
+"""Tokenises a local corpus once, into a token folder that is created whole or not at all."""
 
 import contextlib
 import fcntl
@@ -34,7 +34,7 @@ from crius.data.work import Encode, Encoded, Work, document_work, work_on
 from crius.errors import DataError
 
 Worker: TypeAlias = "Connection[Any, Any]"
-"""This side of the pipe to a worker, or a worker's to its parent: chunks go down, ``Encoded`` or an error come up."""
+"""One end of the pipe between a worker and its parent. Chunks go to the worker, ``Encoded`` or an error comes back."""
 
 _log = logging.getLogger("crius.data")
 
@@ -43,16 +43,16 @@ def prepare(data: DataConfig, tokenizer: TokenizerConfig, out: Path, num_workers
     """Tokenise ``data`` into the new folder ``out``.
 
     Args:
-        data: ``source`` is stdlib, text, jsonl or parquet.
-        tokenizer: the tokenizer.
+        data: the section; ``source`` is stdlib, text, jsonl or parquet.
+        tokenizer: section with the tokenizer.
         out: a folder that does not exist or is empty.
-        num_workers: processes; the bytes that are written do not depend on it.
+        num_workers: number of processes; the written bytes do not depend on it.
 
     Raises:
-        DataError: the corpus, the tokenizer or ``out`` is not usable. Nothing is left behind.
+        DataError: the corpus, the tokenizer or ``out`` cannot be used. No files are left behind.
     """
     if data.source in ("huggingface", "tokens"):
-        why = "a streamed dataset is read where it is" if data.source == "huggingface" else "it is tokens already"
+        why = "a streamed dataset is read directly" if data.source == "huggingface" else "it is tokens already"
         raise DataError(
             f"source {data.source} cannot be prepared.",
             where="--data.source",
@@ -82,22 +82,22 @@ def write_folder(
     source: str,
     num_workers: int = 1,
 ) -> TokenMeta:
-    """Tokenise ``pieces`` in order into ``<out>.tmp-<uuid>`` and rename that to ``out``, which is absent or empty.
+    """Tokenise ``pieces`` in order into ``<out>.tmp-<uuid>``, and rename it to ``out``, which is absent or empty.
 
-    What writers of ``out`` that were killed left behind is removed.
+    Files that killed writers of ``out`` left behind are removed.
 
     Raises:
-        DataError: there is no document, or the folder cannot be written. Nothing is left behind.
+        DataError: there is no document, or the folder cannot be written. No files are left behind.
     """
     work = document_work(pieces, tokenizer, tokenizer_config)
     return write(out, work, tokenizer, source=source, num_workers=num_workers)
 
 
 def write(out: Path, work: Work, tokenizer: Tokenizer, *, source: str, num_workers: int = 1) -> TokenMeta:
-    """Do ``work`` into ``<out>.tmp-<uuid>`` and rename that to ``out``, which is absent or empty.
+    """Do ``work`` into ``<out>.tmp-<uuid>``, and rename it to ``out``, which is absent or empty.
 
     Raises:
-        DataError: there is nothing to write, or the folder cannot be written. Nothing is left behind.
+        DataError: there is nothing to write, or the folder cannot be written. No files are left behind.
     """
     start = time.monotonic()
     try:
@@ -119,16 +119,16 @@ def write(out: Path, work: Work, tokenizer: Tokenizer, *, source: str, num_worke
 
 @contextlib.contextmanager
 def _temporary_folder(out: Path) -> Iterator[Path]:
-    """A new folder beside ``out``, removed at the end unless it was renamed.
+    """A new folder next to ``out``, removed at the end unless it was renamed.
 
-    It is locked while it is open. The kernel frees the lock of a process that dies, which tells what a killed one left
-    from what another process writes now.
+    It is locked while it is open. The kernel releases the lock of a process that dies. So the lock distinguishes a
+    folder that is being written from one that a killed process left behind.
     """
     collect(out.parent, glob.escape(out.name))
     temporary = out.with_name(f"{out.name}.tmp-{uuid.uuid4().hex}")
     try:
         with contextlib.ExitStack() as stack:
-            while not temporary.exists():  # another process may collect it before it is locked
+            while not temporary.exists():  # another process may remove it before it is locked
                 temporary.mkdir(parents=True)
                 with contextlib.suppress(FileNotFoundError):
                     stack.enter_context(_locked(temporary))
@@ -138,7 +138,7 @@ def _temporary_folder(out: Path) -> Iterator[Path]:
 
 
 def collect(folder: Path, name: str = "*") -> None:
-    """Remove what killed writers of token folders in ``folder`` left, whose names fit the pattern ``name``."""
+    """Remove folders in ``folder`` that killed writers left behind and whose names match the pattern ``name``."""
     for left in folder.glob(f"{name}.tmp-*"):
         with contextlib.suppress(OSError), _locked(left, fcntl.LOCK_NB):
             shutil.rmtree(left)
@@ -218,7 +218,7 @@ def _sync(path: Path) -> None:
 
 
 def _encode_all(work: Work, temporary: Path, num_workers: int) -> Generator[Encoded, None, None]:
-    """Each chunk encoded, in order; at most two chunks a worker are in memory."""
+    """Encode each chunk, in order. At most two chunks per worker are in memory."""
     if num_workers <= 1:
         yield from map(work.encode, work.chunks)
         return
@@ -236,14 +236,14 @@ def _encode_all(work: Work, temporary: Path, num_workers: int) -> Generator[Enco
 
 @contextlib.contextmanager
 def _workers(make: Callable[[], Encode], temporary: Path, number: int) -> Iterator[list[Worker]]:
-    """Processes that encode chunks, each with a pipe of its own: it can be killed at any time and nobody waits for it.
+    """Processes that encode chunks. Each has its own pipe, so any process can be killed without another one waiting.
 
-    A queue that is shared would be left locked, or with half a result in it.
+    A shared queue could stay locked, or contain half a result.
     """
-    # not fork: the parent may have threads (torch, a tokenizer), and a forked child can then wait for ever
+    # not fork: the parent may have threads (torch, a tokenizer), and a forked child could then wait forever
     context = multiprocessing.get_context("forkserver")
     ends: list[Worker] = []
-    with contextlib.ExitStack() as stack:  # at the end of the work too it kills: nobody needs what they are at
+    with contextlib.ExitStack() as stack:  # workers are also killed at the end, since no result is missing then
         for _ in range(number):
             here, there = context.Pipe()
             ends.append(stack.enter_context(here))
@@ -266,7 +266,7 @@ def _receive(worker: Worker, num_workers: int) -> Encoded:
 
 @contextlib.contextmanager
 def _alive(num_workers: int) -> Iterator[None]:
-    """A pipe that breaks means that its worker is gone."""
+    """Turn a broken pipe into an error: its worker has ended."""
     try:
         yield
     except (EOFError, OSError) as error:
@@ -278,9 +278,9 @@ def _alive(num_workers: int) -> Iterator[None]:
 
 
 def _work(parent: Worker, make: Callable[[], Encode], temporary: Path) -> None:
-    """Encode what comes until the parent kills this process."""
+    """Encode received chunks until the parent kills this process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent ends its workers
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process a core is enough threads
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process per core is enough
     chunks: SimpleQueue[list[Any]] = SimpleQueue()
     Thread(target=_take, args=(parent, chunks, temporary), daemon=True).start()
     try:
@@ -292,7 +292,7 @@ def _work(parent: Worker, make: Callable[[], Encode], temporary: Path) -> None:
 
 
 def _take(parent: Worker, chunks: "SimpleQueue[list[Any]]", temporary: Path) -> None:
-    """Take chunks until the parent is gone. A killed one can neither end its workers nor remove what it wrote."""
+    """Receive chunks until the parent is gone. A killed parent cannot end its workers or remove its files."""
     with contextlib.suppress(EOFError, OSError):
         while True:
             chunks.put(parent.recv())

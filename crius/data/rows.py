@@ -1,4 +1,6 @@
-"""Rows of files: lines of JSON, plain or compressed, and rows of parquet; one clear error for each way to be bad."""
+"""Reads rows of files: lines of JSON, plain or compressed, and rows of parquet, with one clear error for
+each problem.
+"""
 
 import contextlib
 import gzip
@@ -20,20 +22,20 @@ COMPRESSED = (".gz", ".zst")
 """Suffixes of files that are decompressed while they are read."""
 
 _ROWS = 256
-"""Rows of a parquet file that are in memory as Python objects."""
+"""Rows of a parquet file that are in memory as Python objects at a time."""
 
 _BLOCK = 4096
-"""Bytes that are decompressed at once: zstd makes at most 32,768 times as many of them."""
+"""Bytes that are decompressed at a time: zstd expands them to at most 32,768 times as many."""
 
 
 @contextmanager
 def reading(file: Path) -> Iterator[None]:
-    """Turn an OSError, or what a damaged compressed file raises, into an error that names the file."""
+    """Turn an OSError, or an error of damaged compressed data, into an error that names the file."""
     try:
         yield
     except EOFError as error:
         what = f"{file} ends in the middle of its compressed data."
-        raise DataError(what, where=str(file), fix="download the file again: it was cut off") from error
+        raise DataError(what, where=str(file), fix="download the file again: it is incomplete") from error
     except (gzip.BadGzipFile, zlib.error) as error:
         what = f"{file} cannot be decompressed: {error}."
         raise DataError(what, where=str(file), fix="download the file again, or rename it if it is not gzip") from error
@@ -42,10 +44,10 @@ def reading(file: Path) -> Iterator[None]:
 
 
 def decode(content: bytes, file: Path, line: int, offset: int) -> str:
-    """Text of ``content``, which starts at this line (from 1) and byte offset (from 0) of the file.
+    """Decode ``content``, which starts at this line (from 1) and byte offset (from 0) of the file.
 
     Raises:
-        DataError: it is not UTF-8.
+        DataError: the content is not UTF-8.
     """
     try:
         text = content.decode()
@@ -63,10 +65,10 @@ def decode(content: bytes, file: Path, line: int, offset: int) -> str:
 
 
 def json_lines(file: Path) -> Iterator[tuple[object, int]]:
-    """The JSON value of each line that is not blank, and the number of the line, from 1.
+    """The JSON value of each line that is not blank, with the number of the line, from 1.
 
     Args:
-        file: plain, or compressed where its name ends in one of ``COMPRESSED``.
+        file: path of a plain file, or of a compressed one if its suffix is in ``COMPRESSED``.
 
     Raises:
         DataError: the file cannot be read or decompressed, is not UTF-8, or a line is too long or not JSON.
@@ -81,8 +83,8 @@ def json_lines(file: Path) -> Iterator[tuple[object, int]]:
                 raise DataError(
                     f"line {number} is longer than {MAX_LINE_BYTES >> 20} MiB.",
                     where=where,
-                    why="jsonl has one JSON object a line, and a line is held in memory",
-                    fix="jq -c . FILE writes one object a line; for plain text --data.source text",
+                    why="jsonl has one JSON object per line, and a line is held in memory",
+                    fix="jq -c . FILE writes one object per line; for plain text --data.source text",
                 )
             line = decode(content, file, number, offset)
             offset += len(content)
@@ -91,11 +93,11 @@ def json_lines(file: Path) -> Iterator[tuple[object, int]]:
 
 
 def parquet_rows(file: Path, choose: Callable[[list[str]], Sequence[str]]) -> Iterator[tuple[dict[str, Any], int]]:
-    """The rows of a parquet file, some columns of them, and the number of each row, from 1.
+    """Some columns of the rows of a parquet file, with the number of each row, from 1.
 
     Args:
-        file: the file.
-        choose: the columns to read of those that there are; raises where it wants others.
+        file: path of the file.
+        choose: function from the existing columns to the columns to read; it raises if a column is missing.
 
     Raises:
         DataError: the file is damaged, or not parquet.
@@ -124,10 +126,10 @@ def parquet_rows(file: Path, choose: Callable[[list[str]], Sequence[str]]) -> It
 
 
 def checked_text(text: object, what: str, where: str) -> str:
-    """``text``, if it is Unicode text.
+    """Return ``text`` if it is valid Unicode text.
 
     Raises:
-        DataError: it is no text, or half of a surrogate pair is in it.
+        DataError: it is not text, or has a lone surrogate.
     """
     if not isinstance(text, str):
         raise DataError(f"{what} is {json_kind(text)}, not text.", where=where)
@@ -135,14 +137,14 @@ def checked_text(text: object, what: str, where: str) -> str:
         text.encode()
     except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
         raise DataError(
-            f"{what} is no Unicode text: lone surrogate \\u{ord(text[error.start]):04x} at character {error.start}.",
+            f"{what} is not Unicode text: lone surrogate \\u{ord(text[error.start]):04x} at character {error.start}.",
             where=where,
         ) from error
     return text
 
 
 def json_kind(value: object) -> str:
-    """What a JSON value is, for people."""
+    """A name of the kind of a JSON value, for messages."""
     kinds = {"dict": "an object", "list": "a list", "str": "text", "NoneType": "null", "bool": "true or false"}
     return kinds.get(type(value).__name__, f"a number ({value})" if isinstance(value, int | float) else "no JSON value")
 
@@ -154,7 +156,7 @@ def _json(line: str, where: str) -> object:
         raise DataError(
             f"the line is not JSON: {error.msg} at column {error.colno}.",
             where=where,
-            fix="jsonl has one JSON object a line; for plain text --data.source text",
+            fix="jsonl has one JSON object per line; for plain text --data.source text",
         ) from error
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
         raise DataError(f"the line is not JSON that can be read: {error}.", where=where) from error
@@ -181,13 +183,13 @@ def _missing(package: str, file: Path) -> EnvironmentError:
 
 
 class _Zstd(io.RawIOBase):
-    """The content of a zstd file. zstandard's own reader takes a file that was cut off for a whole one."""
+    """The content of a zstd file. zstandard's own reader accepts a truncated file as complete."""
 
     def __init__(self, file: BinaryIO, zstandard: Any) -> None:
         super().__init__()
         self._file, self._zstandard = file, zstandard
         self._frame: Any = None
-        self._rest = b""  # compressed, of the next frame
+        self._rest = b""  # compressed bytes of the next frame
         self._ready = memoryview(b"")
 
     def readable(self) -> bool:

@@ -1,7 +1,7 @@
-"""Which samples each step trained on: a line a step in a file of each data-parallel rank, for ``crius data audit``.
+"""Records the samples of each step: one line per step in a file of each data-parallel rank, for ``crius data audit``.
 
-An attempt is one start of the processes of a run: the first, one by the launcher after a failure, or one by a person
-who goes on with the run. It begins with a line of its own, then has a line for each step that is done.
+An attempt is one start of the processes of a run: the first start, a restart by the launcher after a failure, or a
+resume by a user. It begins with a line of its own, then has one line for each finished step.
 """
 
 import contextlib
@@ -17,22 +17,22 @@ from crius.run_file import RunFile
 
 _log = logging.getLogger("crius.data")
 _MOST_ATTEMPTS = 1 << 32
-_TAIL_BYTES = 1 << 16  # holds the last line: one of a step has about 60 bytes, that of an attempt a few hundred
+_TAIL_BYTES = 1 << 16  # contains the last line: a step's line has about 60 bytes, an attempt's a few hundred
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """The line that an attempt begins with.
+    """The first line of an attempt.
 
     Attributes:
-        attempt: its number in this run folder, from 0.
-        after: the step it starts after; 0 for a new run.
-        sample: the first sample that it reads.
-        ranks: data-parallel ranks, each of which has a file.
-        batch: sequences in a step, over all ranks.
-        epoch_samples: sequences in an epoch; 0 where that is not known, as of a stream.
-        source: digest of the identity of the data. A sample id stands for the same sequence where it is equal.
-        end: the samples of the run end before this one; 0 where the run ends by its steps alone.
+        attempt: number of the attempt in this run folder, from 0.
+        after: step that it starts after; 0 for a new run.
+        sample: first sample that it reads.
+        ranks: number of data-parallel ranks, each of which has a file.
+        batch: sequences per step, over all ranks.
+        epoch_samples: sequences per epoch; 0 if unknown, as for a stream.
+        source: digest of the identity of the data. If it is equal, a sample id stands for the same sequence.
+        end: the samples of the run end before this id; 0 if only its steps end the run.
     """
 
     attempt: int
@@ -46,7 +46,7 @@ class Attempt:
 
 
 def source_digest(identity: str) -> str:
-    """What ``Attempt.source`` says of data of this identity."""
+    """The digest for ``Attempt.source`` of data with this identity."""
     return hashlib.sha256(identity.encode()).hexdigest()[:16]
 
 
@@ -56,12 +56,12 @@ def samples_path(run_dir: Path, rank: int) -> Path:
 
 
 def next_attempt(run_dir: Path) -> int:
-    """The number of the attempt that begins now, as rank 0's file has it. One rank asks and tells the others."""
+    """The number of the attempt that begins now, from rank 0's file. One rank calls this and tells the others."""
     found = [-1]
     with contextlib.suppress(OSError), samples_path(run_dir, 0).open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
         for line in file.read().splitlines():
-            # the last line may be torn, and any may be damaged: the highest number is the one that is free above
+            # the last line may be incomplete, and any line may be damaged: the number after the highest one is free
             with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
                 number = json.loads(line)["attempt"]
                 found += [number] if type(number) is int and number < _MOST_ATTEMPTS else []
@@ -69,12 +69,13 @@ def next_attempt(run_dir: Path) -> int:
 
 
 class SampleLog:
-    """Appends what one rank trained on to its file. A disk that fails is warned of once and never ends the run.
+    """Appends the samples that one rank trained on to its file. A failing disk is warned about once, and never ends
+    the run.
 
     Args:
         run_dir: folder of the run.
-        rank: data-parallel rank; None where another rank of the same data writes the log.
-        start: the attempt that begins.
+        rank: data-parallel rank; None: another rank with the same data writes the log.
+        start: attempt that begins.
     """
 
     def __init__(self, run_dir: Path, rank: int | None, start: Attempt) -> None:
@@ -85,9 +86,9 @@ class SampleLog:
             self._file = RunFile(samples_path(run_dir, rank), _log.warning, loss, head=_line(asdict(start)))
 
     def write(self, step: int, sample_ids: Sequence[int]) -> None:
-        """Note that ``step`` is done and that this rank trained on ``sample_ids`` in it, in any order."""
+        """Record that ``step`` is done and that this rank trained on ``sample_ids`` in it, in any order."""
         if self._file is not None:
-            there = [number for number in sample_ids if number >= 0]  # the others are padding
+            there = [number for number in sample_ids if number >= 0]  # negative ids are padding
             ids = [[part.start, part.stop, part.step] for part in to_ranges(there)]
             self._file.append(_line({"attempt": self._attempt, "step": step, "ids": ids}))
 
@@ -102,7 +103,7 @@ def _line(record: dict[str, object]) -> str:
 
 
 def to_ranges(sample_ids: Sequence[int]) -> Iterator[range]:
-    """``sample_ids`` in ascending order, as ranges; those of a rank that takes every n-th are one."""
+    """``sample_ids`` in ascending order, as ranges. The ids of a rank that takes every n-th sample are one range."""
     ids = sorted(sample_ids)
     begin = 0
     while begin < len(ids):

@@ -1,4 +1,4 @@
-"""Samples of conversations as sequences: whole samples packed first-fit, or each one padded. No torch."""
+"""Turns samples of conversations into sequences: whole samples packed first-fit, or each sample padded. No torch."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -23,15 +23,15 @@ from crius.data.tokens import DOCUMENTS, TARGETS, TOKENS, TokenFile
 from crius.errors import DataError
 
 PACKING_VERSION = 1
-"""Of the rule by which samples become sequences; part of the identity of the data."""
+"""Version of the rule by which samples become sequences; part of the identity of the data."""
 
 
 class Bins(NamedTuple):
-    """Which samples each sequence holds: sequence b has ``samples[firsts[b] : firsts[b + 1]]``, in this order.
+    """The samples of each sequence: sequence b has ``samples[firsts[b] : firsts[b + 1]]``, in this order.
 
     Attributes:
-        samples: ``(samples,)``, each one once.
-        firsts: ``(sequences + 1,)``.
+        samples: ``(samples,)``, indices of samples, each once.
+        firsts: ``(sequences + 1,)``, place in ``samples`` of the first sample of each sequence, and the end.
     """
 
     samples: Int64Array
@@ -41,21 +41,21 @@ class Bins(NamedTuple):
 def pack(lengths: Int64Array, capacity: int, seed: int) -> Bins:
     """First-fit decreasing: the longest samples first, each into the first sequence that has room for it.
 
-    It takes at most 11/9 of the fewest sequences possible, plus 1 (Johnson 1973; Dosa 2007 has the constant), and
-    depends on the lengths and the seed alone. Samples of one length come in an order that ``seed`` draws. They are
-    placed together, so that n samples cost a sort and ``capacity`` steps of NumPy.
+    The number of sequences is at most 11/9 of the fewest possible, plus 1 (Johnson 1973; Dosa 2007 has the constant).
+    The result depends only on the lengths and the seed. Samples of one length are in a random order from ``seed``. They
+    are placed together, so that n samples take one sort and ``capacity`` steps of NumPy.
 
     Args:
         lengths: tokens of each sample, ``(samples,)``, from 1 to ``capacity``.
-        capacity: tokens of a sequence.
-        seed: chooses among samples of one length.
+        capacity: tokens per sequence.
+        seed: seed of the order of samples of one length.
     """
     drawn = permute(np.arange(len(lengths), dtype=np.uint64), max(1, len(lengths)), mix(seed))
     order = np.lexsort((drawn, -lengths))
     values, counts = np.unique(lengths, return_counts=True)
     placed: list[Int64Array] = []
-    rooms: list[list[Int64Array]] = [[] for _ in range(capacity)]  # sequences by the room that they have left
-    fitting = left = np.empty(0, dtype=np.int64)  # sequences with room for the length in hand, and that room
+    rooms: list[list[Int64Array]] = [[] for _ in range(capacity)]  # sequences by the room that is left in them
+    fitting = left = np.empty(0, dtype=np.int64)  # sequences with room for the current length, and their room
     number, longest = 0, capacity
     for length, count in zip(values[::-1].tolist(), counts[::-1].tolist(), strict=True):
         newly = [(bins, room) for room in range(length, longest) for bins in rooms[room]]
@@ -64,7 +64,7 @@ def pack(lengths: Int64Array, capacity: int, seed: int) -> Bins:
             left = np.concatenate([left, *(np.full(len(bins), room) for bins, room in newly)])
             by_number = np.argsort(fitting, kind="stable")
             fitting, left = fitting[by_number], left[by_number]
-        used, fitting = fitting[:count], fitting[count:]  # each of them takes one sample at least
+        used, fitting = fitting[:count], fitting[count:]  # each of these takes at least one sample
         room, left = left[:count], left[count:]
         if (missing := count - int((room // length).sum())) > 0:
             new = -(-missing // (capacity // length))
@@ -93,29 +93,29 @@ def _put(rooms: list[list[Int64Array]], bins: Int64Array, left: Int64Array) -> N
 class SampleSource:
     """Samples ``[first, last)`` of a folder as sequences, in any order.
 
-    A sample is the inputs ``t0 .. tn`` from the start of its place; the label of each is the next one where that is to
-    be predicted, else ``NO_LABEL``. Positions restart at each sample, and once at the padding behind the last one, so
-    that attention takes all of it for one document. Samples without a label, such as those that were cut before their
+    A sample is the inputs ``t0 .. tn`` from its start. The label of each input is the next token if that is a target,
+    else ``NO_LABEL``. Positions restart at each sample, and once at the padding after the last sample, so that
+    attention treats the padding as one document. Samples without a label, such as those that were cut before their
     first answer, are left out.
 
     Args:
-        file: the folder.
-        first, last: the samples to use.
-        seq_len: tokens in a sequence.
+        file: token folder.
+        first, last: range of the samples to use.
+        seq_len: tokens per sequence.
         vocab_size: rows of the model's embedding; each id that is read is checked against it.
-        packing: fill sequences with whole samples; else each sample has one to itself.
+        packing: fill sequences with several whole samples; else one sample per sequence.
         too_long: cut samples of more than ``seq_len`` tokens, or leave them out.
-        seed: chooses the orders.
+        seed: seed of the orders.
         shuffle: False reads the sequences in order in every epoch.
 
     Attributes:
-        num_samples: sequences in an epoch.
+        num_samples: sequences per epoch.
         longest: tokens of the longest sample.
-        num_long: samples that were too long.
-        num_empty: samples that are left out because no token of them is to be predicted.
+        num_long: samples with more than ``seq_len`` tokens.
+        num_empty: samples that are left out because they have no target.
         num_used: samples that are read.
-        num_tokens: tokens of those, without padding.
-        num_targets: tokens of those that are predicted.
+        num_tokens: tokens of the samples that are read, without padding.
+        num_targets: targets of the samples that are read.
     """
 
     num_shards = 0
@@ -157,13 +157,13 @@ class SampleSource:
         self._order = Order(self.num_samples, seed, shuffle=shuffle)
 
     def _count_labels(self, lengths: Int64Array) -> Int64Array:
-        """Labels of each sample as far as it is read, ``(samples,)``: nothing predicts the first token."""
+        """Labels of each sample in the part that is read, ``(samples,)``: the first token is never a label."""
         if not len(lengths):
             return np.empty(0, dtype=np.int64)
         begin, end = int(self._starts[0]), int(self._starts[-1] + lengths[-1])
         self.file.check(TARGETS, np.array([begin]), np.array([end]))
         targets, starts = self.file.targets, self._starts
-        # uint32: summing into int64 is 40 times slower
+        # uint32, since summing into int64 is 40 times slower
         counts = np.add.reduceat(targets[begin:end], starts - begin, dtype=np.uint32).astype(np.int64)
         counts -= targets[starts]
         for sample in np.flatnonzero(lengths > self.seq_len):
@@ -173,18 +173,18 @@ class SampleSource:
 
     @property
     def padding(self) -> float:
-        """Share of the places that no sample fills, in [0, 1)."""
+        """Share of the places of all sequences that are padding, in [0, 1)."""
         return 1 - self.num_tokens / (self.num_samples * self.seq_len) if self.num_samples else 0.0
 
     @property
     def identity(self) -> str:
-        """The samples and all that decides which of them a sequence holds."""
+        """Identifies the samples, and everything that decides which of them a sequence has."""
         rule = f"{'packed' if self.packing else 'padded'} {PACKING_VERSION}, too long: {self.too_long}"
         part = f"{self.file.identity} samples [{self.first}, {self.last}) {rule}"
         return storable_identity(f"{part} by {self.seq_len} {self._order}")
 
     def conversations(self, sample_id: int) -> list[int]:
-        """Numbers in the folder, from 0, of the samples that a sequence holds, in its order."""
+        """Numbers in the folder, from 0, of the samples in a sequence, in its order."""
         place = int(self._order.places([sample_id])[0])
         return (self.first + self._of(place)).tolist()
 
@@ -192,10 +192,10 @@ class SampleSource:
         return self._bins.samples[self._bins.firsts[place] : self._bins.firsts[place + 1]]
 
     def read(self, sample_ids: Sequence[int]) -> Rows:
-        """These sequences, in any order.
+        """Read these sequences, in any order.
 
         Raises:
-            DataError: a token id is ``vocab_size`` or more, or what is read is damaged.
+            DataError: a token id is ``vocab_size`` or more, or the data is damaged.
         """
         held = [self._of(place) for place in self._order.places(sample_ids).tolist()]
         every = np.concatenate([*held, np.empty(0, dtype=np.int64)])
@@ -219,11 +219,11 @@ class SampleSource:
         return rows
 
     def cursors(self, shards: Iterable[int]) -> dict[int, list[int]]:
-        """Empty: a sample id says where it is."""
+        """Empty, since a sample id alone determines its place."""
         return {}
 
     def restore(self, cursors: Mapping[int, Cursor]) -> None:
-        """Nothing to do: a sample id says where it is."""
+        """Does nothing, since a sample id alone determines its place."""
 
     def _refuse(self, rows: Rows, sample_ids: Sequence[int]) -> None:
         row, position = np.argwhere(rows.tokens >= self.vocab_size)[0].tolist()
@@ -246,22 +246,22 @@ def open_samples(
     vocab_size: int,
     seed: int,
 ) -> tuple[SampleSource, SampleSource | None, tuple[str, ...]]:
-    """The sequences to train on, those that are held out, and lines for the log.
+    """The sequences for training, the held-out sequences, and lines for the log.
 
-    Held out are whole conversations: the last ``validation.fraction`` of them, at least one, or all of ``held_file``.
+    Whole conversations are held out: the last ``validation.fraction`` of them, at least one, or all of ``held_file``.
 
     Args:
-        file: the folder to train on.
-        held_file: the folder with what is scored, which may be ``file``; None where nothing is scored.
-        data: packing, and what becomes of samples that are too long.
+        file: folder with the training data.
+        held_file: folder with the data to score, which may be ``file``; None: nothing is scored.
+        data: section with packing and the treatment of long samples.
         validation: the section.
-        seq_len: tokens in a sequence.
-        global_batch_size: sequences in an optimizer step; an epoch has at least that many.
+        seq_len: tokens per sequence.
+        global_batch_size: sequences per optimizer step; an epoch must have at least that many.
         vocab_size: rows of the model's embedding.
-        seed: chooses the order.
+        seed: seed of the order.
 
     Raises:
-        DataError: too few conversations are left; the message says what would work.
+        DataError: too few conversations are left; the message has a remedy.
     """
     number = len(file.documents)
     holds_out = validation.fraction > 0 and not validation.path
@@ -303,14 +303,14 @@ def _check(source: SampleSource, what: str, needed: int, where: str) -> None:
 
 def _left_out(source: SampleSource) -> list[str]:
     number = source.last - source.first
-    fate = "left out" if source.too_long == "drop" else "cut there"
+    fate = "left out" if source.too_long == "drop" else "cut to that"
     long = f"{source.num_long:,} of {number:,} conversations have more than {source.seq_len:,} tokens: {fate}"
     empty = f"{source.num_empty:,} of {number:,} conversations have no token to predict: left out"
     return [text for text, number in ((long, source.num_long), (empty, source.num_empty)) if number]
 
 
 def _describe(train: SampleSource, held: SampleSource | None, global_batch_size: int) -> list[str]:
-    lines = [f"train: {_counts(train)} = {train.num_samples / global_batch_size:,.1f} steps an epoch"]
+    lines = [f"train: {_counts(train)} = {train.num_samples / global_batch_size:,.1f} steps per epoch"]
     if left_out := _left_out(train):
         lines.append(f"train: {'; '.join(left_out)}")
     if held is None:

@@ -1,4 +1,4 @@
-"""Sequences as text in which one sees what is trained on. No torch."""
+"""Prints sequences as text with marks around the parts that are trained on. No torch."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -14,22 +14,22 @@ from crius.data.tokenizer import Tokenizer
 from crius.redact import printable
 
 OPEN, CLOSE = "⟦", "⟧"
-"""Around what is trained on, where there are no colours."""
+"""Marks around text that is trained on, if there are no colours."""
 
 _GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
-_SHOWN = 2000  # characters of a conversation in the log
+_SHOWN = 2000  # characters of a conversation that the log shows
 
 
 @dataclass(frozen=True)
 class ShownDocument:
-    """A document of a sequence, a conversation, or the padding behind the last one.
+    """A document or a conversation in a sequence, or the padding after the last one.
 
     Attributes:
-        begin, end: its places in the sequence, up to and without ``end``.
-        conversation: its number in the corpus, from 0; None of a document.
-        is_padding: nothing fills these places.
-        tokens, labels: of its places.
-        parts: its text, in turns of what is only read (False) and what is trained on (True).
+        begin, end: range of its places in the sequence, without ``end``.
+        conversation: number of the conversation in the corpus, from 0; None for a document.
+        is_padding: whether it is padding.
+        tokens, labels: tokens and labels of its places.
+        parts: its text in parts, each with True if it is trained on.
     """
 
     begin: int
@@ -42,13 +42,13 @@ class ShownDocument:
 
     @property
     def num_labels(self) -> int:
-        """Tokens that are predicted."""
+        """Number of tokens that are predicted."""
         return sum(label != NO_LABEL for label in self.labels)
 
     def text(self, *, in_colour: bool, limit: int = 0) -> str:
-        """The text, printable, what is trained on marked; cut to ``limit`` characters, 0: whole."""
+        """The printable text with marks around trained parts, cut to ``limit`` characters; 0: the whole text."""
         marks = (_GREEN, _PLAIN) if in_colour else (OPEN, CLOSE)
-        forged = str.maketrans({mark: f"\\u{ord(mark):04x}" for mark in (OPEN, CLOSE)})  # text must not make a mark
+        forged = str.maketrans({mark: f"\\u{ord(mark):04x}" for mark in (OPEN, CLOSE)})  # marks in the text itself
         shown, left = [], limit or sum(len(text) for text, _ in self.parts)
         for text, is_trained in self.parts:
             piece = printable(text[:left]).translate(forged)
@@ -69,9 +69,9 @@ def documents_of(rows: Rows, row: int, tokenizer: Tokenizer, conversations: Sequ
 
     Args:
         rows: sequences.
-        row: which of them.
-        tokenizer: gives the text.
-        conversations: numbers of those that are in it, in order; none for documents.
+        row: index of the sequence.
+        tokenizer: tokenizer for the text.
+        conversations: numbers of the conversations in the sequence, in order; empty for documents.
     """
     tokens, labels, positions = (array[row] for array in rows)
     starts = np.flatnonzero(positions == 0).tolist()
@@ -88,7 +88,7 @@ def documents_of(rows: Rows, row: int, tokenizer: Tokenizer, conversations: Sequ
 
 
 def _parts(inputs: list[int], labels: list[int], tokenizer: Tokenizer) -> list[tuple[str, bool]]:
-    """The first input, then each label, or where there is none the next input."""
+    """The text of the first input and of each label; where there is no label, of the next input."""
     shown = [(inputs[0], False)]
     for following, label in zip([*inputs[1:], None], labels, strict=True):
         if label != NO_LABEL:
@@ -100,7 +100,7 @@ def _parts(inputs: list[int], labels: list[int], tokenizer: Tokenizer) -> list[t
         own = [token for token, _ in run]
         ids += own
         whole = tokenizer.decode(ids, with_special=True)
-        # a token's text may depend on what is before it, such as the space in front of a word
+        # the text of a token may depend on the tokens before it, such as the space before a word
         is_continued = whole.startswith(before)
         text = whole[len(before) :] if is_continued else tokenizer.decode(own, with_special=True)
         parts.append((text, is_trained))
@@ -109,7 +109,7 @@ def _parts(inputs: list[int], labels: list[int], tokenizer: Tokenizer) -> list[t
 
 
 def read_shown(source: TokenSource, sample_ids: Sequence[int], tokenizer: Tokenizer) -> dict[int, list[ShownDocument]]:
-    """The documents of each of these samples, by sample id."""
+    """The documents of each sample, by sample id."""
     found = {}
     for sample in sorted(set(sample_ids)):
         held = source.conversations(sample) if isinstance(source, SampleSource) else ()
@@ -118,7 +118,7 @@ def read_shown(source: TokenSource, sample_ids: Sequence[int], tokenizer: Tokeni
 
 
 def lines_of(shown: Mapping[int, Sequence[ShownDocument]], *, in_colour: bool) -> list[str]:
-    """Text of samples, with a line in front of each and of each document."""
+    """Lines of text of samples, with a line before each sample and before each document."""
     lines = []
     for sample, documents in shown.items():
         number = sum(one.num_labels for one in documents)
@@ -140,7 +140,7 @@ def lines_of(shown: Mapping[int, Sequence[ShownDocument]], *, in_colour: bool) -
 
 
 def preview(source: TokenSource, tokenizer: Tokenizer) -> list[str]:
-    """The first conversation of each of the first two sequences, for the log; marked, not coloured."""
+    """The first conversation of each of the first two sequences, for the log; with marks, without colours."""
     shown = read_shown(source, range(min(2, source.num_samples)), tokenizer)
     return [
         f"conversation {documents[0].conversation}, {OPEN}trained on{CLOSE}:\n"
@@ -150,10 +150,10 @@ def preview(source: TokenSource, tokenizer: Tokenizer) -> list[str]:
 
 
 def coloured(text: str) -> str:
-    """Text with marks, in colour."""
+    """Text with colours in place of marks."""
     return text.replace(OPEN, _GREEN).replace(CLOSE, _PLAIN)
 
 
 def takes_colour(stream: TextIO) -> bool:
-    """Whether ``stream`` is a terminal whose user did not say no (https://no-color.org)."""
+    """Whether ``stream`` is a terminal, and the user did not turn colours off (https://no-color.org)."""
     return stream.isatty() and not os.environ.get("NO_COLOR")

@@ -1,4 +1,4 @@
-"""What a loader needs from a source of sequences, and how the documents in them are told apart."""
+"""The interface between a loader and sources of sequences, and the rule for boundaries of documents."""
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,18 +10,18 @@ import numpy.typing as npt
 
 Int64Array = npt.NDArray[np.int64]
 
-ROUNDS = 8  # 3 make a pseudo-random permutation with ideal rounds (Luby and Rackoff 1988); small halves need more
+ROUNDS = 8  # 3 give a pseudo-random permutation with ideal rounds (Luby and Rackoff 1988); small halves need more
 
 _MASK64 = (1 << 64) - 1
 
 
 class MarkedText(NamedTuple):
-    """A text as tokens, and where in it each lies.
+    """The tokens of a text, with their places in the text.
 
     Attributes:
-        ids: ``(tokens,)``, those of ``Tokenizer.encode_marked``.
-        starts: ``(tokens,)``, character of the text at which each begins.
-        ends: ``(tokens,)``, character after it; a character of several tokens is in each of them.
+        ids: ``(tokens,)``, ids as from ``Tokenizer.encode_marked``.
+        starts: ``(tokens,)``, index of the first character of each token.
+        ends: ``(tokens,)``, index after its last character; a character of several tokens is in the range of each.
     """
 
     ids: npt.NDArray[np.int64]
@@ -35,12 +35,12 @@ def mix(value: int) -> int:
 
 
 def permute(index: npt.NDArray[np.uint64], size: int, key: int) -> npt.NDArray[np.uint64]:
-    """Image of each index under the permutation of ``range(size)`` that ``key`` selects.
+    """The image of each index under the permutation of ``range(size)`` that ``key`` selects.
 
     Args:
         index: ``(n,)``, each below ``size``.
         size: at least 1 and at most 2**62.
-        key: 64 bits; ``mix`` a seed and an epoch into it.
+        key: 64 bits, made from a seed and an epoch by ``mix``.
 
     Returns:
         ``(n,)``, each below ``size``.
@@ -70,16 +70,16 @@ def _mix_array(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 ORDER_BLOCK = 1024
-"""Samples whose order is found at once: a permutation of few costs as many calls of NumPy as one of many."""
+"""Samples whose order is computed at a time: a permutation takes as many NumPy calls for few samples as for many."""
 
 
 class Order:
-    """Which of ``size`` places each sample is: epoch e is samples ``e * size`` on, each place once.
+    """Maps samples to places. Epoch e is the samples from ``e * size`` on, and has each of ``size`` places once.
 
     Args:
-        size: places.
-        seed: chooses the orders.
-        shuffle: each epoch has an order of its own; False takes the places as they come.
+        size: number of places.
+        seed: seed of the orders.
+        shuffle: each epoch has its own random order; else the places are in order.
     """
 
     def __init__(self, size: int, seed: int, *, shuffle: bool) -> None:
@@ -102,7 +102,7 @@ class Order:
         return found
 
     def _of(self, block: int) -> Int64Array:
-        """Places of the samples ``block * ORDER_BLOCK`` on, ``(ORDER_BLOCK,)``; the last block is kept."""
+        """Places of the samples from ``block * ORDER_BLOCK`` on, ``(ORDER_BLOCK,)``. The last block is cached."""
         if self._block[0] == block:
             return self._block[1]
         ids = np.arange(block * ORDER_BLOCK, (block + 1) * ORDER_BLOCK)
@@ -122,13 +122,14 @@ Cursor = Sequence[int]
 
 
 MAX_IDENTITY = 1024
-"""Characters of an identity, the limit of a checkpoint's texts."""
+"""Most characters of an identity: the limit of texts in a checkpoint."""
 
 
 def storable_identity(text: str) -> str:
-    """``text`` as a checkpoint takes it: printable and no longer than ``MAX_IDENTITY``.
+    """``text`` in a form that a checkpoint accepts: printable and at most ``MAX_IDENTITY`` long.
 
-    A text that is both stays as it is. Any other is escaped and cut, and its hash tells it from the rest.
+    A text that is already so is not changed. Any other text is escaped and cut, and its hash is appended to identify
+    it.
     """
     if text.isprintable() and len(text) <= MAX_IDENTITY:
         return text
@@ -137,22 +138,22 @@ def storable_identity(text: str) -> str:
 
 
 BOUNDARY_VERSION = 2
-"""Version of the rule. Under version 1 no document had a BOS, and positions restarted behind the EOS."""
+"""Version of the rule. In version 1 no document had a BOS, and positions restarted after the EOS."""
 
 NO_LABEL = -100
-"""Label of a token after which nothing is predicted: ``IGNORE_INDEX`` of ``batch``, which imports torch."""
+"""Label of a token without a target: ``IGNORE_INDEX`` of ``crius.data.loader``, which imports torch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Boundary:
-    """A document is the inputs ``start t1 .. tn`` with the labels ``t1 .. tn end``: no label crosses a boundary.
+    """The rule for boundaries: a document is the inputs ``start t1 .. tn`` with the labels ``t1 .. tn end``.
 
-    A token folder holds ``t1 .. tn eos`` of each document. The place of an EOS holds two things: the last label of its
-    document and the first input of the next. Where ``start`` is the EOS itself, inputs and labels are the stored
-    tokens, and the first document of a stream has no start.
+    No label crosses a boundary. A token folder has ``t1 .. tn eos`` of each document. The place of an EOS is both the
+    last label of its document and the first input of the next document. If ``start`` is the EOS, inputs and labels are
+    the stored tokens, and the first document of a stream has no start.
 
     Attributes:
-        eos_id: id that is stored behind each document.
+        eos_id: id that is stored after each document.
         start_id: first input of a document, the id of BOS or of EOS.
         end_label: label after the last token of a document, the id of EOS or ``NO_LABEL``.
     """
@@ -163,30 +164,30 @@ class Boundary:
 
     @property
     def has_bos(self) -> bool:
-        """Whether documents start with another token than the EOS."""
+        """Whether documents start with a token other than the EOS."""
         return self.start_id != self.eos_id
 
     @property
     def identity(self) -> str:
-        """Changes when the same stored tokens give other inputs or labels; empty where they are the stored tokens."""
+        """Changes when the same stored tokens give other inputs or labels; empty if they are the stored tokens."""
         if not self.has_bos and self.end_label == self.eos_id:
             return ""
         return f", boundaries {BOUNDARY_VERSION}: start {self.start_id}, end {self.end_label}"
 
     def describe(self) -> str:
-        """The rule in a few words, for the log."""
+        """A short description of the rule, for the log."""
         start = f"start with id {self.start_id} ({'BOS' if self.has_bos else 'EOS'})"
         end = "their end is not predicted" if self.end_label == NO_LABEL else f"end with id {self.eos_id} (EOS)"
         return f"documents {start}, {end}"
 
 
 class Rows(NamedTuple):
-    """Sequences as a model takes them, all int64 ``(batch, seq_len)``.
+    """Sequences for a model, all int64 ``(batch, seq_len)``.
 
     Attributes:
         tokens: inputs.
-        labels: what to predict after each input; ``NO_LABEL`` where nothing is.
-        positions: of each input in its document, counted from 0 at the start of the document and of the sequence.
+        labels: label of each input, or ``NO_LABEL``.
+        positions: position of each input in its document, counted from 0 at the start of the document or sequence.
     """
 
     tokens: Int64Array
@@ -195,52 +196,53 @@ class Rows(NamedTuple):
 
 
 PADDING_ID = 0
-"""Token of the places that nothing fills. They have no label."""
+"""Token of padding. Padding has no labels."""
 
 
 def padding_rows(batch: int, seq_len: int) -> Rows:
-    """Rows of padding alone, each of them one document without a label, to be filled in place."""
+    """Rows of padding, each one document without labels, to be filled in place."""
     shape = (batch, seq_len)
     positions = np.tile(np.arange(seq_len, dtype=np.int64), (batch, 1))
     return Rows(np.full(shape, PADDING_ID, dtype=np.int64), np.full(shape, NO_LABEL, dtype=np.int64), positions)
 
 
 class TokenSource(Protocol):
-    """An endless supply of sequences, numbered from 0. Sample id g is the same sequence on every rank and layout."""
+    """An endless supply of sequences, numbered from 0. A sample id stands for the same sequence on every rank and
+    layout."""
 
     @property
     def seq_len(self) -> int:
-        """Inputs in a sequence, each with a label."""
+        """Inputs per sequence, each with a label."""
 
     @property
     def num_shards(self) -> int:
-        """Shards that are read in order, sample g from shard ``g % num_shards``; 0 where any sample can be read."""
+        """Shards that are read in order, sample g from shard ``g % num_shards``; 0: any sample can be read."""
 
     @property
     def num_samples(self) -> int:
-        """Sequences in an epoch: samples ``e * num_samples`` on are epoch e; 0 where each shard has its own."""
+        """Sequences per epoch: epoch e starts at sample ``e * num_samples``; 0: each shard has its own epochs."""
 
     @property
     def identity(self) -> str:
-        """Changes when sample ids stand for other sequences; a resume under another identity is reported.
+        """Changes when sample ids stand for other sequences. A resume with another identity is reported.
 
         It is a ``storable_identity``.
         """
 
     def read(self, sample_ids: Sequence[int]) -> Rows:
-        """These samples.
+        """Read these samples.
 
-        With shards, the samples of each shard have to be asked for in order, each one once.
+        With shards, the samples of each shard must be read in order, each once.
 
         Raises:
             DataError: the data is damaged or cannot be reached.
         """
 
     def cursors(self, shards: Iterable[int]) -> dict[int, list[int]]:
-        """Where each of ``shards`` goes on; empty where ``num_shards`` is 0."""
+        """The place where each of ``shards`` continues; empty if ``num_shards`` is 0."""
 
     def restore(self, cursors: Mapping[int, Cursor]) -> None:
-        """Go on at these cursors; the shards that are not named stay where they are."""
+        """Continue at these cursors. Shards that are not named keep their place."""
 
 
 class HeldOut(Protocol):
@@ -248,23 +250,23 @@ class HeldOut(Protocol):
 
     @property
     def seq_len(self) -> int:
-        """Inputs in a sequence, each with a label that is scored."""
+        """Inputs per sequence, each with a label that is scored."""
 
     @property
     def num_samples(self) -> int:
-        """Sequences there are; the same on every rank."""
+        """Number of sequences, the same on every rank."""
 
     def read(self, sample_ids: Sequence[int]) -> Rows:
-        """The samples of these numbers below ``num_samples``."""
+        """Read the samples with these numbers, all below ``num_samples``."""
 
 
 def positions_of(rows: Int64Array, columns: Int64Array, shape: tuple[int, int]) -> Int64Array:
-    """Positions of ``shape``, ``(batch, seq_len)``, of sequences in which documents start, besides at index 0.
+    """Positions ``(batch, seq_len)`` of sequences, from the starts of documents in them. Index 0 is always a start.
 
     Args:
-        rows: the sequence of each document start, in [0, batch).
-        columns: its index in that sequence, in [0, seq_len).
-        shape: of the result.
+        rows: sequence of each document start, in [0, batch).
+        columns: index of the start in that sequence, in [0, seq_len).
+        shape: shape of the result.
     """
     positions = np.zeros(shape, dtype=np.int64)
     positions[rows, columns] = columns

@@ -1,7 +1,7 @@
-"""Sequences from documents that can only be read in order, as a fixed number of shards with a cursor each.
+"""Sequences from documents that can only be read in order, as a fixed number of shards with one cursor each.
 
 Sample g is sequence ``g // num_shards`` of shard ``g % num_shards``. The number of shards does not depend on the number
-of ranks, so neither does what a sample id stands for; a rank reads the shards whose samples it trains on.
+of ranks, so a sample id stands for the same sequence on any number. A rank reads the shards whose samples it trains on.
 """
 
 import logging
@@ -17,11 +17,11 @@ from crius.data.tokenizer import Tokenizer
 from crius.errors import DataError
 
 RETRIES = 5
-"""Attempts after the first one, 1, 2, 4, 8 and 16 s apart."""
+"""Attempts after the first one, after waits of 1, 2, 4, 8 and 16 s."""
 
 Row = Mapping[str, object]
 OpenRows = Callable[[int], Iterator[Row]]
-"""Rows of a shard from its n-th document on."""
+"""Function that opens the rows of a shard from its n-th document on."""
 
 _log = logging.getLogger("crius.data")
 
@@ -30,20 +30,20 @@ class ShardReader:
     """The sequences of one shard, in order.
 
     Args:
-        open_rows: opens the shard at a document.
+        open_rows: function that opens the shard at a document.
         label: dataset and shard, for messages.
         tokenizer: the tokenizer.
-        boundary: what documents start and end with.
-        seq_len: inputs in a sequence.
+        boundary: first input and end label of documents.
+        seq_len: inputs per sequence.
         text_field: key of the text in a row.
-        keep: False for the numbers of documents to leave out.
+        keep: function of the number of a document; False leaves it out.
         repeat: start again at the end, with the next epoch.
-        sleep: waits that many seconds.
+        sleep: function that waits for a number of seconds.
 
     Attributes:
-        cursor: ``(epoch, document, token_offset)`` of the first input of the next sequence. Documents are counted
-            in the shard, those left out included. The offset counts from the BOS; without one from the first token of
-            the text, and the EOS of a document is the first input of the next.
+        cursor: ``(epoch, document, token_offset)`` of the first input of the next sequence. Documents are counted in
+            the shard, including those that are left out. The offset counts from the BOS. Without a BOS it counts from
+            the first token of the text, and the EOS of a document is the first input of the next document.
     """
 
     def __init__(
@@ -61,16 +61,16 @@ class ShardReader:
     ) -> None:
         self.open_rows, self.label, self.tokenizer, self.seq_len = open_rows, label, tokenizer, seq_len
         self.boundary, self.text_field, self.keep, self.repeat, self.sleep = boundary, text_field, keep, repeat, sleep
-        self._origin = 0 if boundary.has_bos else 1  # place in a document at which the offset of a cursor is 0
+        self._origin = 0 if boundary.has_bos else 1  # place in a document that has the cursor's offset 0
         self.restore((0, 0, 0))
 
     def restore(self, cursor: Cursor) -> None:
-        """Go on at ``cursor``."""
+        """Continue at ``cursor``."""
         epoch, document, offset = cursor
         self.cursor = (epoch, document, offset)
         self._epoch, self._document, self._place = epoch, document, offset + self._origin
         self._rows: Iterator[Row] | None = None
-        self._begin = self._origin  # place at which the next document begins: a stream without BOS begins with its text
+        self._begin = self._origin  # first place of the next document: a stream without BOS begins with its text
         self._tokens: Int64Array | None = None  # start, text and end of the document at the cursor
         self._nothing_yet = document == 0
 
@@ -101,7 +101,7 @@ class ShardReader:
         return Rows(inputs, labels, positions_of(np.zeros_like(columns), columns, inputs.shape))
 
     def check(self) -> None:
-        """Read the first document, so that bad data is found before anything is trained.
+        """Read the first document, so that bad data is found before training starts.
 
         Raises:
             DataError: as ``next_window``.
@@ -113,9 +113,9 @@ class ShardReader:
         self._document, self._place, self._tokens = self._document + 1, self._begin, None
 
     def _load(self) -> Int64Array | None:
-        """Start, text and end of the document at the cursor, or of the next that is kept and has text; None at the end.
+        """Start, text and end of the document at the cursor, or of the next kept document with text; None at the end.
 
-        The cursor may be at the last place of the document, after which nothing of it is an input.
+        The cursor may be at the last place of the document, which is not an input.
         """
         while True:
             where = f"{self.label}, document {self._document:,}"
@@ -134,7 +134,7 @@ class ShardReader:
             self._nothing_yet, self._begin = False, 0
             if self._place >= len(self._tokens):
                 raise DataError(
-                    f"the document has {len(self._tokens) - self._origin:,} tokens, the checkpoint was at token "
+                    f"the document has {len(self._tokens) - self._origin:,} tokens, but the checkpoint was at token "
                     f"{self._place - self._origin:,}.",
                     where=where,
                     why="the dataset or the tokenizer changed since the checkpoint",
@@ -142,20 +142,20 @@ class ShardReader:
             return self._tokens
 
     def _row(self, where: str) -> Row | None:
-        """The row at the cursor; None at the end. A shard that breaks is opened again there."""
+        """The row at the cursor; None at the end. If reading fails, the shard is opened again at the cursor."""
         for attempt in range(RETRIES + 1):
             try:
                 if self._rows is None:
                     self._rows = self.open_rows(self._document)
                 return next(self._rows, None)
-            except Exception as error:  # network, decompression, parsing: libraries raise what they like
+            except Exception as error:  # network, decompression, parsing: libraries raise various types
                 self._rows = None
                 cause = f"{type(error).__name__}: {error}"
                 if attempt == RETRIES:
                     raise DataError(
                         f"reading {where} failed {RETRIES + 1} times; the last time: {cause}",
                         where="--data.path",
-                        fix="check the network and the dataset; a run goes on from its last checkpoint",
+                        fix="check the network and the dataset; the run can resume from its last checkpoint",
                     ) from error
                 wait = 2.0**attempt
                 _log.warning("reading %s failed (%s); trying again in %.0f s", where, cause, wait)
@@ -167,7 +167,7 @@ class ShardReader:
             raise DataError(
                 f"{self.label} has no document with text to train on.",
                 where="--data.path",
-                why="each shard needs at least one; documents are dealt out to the shards",
+                why="each shard needs at least one document; documents are distributed over the shards",
                 fix="more documents, or fewer shards: --data.virtual_shards",
             )
         _log.info("%s: epoch %d begins", self.label, self._epoch + 1)
@@ -179,10 +179,10 @@ class StreamSource:
     """A ``TokenSource`` over shards.
 
     Args:
-        new_reader: makes the reader of a shard, at its start.
-        num_shards: shards; the data-parallel ranks must divide it.
-        seq_len: inputs in a sequence.
-        identity: names the dataset and all that decides what a sample is.
+        new_reader: function that makes the reader of a shard, at its start.
+        num_shards: number of shards; the number of data-parallel ranks must divide it.
+        seq_len: inputs per sequence.
+        identity: names the dataset, and everything that determines the samples.
     """
 
     num_samples = 0
@@ -196,7 +196,7 @@ class StreamSource:
         self._next: dict[int, int] = {}
 
     def read(self, sample_ids: Sequence[int]) -> Rows:
-        """These samples.
+        """Read these samples.
 
         Raises:
             DataError: as ``ShardReader.next_window``.
@@ -217,7 +217,7 @@ class StreamSource:
         return {shard: list(self.reader(shard).cursor) for shard in shards}
 
     def restore(self, cursors: Mapping[int, Cursor]) -> None:
-        """Go on at these cursors, of shards that there are."""
+        """Continue at these cursors of existing shards."""
         for shard, cursor in cursors.items():
             self.reader(shard).restore(cursor)
             self._next.pop(shard, None)
@@ -230,13 +230,13 @@ class StreamSource:
 
 
 class StreamSample:
-    """A ``HeldOut``: the first sequences of some shards, read when they are first asked for and then kept in memory.
+    """A ``HeldOut``: the first sequences of some shards. They are read when first needed, then kept in memory.
 
     Args:
-        readers: makes the readers, none of which repeats; each is read to its end before the next.
-        num_samples: sequences at most.
-        seq_len: inputs in a sequence.
-        label: names the data, for messages.
+        readers: function that makes the readers, none of which repeats. Each is read to its end before the next one.
+        num_samples: most sequences.
+        seq_len: inputs per sequence.
+        label: name of the data, for messages.
     """
 
     def __init__(
@@ -247,23 +247,23 @@ class StreamSample:
 
     @property
     def num_samples(self) -> int:
-        """Sequences there are, at least 1. The first call reads them.
+        """Number of sequences, at least 1. The first call reads them.
 
         Raises:
-            DataError: there is not one, or it cannot be read.
+            DataError: there is no sequence, or it cannot be read.
         """
         return len(self._windows)
 
     def read(self, sample_ids: Sequence[int]) -> Rows:
-        """The samples of these numbers below ``num_samples``."""
+        """Read the samples with these numbers, all below ``num_samples``."""
         windows = [self._windows[sample_id] for sample_id in sample_ids]
         return Rows(*map(np.concatenate, zip(*windows, strict=True)))
 
     def check(self) -> None:
-        """Read the first sequence, so that too little text is found before anything is trained.
+        """Read the first sequence, so that a lack of text is found before training starts.
 
         Raises:
-            DataError: there is not one, or it cannot be read.
+            DataError: there is no sequence, or it cannot be read.
         """
         self._first(1)
 
@@ -272,7 +272,7 @@ class StreamSample:
         return self._first(self._wanted)
 
     def _first(self, count: int) -> list[Rows]:
-        """The first ``count`` sequences, or all where there are fewer; at least 1."""
+        """The first ``count`` sequences, or all if there are fewer; at least 1."""
         windows: list[Rows] = []
         for reader in self._readers():
             while len(windows) < count and (window := reader.next_window()) is not None:

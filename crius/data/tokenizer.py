@@ -1,4 +1,4 @@
-"""Text to token ids: bytes, or a Hugging Face ``tokenizer.json``."""
+"""Tokenizers: text to token ids, by bytes or by a Hugging Face ``tokenizer.json``."""
 
 import contextlib
 import difflib
@@ -30,11 +30,11 @@ EOS_NAMES = (
     "[EOS]",
     "[SEP]",  # BERT
 )
-"""Tokens that end a document, the first one present is taken where ``tokenizer.eos_token`` is empty."""
+"""Tokens that end a document. The first one that exists is used if ``tokenizer.eos_token`` is empty."""
 
 
 MAX_VOCAB_SIZE = 1 << 24
-"""Ids of a tokenizer. The largest ones in use have a quarter of a million."""
+"""Most ids of a tokenizer. The largest tokenizers in use have a quarter of a million."""
 
 BOS_NAMES = (
     "<|begin_of_text|>",  # Llama 3
@@ -45,19 +45,19 @@ BOS_NAMES = (
     "[BOS]",
     "[CLS]",  # BERT
 )
-"""Tokens that begin a document, where neither the post-processor nor tokenizer_config.json names one."""
+"""Tokens that begin a document, used if neither the post-processor nor tokenizer_config.json names one."""
 
 
 class Tokenizer(ABC):
     """Text to ids and back.
 
     Attributes:
-        name: what the user typed in ``--tokenizer.path``.
-        fingerprint: hash of all that changes the ids of a text; part of the cache key.
-        vocab_size: one more than the largest id.
+        name: value of ``--tokenizer.path``.
+        fingerprint: hash of everything that changes the ids of a text; part of the cache key.
+        vocab_size: largest id plus one.
         eos_id: id that follows each document.
-        bos_id: id that can begin a document; None where the tokenizer has none.
-        adds_bos: whether encoding a text with special tokens puts ``bos_id`` in front.
+        bos_id: id that can begin a document; None if the tokenizer has none.
+        adds_bos: whether encoding a text with special tokens puts ``bos_id`` before it.
     """
 
     name: str
@@ -72,24 +72,24 @@ class Tokenizer(ABC):
         """Ids of ``text``, ``(tokens,)``, without special tokens: a text cannot forge the end of a document."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenArray]:
-        """``encode`` of each text; faster than one at a time where the tokenizer has threads of its own."""
+        """``encode`` of each text; faster than single calls if the tokenizer has threads of its own."""
         return [self.encode(text) for text in texts]
 
     def encode_marked(self, text: str) -> TokenArray:
-        """Ids of a text in which names of special tokens are these tokens, as a chat template writes them."""
+        """Ids of a text in which names of special tokens become these tokens, as in a rendered chat template."""
         return self.encode(text)
 
     def encode_marked_texts(self, texts: Sequence[str]) -> list[MarkedText]:
-        """``encode_marked`` of each text, and where its tokens lie.
+        """``encode_marked`` of each text, with the places of its tokens.
 
         Raises:
-            DataError: the tokenizer cannot tell where.
+            DataError: the tokenizer does not support it.
         """
         raise DataError(
-            f"tokenizer {self.name} does not tell where in a text its tokens lie.",
+            f"tokenizer {self.name} does not report the places of its tokens in a text.",
             where="--tokenizer.path",
-            why="the mask of a conversation needs it",
-            fix="a tokenizer.json",
+            why="the mask of a conversation needs them",
+            fix="use a tokenizer.json",
         )
 
     def special_ids(self, names: Iterable[str]) -> set[int]:
@@ -102,19 +102,19 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def decode(self, ids: Sequence[int], *, with_special: bool = False) -> str:
-        """Text of ``ids``, and the names of special tokens if asked for; bytes that are not UTF-8 become U+FFFD."""
+        """Text of ``ids``, with the names of special tokens if asked for; bytes that are not UTF-8 become U+FFFD."""
 
     @abstractmethod
     def token_bytes(self) -> npt.NDArray[np.int32]:
-        """UTF-8 bytes of source text that each id stands for, ``(vocab_size,)``; 0 for special tokens.
+        """Number of UTF-8 bytes of source text that each id stands for, ``(vocab_size,)``; 0 for special tokens.
 
-        Exact for bytes and byte-level BPE. Where a tokenizer normalises text, drops spaces (WordPiece) or puts a space
-        in front (sentencepiece), it counts what the token spells, which differs from the source by that.
+        Exact for bytes and byte-level BPE. A tokenizer that normalises text, drops spaces (WordPiece) or adds a space
+        at the start (sentencepiece) differs from the source text; then the bytes of the token's own text are counted.
         """
 
 
 class ByteTokenizer(Tokenizer):
-    """One token a UTF-8 byte, ids 0 to 255, and 256 for the end of a document."""
+    """One token per UTF-8 byte: ids 0 to 255, and 256 for the end of a document."""
 
     def __init__(self) -> None:
         self.name, self.fingerprint, self.vocab_size, self.eos_id = "byte", "byte-1", 257, 256
@@ -124,7 +124,7 @@ class ByteTokenizer(Tokenizer):
         return np.frombuffer(text.encode(), dtype=np.uint8)
 
     def encode_marked_texts(self, texts: Sequence[str]) -> list[MarkedText]:
-        """Bytes of each text, and the character that each belongs to."""
+        """Bytes of each text, with the character that each belongs to."""
         found = []
         for text in texts:
             starts = np.repeat(np.arange(len(text)), [len(char.encode()) for char in text])
@@ -132,7 +132,7 @@ class ByteTokenizer(Tokenizer):
         return found
 
     def decode(self, ids: Sequence[int], *, with_special: bool = False) -> str:
-        """Text of ``ids`` up to 255, and ``<eos>`` for the end of a document if asked for."""
+        """Text of ``ids`` up to 255, with ``<eos>`` for the end of a document if asked for."""
         eos = b"<eos>" if with_special else b""
         return b"".join(bytes([i]) if i < 256 else eos for i in ids).decode(errors="replace")
 
@@ -144,14 +144,14 @@ class ByteTokenizer(Tokenizer):
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A ``tokenizer.json``, read by the tokenizers library alone: no transformers, no network.
+    """A ``tokenizer.json``, read by the tokenizers library alone, without transformers or a network.
 
     Args:
-        path: the file, or a folder that holds one.
-        eos_token: token that ends a document; empty for the first of ``EOS_NAMES`` that there is.
+        path: path of the file, or of its folder.
+        eos_token: token that ends a document; empty: the first of ``EOS_NAMES`` that exists.
 
     Raises:
-        DataError: no such file, not a tokenizer, or no token that ends a document.
+        DataError: the file does not exist, is not a tokenizer, or has no token that ends a document.
         EnvironmentError: the tokenizers package is missing.
     """
 
@@ -174,7 +174,7 @@ class HuggingFaceTokenizer(Tokenizer):
                 where="--tokenizer.path",
                 fix="download the file again; a Git LFS pointer or a tokenizer_config.json is not enough",
             ) from error
-        # a tokenizer.json may say to cut each text at 512 tokens or to pad it
+        # a tokenizer.json may cut each text at 512 tokens, or pad it
         self._model.no_truncation()
         self._model.no_padding()
         self._model.encode_special_tokens = True
@@ -184,7 +184,7 @@ class HuggingFaceTokenizer(Tokenizer):
             raise DataError(
                 f"{path} has a token with id {self.vocab_size - 1:,}; ids above {MAX_VOCAB_SIZE - 1:,} are refused.",
                 where="--tokenizer.path",
-                why="the model has a row for every id up to the largest",
+                why="the model has one row for every id up to the largest",
                 fix="number the tokens without gaps",
             )
         config = _read_config(file.with_name(TOKENIZER_CONFIG))
@@ -196,30 +196,30 @@ class HuggingFaceTokenizer(Tokenizer):
         """Ids of ``text``, int64.
 
         Raises:
-            DataError: the tokenizer has no tokens for it.
+            DataError: the tokenizer has no tokens for the text.
         """
         with self._encoding():
             return np.asarray(self._model.encode(text, add_special_tokens=False).ids, dtype=np.int64)
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenArray]:
-        """Ids of each text, int64; the library spreads the texts over its threads.
+        """Ids of each text, int64. The library spreads the texts over its threads.
 
         Raises:
-            DataError: the tokenizer has no tokens for one of them.
+            DataError: the tokenizer has no tokens for one of the texts.
         """
         with self._encoding():
             encoded = self._model.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(one.ids, dtype=np.int64) for one in encoded]
 
     def encode_marked(self, text: str) -> TokenArray:
-        """Ids of a text in which names of special tokens are these tokens, int64."""
+        """Ids of a text in which names of special tokens become these tokens, int64."""
         return self.encode_marked_texts([text])[0].ids
 
     def encode_marked_texts(self, texts: Sequence[str]) -> list[MarkedText]:
-        """``encode_marked`` of each text, and where its tokens lie, in characters.
+        """``encode_marked`` of each text, with the places of its tokens in characters.
 
         Raises:
-            DataError: the tokenizer has no tokens for one of them.
+            DataError: the tokenizer has no tokens for one of the texts.
         """
         self._model.encode_special_tokens = False
         try:
@@ -244,17 +244,17 @@ class HuggingFaceTokenizer(Tokenizer):
         return {token_id for token_id, token in added.items() if token.special and token.content in wanted}
 
     def decode(self, ids: Sequence[int], *, with_special: bool = False) -> str:
-        """Text of ``ids``, and the names of special tokens if asked for."""
+        """Text of ``ids``, with the names of special tokens if asked for."""
         return str(self._model.decode(list(ids), skip_special_tokens=not with_special))
 
     def token_bytes(self) -> npt.NDArray[np.int32]:
-        """Bytes by the kind of the tokenizer: byte-level, sentencepiece-style or plain text, ``(vocab_size,)``."""
+        """Bytes by kind of tokenizer: byte-level, sentencepiece-style or plain text, ``(vocab_size,)``."""
         spec = json.loads(self._model.to_str())
         kinds = {*_types(spec.get("pre_tokenizer")), *_types(spec.get("decoder"))}
         prefix = spec["model"].get("continuing_subword_prefix") or ""
         counts = np.zeros(self.vocab_size, dtype=np.int32)
         for token, token_id in self._model.get_vocab(with_added_tokens=False).items():
-            # byte-level: one printable character stands for one byte
+            # byte-level: each character of the token's name stands for one byte
             counts[token_id] = len(token) if "ByteLevel" in kinds else _text_bytes(token, prefix)
         for token_id, added in self._model.get_added_tokens_decoder().items():
             counts[token_id] = 0 if added.special else len(added.content.encode())
@@ -268,24 +268,24 @@ class HuggingFaceTokenizer(Tokenizer):
             raise DataError(
                 f"tokenizer {self.name} cannot encode a text: {error}.",
                 where="--tokenizer.path",
-                fix="a tokenizer whose vocabulary has its unk_token, or that needs none",
+                fix="use a tokenizer whose vocabulary has its unk_token, or that needs none",
             ) from error
 
     def _find_bos(self, config: dict[str, Any]) -> tuple[int | None, bool]:
         """The id of BOS, and whether a text gets it: from the post-processor, or from ``add_bos_token``.
 
-        To have a ``bos_token`` is not enough: SmolLM2 has one and does not put it in front of a text.
+        A ``bos_token`` alone is not enough: SmolLM2 has one, but does not put it before a text.
         """
         import tokenizers  # noqa: PLC0415  optional package
 
-        # of another tokenizer, for this one may know no such text, or make no token of it
+        # the text is from another tokenizer, since this one may have no token for it
         text = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")).encode("a")
         encoded = self._model.post_process(text, add_special_tokens=True)
         special = itertools.takewhile(bool, encoded.special_tokens_mask)
         in_front = encoded.ids[: sum(special)]
         if in_front and in_front[-1] != self.eos_id:
             return in_front[-1], True
-        # a vocabulary of text may have such a name too, as Qwen's has [CLS]
+        # a vocabulary of text may contain such a name too: Qwen's contains [CLS]
         usual = [name for name in BOS_NAMES if name in self.special_names()]
         names = [name] if (name := spelled(config.get("bos_token"))) else usual
         for token in names:
@@ -294,8 +294,8 @@ class HuggingFaceTokenizer(Tokenizer):
         return None, False
 
     def _find_eos(self, eos_token: str, config: dict[str, Any]) -> int:
-        """The id of EOS: a usual special token, else a usual token, else that of tokenizer_config.json."""
-        # in this order, for a vocabulary of text may have such a name too: Gemma's has HTML
+        """The id of EOS: a usual special token, else another usual token, else that of tokenizer_config.json."""
+        # special tokens first, since a vocabulary of text may contain such a name too: Gemma's contains HTML
         usual = [*(name for name in EOS_NAMES if name in self.special_names()), *EOS_NAMES]
         for name in [eos_token] if eos_token else [*usual, spelled(config.get("eos_token"))]:
             if (token_id := self._model.token_to_id(name)) is not None:
@@ -315,7 +315,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
-    """The tokenizer of ``[tokenizer]``.
+    """Build the tokenizer of ``[tokenizer]``.
 
     Raises:
         DataError: the file is missing or broken, or there is no end-of-document token.
@@ -325,7 +325,7 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
         return HuggingFaceTokenizer(config.path, config.eos_token)
     if config.eos_token:
         raise DataError(
-            f"the byte tokenizer has no token {config.eos_token!r}: its end of a document is id 256.",
+            f"the byte tokenizer has no token {config.eos_token!r}: id 256 ends a document.",
             where="--tokenizer.eos_token",
             fix="leave it out, or --tokenizer.path tokenizer.json",
         )
@@ -333,7 +333,7 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
 
 
 def spelled(token: Any) -> str:
-    """Name of a special token in tokenizer_config.json; empty where it is none."""
+    """Name of a special token in tokenizer_config.json; empty if it has none."""
     name = token.get("content") if isinstance(token, dict) else token
     return name if isinstance(name, str) else ""
 
@@ -346,10 +346,10 @@ def _read(file: Path) -> bytes:
 
 
 def _read_config(file: Path) -> dict[str, Any]:
-    """tokenizer_config.json; empty where there is none.
+    """Read tokenizer_config.json; empty if it is missing.
 
     Raises:
-        DataError: it cannot be read.
+        DataError: the file cannot be read.
     """
     try:
         config = json.loads(file.read_bytes())

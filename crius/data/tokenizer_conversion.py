@@ -1,8 +1,8 @@
-"""A tokenizer of another library as a tokenizer.json with the same ids: ``python -m crius.data.tokenizer_conversion``.
+"""Converts a tokenizer of another library to a tokenizer.json: ``python -m crius.data.tokenizer_conversion``.
 
-A process of its own: transformers takes long to import, and what it reads may be a stranger's. It reads a job from
-stdin and prints what it found, as JSON. transformers converts; then the ids of many texts are compared with those of
-the file's own library, and a file of which one text becomes other ids is refused.
+It runs in a separate process: transformers takes long to import, and the file may be untrusted. It reads a job from
+stdin and prints the result as JSON. transformers converts the file. Then the ids of many texts are compared with those
+of the file's own library. If a single text has other ids, the file is refused.
 """
 
 import importlib.metadata
@@ -23,10 +23,12 @@ from crius.plugins import REQUIREMENTS, install_line
 from crius.strict_json import load_object
 
 MOST_MEMORY, MOST_SECONDS, MOST_WRITTEN = 16 << 30, 600, 1 << 30
-"""Address space and CPU time of the process, and bytes of a file that it writes. Tekken's 19 MB take 1 GB and 15 s."""
+"""Limits of address space, CPU time and bytes per written file. Tekken's 19 MB take 1 GB and 15 s."""
 
 CLASSES = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "PreTrainedTokenizer", "TokenizersBackend", "")
-"""What ``tokenizer_class`` may be, without ``Fast``. Others number the pieces otherwise than sentencepiece does."""
+"""Supported values of ``tokenizer_class``, without ``Fast``. Other classes number pieces differently from
+sentencepiece.
+"""
 
 TEXTS = (
     *(
@@ -74,21 +76,21 @@ def convert(file: Path, kind: str, folder: Path) -> dict[str, Any]:
     """Write tokenizer.json and tokenizer_config.json into ``folder``.
 
     Args:
-        file: that the user named, for messages.
+        file: path that the user gave, for messages.
         kind: sentencepiece, tiktoken or tekken.
-        folder: holds ``source/``, and what lay beside the file.
+        folder: folder with ``source/``, and with copies of the files next to the original.
 
     Returns:
-        Facts, for people.
+        Facts about the conversion, for the log.
 
     Raises:
-        CriusError: the file is damaged, or its ids would be others.
+        CriusError: the file is damaged, or its ids would change.
     """
     original, spec = read_original(file, kind, folder / "source" / SOURCE[kind])
     config = _read(file, folder / TOKENIZER_CONFIG)
     name = str(config.get("tokenizer_class") or "").removesuffix("Fast")
     if kind == "sentencepiece" and name not in CLASSES:
-        why = f"its tokenizer_config.json says {name[:60]}, which may give other ids to its pieces"
+        why = f"its tokenizer_config.json has class {name[:60]}, which may give its pieces other ids"
         raise refused(file, why)
     names = _with_added_tokens(original, spec, config, _read(file, folder / ADDED_TOKENS))
     told = {"bos": original.bos, "eos": original.eos, "unk": original.unk}
@@ -105,7 +107,7 @@ def convert(file: Path, kind: str, folder: Path) -> dict[str, Any]:
     }
     for to, value in ((TOKENIZER, spec), (TOKENIZER_CONFIG, written)):
         (folder / to).write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    # any special token as the EOS: a file that names none may be used with --tokenizer.eos_token
+    # any special token serves as the EOS: a file without a named EOS may be used with --tokenizer.eos_token
     built = HuggingFaceTokenizer(str(folder / TOKENIZER), next(iter(names), ""))
     return {
         "source": str(file),
@@ -121,13 +123,13 @@ def _read(file: Path, beside: Path) -> dict[str, Any]:
     try:
         return load_object(beside.read_bytes()) if beside.exists() else {}
     except ValueError as error:
-        raise refused(file, f"{beside.name} beside it cannot be read: {error}", "download that again") from None
+        raise refused(file, f"{beside.name} in its folder cannot be read: {error}", "download that again") from None
 
 
 def _with_added_tokens(
     original: Original, spec: dict[str, Any], config: Mapping[str, Any], extra: Mapping[str, Any]
 ) -> dict[str, int]:
-    """Put special tokens, and those that were added to the file, into ``spec``; ids of all of them by name."""
+    """Add special tokens, and tokens that were added to the file, to ``spec``. Returns the ids of all by name."""
     flags: dict[str, Any] = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     rows = {
         number: {"id": number, "content": name, **flags, "special": True} for name, number in original.special.items()
@@ -141,11 +143,11 @@ def _with_added_tokens(
     for key, token in given:
         name, number = spelled(token), int(key) if str(key).isdecimal() else -1
         if not 0 <= number < original.size + MOST_TOKENS or not 0 < len(name.encode()) <= MOST_LENGTH:
-            raise refused(original.file, f"an added token beside it has the id {str(key)[:40]} and no usable name")
+            raise refused(original.file, f"an added token of it has the id {str(key)[:40]} and no usable name")
         piece = pieces.get(number)
         there = piece if is_bpe or piece is None else piece[0]
         if number < original.size and name not in (there, rows.get(number, {}).get("content")):
-            raise refused(original.file, f"an added token beside it renames the id {number} to {ascii(name)[:60]}")
+            raise refused(original.file, f"an added token of it renames the id {number} to {ascii(name)[:60]}")
         is_special = token.get("special") is True
         if number >= original.size or (is_special and number not in rows):
             kept = {flag: token.get(flag) is True for flag in flags}
@@ -154,13 +156,13 @@ def _with_added_tokens(
     for number in sorted(rows):
         name = rows[number]["content"]
         if is_bpe and model["vocab"].setdefault(name, number) != number:
-            raise refused(original.file, f"the name of a special token, {ascii(name)[:60]}, is a token of text too")
+            raise refused(original.file, f"the name of a special token, {ascii(name)[:60]}, is also a token of text")
     spec["added_tokens"] = [rows[number] for number in sorted(rows)]
     return names
 
 
 def _beginning(bos: str, names: Mapping[str, int]) -> dict[str, Any]:
-    """A post-processor that puts BOS in front of a text."""
+    """A post-processor that puts BOS before a text."""
     first = {"SpecialToken": {"id": bos, "type_id": 0}}
     parts = [{"Sequence": {"id": part, "type_id": 0}} for part in "AB"]
     tokens = {bos: {"id": bos, "ids": [names[bos]], "tokens": [bos]}}
@@ -169,21 +171,21 @@ def _beginning(bos: str, names: Mapping[str, int]) -> dict[str, Any]:
 
 
 def compare(original: Original, built: HuggingFaceTokenizer, names: Mapping[str, int]) -> int:
-    """How many texts were compared.
+    """Compare the ids of many texts. Returns the number of texts.
 
     Args:
-        original: the tokenizer of the file's own library.
-        built: what it became.
-        names: of special tokens, with their ids.
+        original: tokenizer of the file's own library.
+        built: converted tokenizer.
+        names: ids of special tokens by name.
 
     Raises:
-        DataError: a text has other ids, another text comes back, or a special token has another id.
+        DataError: a text has other ids or is decoded differently, or a special token has another id.
     """
     ids = {name: built._model.token_to_id(name) for name in names}
     if wrong := next((name for name in names if ids[name] != names[name]), None):
         raise refused(original.file, f"{ascii(wrong)} would be id {ids[wrong]}, not {names[wrong]}")
     added = [token.content for token in built._model.get_added_tokens_decoder().values() if not token.special]
-    # a text has tokens that were added to the file, and its own library does not know them
+    # texts with tokens that were added to the file are skipped, since the file's own library does not know these
     texts = [text for text in dict.fromkeys(probes(original)) if not any(name in text for name in added)]
     counts = built.token_bytes()
     for text, found in zip(texts, built.encode_batch(texts), strict=True):
@@ -192,19 +194,19 @@ def compare(original: Original, built: HuggingFaceTokenizer, names: Mapping[str,
             what = f"{ascii(text)[:80]} would become the ids {str(found.tolist())[:80]}, not {str(want)[:80]}"
             raise _other(original, what)
         if original.decode(want) == text != built.decode(want):
-            raise _other(original, f"the ids of {ascii(text)[:80]} would come back as {ascii(built.decode(want))[:80]}")
+            raise _other(original, f"the ids of {ascii(text)[:80]} would decode to {ascii(built.decode(want))[:80]}")
         if original.is_byte_level and counts[found].sum() != len(original.decode(want).encode()):
             raise _other(original, f"the bytes of {ascii(text)[:80]} would be counted as {counts[found].sum()}")
     return len(texts)
 
 
 def probes(original: Original) -> Iterator[str]:
-    """Texts to compare: chosen ones, names of tokens that no text becomes, noise, and texts of the vocabulary."""
+    """Texts to compare: chosen texts, names of tokens that no text gives, noise, and texts of the vocabulary."""
     yield from TEXTS
     for name in [*original.special, *original.unspoken][:_NUM_NAMES]:
         yield from (name, f"a{name} b")
     draw = random.Random(0)
-    # assigned since Unicode 3.2, so that the tables of both libraries have them
+    # characters that exist since Unicode 3.2, so that the tables of both libraries have them
     blocks = (range(0x20, 0x3000), range(0x3000, 0xA000), range(0xAC00, 0xD7A4), range(0x1F300, 0x1F650))
     letters = [chr(code) for block in blocks for code in block]
     letters = [c for c in letters if unicodedata.ucd_3_2_0.category(c) != "Cn" or ord(c) > 0xFFFF]
@@ -220,24 +222,24 @@ def probes(original: Original) -> Iterator[str]:
 def _decoded(original: Original, ids: list[int]) -> str:
     try:
         return original.decode(ids)
-    except KeyError:  # tiktoken, for an id between its ranks that is none
+    except KeyError:  # tiktoken's error for an id that is not in use
         return ""
 
 
 def _other(original: Original, what: str) -> DataError:
     newer = f"{install_line(REQUIREMENTS['transformers'])} --upgrade, or the tokenizer.json of this model"
-    return refused(original.file, f"{what}, as {original.library} says: a model would be trained on wrong ids", newer)
+    return refused(original.file, f"{what}, as in {original.library}: a model would be trained on wrong ids", newer)
 
 
 def _lacking(file: str, kind: str, error: ImportError) -> EnvironmentError:
-    """The error for a package that is there while one that it needs is not, or is of another version."""
+    """The error for a package that is installed, but needs another package that is missing or has a wrong version."""
     packages = (*PACKAGES[kind], *["mistral-common"] * (kind == "tekken"))
     fix = install_line(*(REQUIREMENTS[package] for package in packages))
     return EnvironmentError(f"tokenizer {file} cannot be converted: {error}.", where="--tokenizer.path", fix=fix)
 
 
 def main() -> None:
-    """Do the job on stdin."""
+    """Do the job from stdin."""
     for limit, most in (
         (resource.RLIMIT_AS, MOST_MEMORY),
         (resource.RLIMIT_CPU, MOST_SECONDS),

@@ -1,7 +1,7 @@
-"""Where a tokenizer.json is; files of other libraries become one, once, in a process of its own. No torch.
+"""Finds a tokenizer.json. Files of other libraries are converted to one, once, in a separate process. No torch.
 
-sentencepiece (``tokenizer.model``), tiktoken (``.tiktoken``, and the ``tokenizer.model`` of Llama 3) and Mistral's
-tekken are converted by transformers. What comes out lies in the user's cache, by the hash of what went in.
+transformers converts sentencepiece (``tokenizer.model``), tiktoken (``.tiktoken``, and the ``tokenizer.model`` of
+Llama 3) and Mistral's tekken. The result is stored in the user's cache, keyed by the hash of the input.
 """
 
 import contextlib
@@ -26,14 +26,14 @@ from crius.host import python_path, user_cache
 from crius.plugins import REQUIREMENTS, install_line
 
 VERSION = 1
-"""Of the conversion: another one, where it writes something else of the same file."""
+"""Version of the conversion. It must change when the conversion writes something else for the same file."""
 
 TOKENIZER, TOKENIZER_CONFIG, ADDED_TOKENS = "tokenizer.json", "tokenizer_config.json", "added_tokens.json"
 SOURCE = {"sentencepiece": "tokenizer.model", "tiktoken": "tokenizer.model", "tekken": "tekken.json"}
-"""Name of the file that a conversion reads, by its kind."""
+"""Name under which a conversion reads the file, by kind."""
 
 MOST_BYTES = 1 << 26
-"""Of a file to convert; the largest one in use, Mistral's tekken, has 19 MB."""
+"""Most bytes of a file to convert; the largest one in use, Mistral's tekken, has 19 MB."""
 
 _MOST_BESIDE = 1 << 22
 _MOST_SECONDS = 900
@@ -43,7 +43,7 @@ PACKAGES = {
     "tiktoken": ("transformers", "tiktoken"),
     "tekken": ("transformers", "tiktoken"),
 }
-"""What a conversion needs, by kind; transformers converts, the file's own library is what the ids are compared with."""
+"""Packages for a conversion, by kind. transformers converts; the file's own library gives the ids to compare with."""
 
 _MODULES = {"protobuf": "google.protobuf", "mistral-common": "mistral_common"}
 _RANK = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d{1,8}\r?(\n|\Z)")
@@ -53,10 +53,10 @@ _log = logging.getLogger("crius.data")
 
 
 def tokenizer_file(path: str) -> Path:
-    """The tokenizer.json that ``--tokenizer.path`` names, converted where it is another file.
+    """The tokenizer.json for ``--tokenizer.path``, converted if the path is another kind of file.
 
     Raises:
-        DataError: there is none, or it cannot be converted to the same ids.
+        DataError: there is no tokenizer, or it cannot be converted to the same ids.
         EnvironmentError: a package that the conversion needs is missing.
     """
     place = Path(path).expanduser()
@@ -72,13 +72,13 @@ def tokenizer_file(path: str) -> Path:
 
 
 def original_file(place: Path) -> Path | None:
-    """The file of sentencepiece, tiktoken or tekken that ``place`` is or holds; None where it is no such thing.
+    """The file of sentencepiece, tiktoken or tekken at ``place`` or in that folder; None if there is none.
 
     Args:
         place: file or folder.
 
     Raises:
-        DataError: the folder holds several.
+        DataError: the folder has several such files.
     """
     if place.is_file():
         if place.suffix == ".json":
@@ -95,7 +95,7 @@ def original_file(place: Path) -> Path | None:
 
 
 def _is_converted(file: Path) -> bool:
-    """Whether a JSON file begins as a tokenizer.json does."""
+    """Whether a JSON file begins like a tokenizer.json."""
     try:
         with file.open("rb") as opened:
             return b'"added_tokens"' in opened.read(4096)
@@ -109,12 +109,12 @@ def refused(file: Path, why: str, fix: str = _OTHERS) -> DataError:
 
 
 def missing(packages: tuple[str, ...], file: Path) -> EnvironmentError | None:
-    """The error for a file whose conversion lacks packages; None where all are there."""
+    """The error for a file whose conversion lacks packages; None if all are installed."""
     lacking = [package for package in packages if not _is_installed(_MODULES.get(package, package))]
     if not lacking:
         return None
     return EnvironmentError(
-        f"tokenizer {file} has to be converted to a {TOKENIZER}, once, and that needs {' and '.join(lacking)}.",
+        f"tokenizer {file} must be converted to a {TOKENIZER}, once, which needs {' and '.join(lacking)}.",
         where="--tokenizer.path",
         fix=f"{install_line(*(REQUIREMENTS[package] for package in lacking))}, or {_OTHERS}",
     )
@@ -123,12 +123,12 @@ def missing(packages: tuple[str, ...], file: Path) -> EnvironmentError | None:
 def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):  # its parent is missing, or it is no package
+    except (ImportError, ValueError):  # its parent is missing, or is not a package
         return False
 
 
 def _converted(file: Path) -> Path:
-    """The folder in the cache with the conversion of ``file``."""
+    """The folder in the cache with the converted ``file``."""
     content = _read(file, MOST_BYTES)
     kind = _kind_of(file, content)
     names = (name for name in (TOKENIZER_CONFIG, ADDED_TOKENS) if (file.parent / name).is_file())
@@ -145,9 +145,9 @@ def _converted(file: Path) -> Path:
                 _convert(file, kind, {f"source/{SOURCE[kind]}": content, **beside}, entry)
     except OSError as error:
         raise DataError(
-            f"the tokenizer that {file} becomes cannot be written: {error.strerror or error}.",
+            f"the conversion of tokenizer {file} cannot be written: {error.strerror or error}.",
             where=f"cache folder {entry.parent}",
-            fix="make room, or XDG_CACHE_HOME=DIR, a folder that can be written",
+            fix="free some space, or XDG_CACHE_HOME=DIR, with a folder that can be written",
         ) from error
     return entry
 
@@ -168,20 +168,20 @@ def _hash(data: bytes) -> str:
 
 
 def _kind_of(file: Path, content: bytes) -> str:
-    """sentencepiece, tiktoken or tekken, by the content: ``tokenizer.model`` is one of Llama 2, another of Llama 3."""
+    """sentencepiece, tiktoken or tekken, by content: ``tokenizer.model`` of Llama 2 and of Llama 3 differ in kind."""
     if file.suffix == ".json":
         return "tekken"
     if _RANK.match(content):
         return "tiktoken"
-    if content[:1] == b"\n":  # the first field of a sentencepiece model, its pieces
+    if content[:1] == b"\n":  # the first field of a sentencepiece model: its pieces
         return "sentencepiece"
     is_pointer = content.startswith(b"version https://git-lfs")
-    why = "it is a Git LFS pointer" if is_pointer else "it is neither a model of sentencepiece nor ranks of tiktoken"
+    why = "it is a Git LFS pointer" if is_pointer else "it is neither a sentencepiece model nor a tiktoken file"
     raise refused(file, why, f"download the file itself, or {_OTHERS}")
 
 
 def _is_whole(entry: Path) -> bool:
-    """Whether the conversion is there as it was written."""
+    """Whether the conversion exists, as it was written."""
     try:
         digests = json.loads((entry / "conversion.json").read_bytes())["digests"]
         return all(_hash((entry / name).read_bytes()) == digests[name] for name in (TOKENIZER, TOKENIZER_CONFIG))
@@ -190,9 +190,9 @@ def _is_whole(entry: Path) -> bool:
 
 
 def _convert(file: Path, kind: str, files: Mapping[str, bytes], entry: Path) -> None:
-    """Write the folder ``entry``, whole. The caller holds its lock."""
+    """Write the folder ``entry`` atomically. The caller must hold its lock."""
     partial = entry.with_suffix(".partial")
-    for old in (partial, entry):  # of a process that was killed, and damaged
+    for old in (partial, entry):  # left by a killed process, or damaged
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(old)
     try:
@@ -208,14 +208,14 @@ def _convert(file: Path, kind: str, files: Mapping[str, bytes], entry: Path) -> 
         partial.rename(entry)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    told = "tokenizer: %s (%s, %s ids) was converted by %s to %s; %s texts have the ids of %s"
+    told = "tokenizer: %s (%s, %s ids) was converted by %s to %s; %s texts have the same ids as in %s"
     size, texts = (f"{facts[name]:,}" for name in ("ids", "texts"))
-    # a warning, for it is to be seen where no log is set up, as in crius import
+    # a warning, so that it shows where no log is set up, as in crius import
     _log.warning(told, file, facts["kind"], size, facts["converter"], entry, texts, facts["library"])
 
 
 def _in_a_process(file: Path, kind: str, folder: Path) -> dict[str, Any]:
-    """Run the conversion, with limits of its own: what it reads may be a stranger's, what it imports is large."""
+    """Run the conversion with limits in a separate process: the file may be untrusted, and its imports are large."""
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     quiet = {"TIKTOKEN_CACHE_DIR": "", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
     try:
@@ -239,5 +239,5 @@ def _in_a_process(file: Path, kind: str, folder: Path) -> dict[str, Any]:
         return found
     last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:300]
     if done.returncode < 0:
-        last = f"it was ended by {signal.Signals(-done.returncode).name}, as one that needs too much memory or time is"
-    raise refused(file, f"the conversion failed: {last}", f"get {shlex.quote(file.name)} again, or {_OTHERS}")
+        last = f"{signal.Signals(-done.returncode).name} ended it, as happens with too much memory or time"
+    raise refused(file, f"the conversion failed: {last}", f"download {shlex.quote(file.name)} again, or {_OTHERS}")

@@ -1,7 +1,7 @@
-"""Files of sentencepiece, tiktoken and tekken: each by its own library, and as transformers converts it.
+"""Reads files of sentencepiece, tiktoken and tekken, each by its own library, and converts them by transformers.
 
-For ``crius.data.tokenizer_conversion`` alone, a process of its own. No network, and no code of a stranger: transformers
-sees the file in a folder in which nothing else is.
+It is used only by ``crius.data.tokenizer_conversion``, a separate process. There is no network, and no untrusted code
+runs: transformers sees the file in a folder without other files.
 """
 
 import base64
@@ -24,10 +24,10 @@ from crius.strict_json import load_object
 
 MOST_TOKENS = 1 << 20
 MOST_LENGTH = 1024
-"""Bytes of a token and of a special token's name. The longest one in use has 256: spaces."""
+"""Most bytes of a token and of a special token's name. The longest token in use has 256 bytes: spaces."""
 
 _NEVER = -1e5
-"""Score of a piece that no text becomes: below that of any way to spell its name."""
+"""Score of a piece that no text may give: below the score of any other way to spell its name."""
 _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = 2, 3, 4, 5, 6  # sentencepiece_model.proto, SentencePiece.Type
 
 _TOKENIZER_JSON = "the tokenizer.json of this model, or --tokenizer.path byte"
@@ -35,21 +35,21 @@ _TOKENIZER_JSON = "the tokenizer.json of this model, or --tokenizer.path byte"
 
 @dataclass(frozen=True, kw_only=True)
 class Original:
-    """A tokenizer in the hands of its own library.
+    """A tokenizer, used by its own library.
 
     Attributes:
-        file: that the user named.
-        kind: of the file, for people.
-        library: name and version.
-        size: ids, without tokens that were added to it.
+        file: path that the user gave.
+        kind: kind of the file, for messages.
+        library: name and version of the library.
+        size: number of ids, without tokens that were added to the tokenizer.
         special: ids of tokens that stand for no text, by name.
-        unspoken: names of other tokens that no text becomes.
-        encode: ids of a text, without special tokens.
-        decode: text of ids.
+        unspoken: names of other tokens that no text gives.
+        encode: function from a text to ids, without special tokens.
+        decode: function from ids to a text.
         bos: special token that begins a document; empty: none.
         eos: special token that ends a document; empty: none.
-        unk: special token of what it does not know; empty: none.
-        is_byte_level: each token is bytes of the text.
+        unk: special token for unknown text; empty: none.
+        is_byte_level: whether each token stands for bytes of the text.
     """
 
     file: Path
@@ -67,14 +67,14 @@ class Original:
 
 
 class _Known(NamedTuple):
-    """What the ranks of a tiktoken file do not say."""
+    """Facts about a tiktoken file that are not in the file."""
 
     name: str
     pattern: str
-    special: Sequence[str]  # from the rank after the last one on
+    special: Sequence[str]  # numbered after the last rank
     bos: str
     eos: str
-    form: Literal["", "NFC"] = ""  # of Unicode, which a text is brought into
+    form: Literal["", "NFC"] = ""  # Unicode form that a text is normalised to
 
 
 _RESERVED = "<|reserved_special_token_{}|>"
@@ -102,19 +102,19 @@ _KNOWN = {
         "NFC",
     ),
 }
-"""Files of tiktoken by their sha256; those of OpenAI are in tiktoken itself."""
+"""Known tiktoken files by their sha256. tiktoken itself knows OpenAI's files."""
 
 
 def read_original(file: Path, kind: str, source: Path) -> tuple[Original, dict[str, Any]]:
-    """The tokenizer, and the tokenizer.json that transformers makes of it, so far without special tokens.
+    """Read a tokenizer, and convert it by transformers to a tokenizer.json, yet without special tokens.
 
     Args:
-        file: that the user named, for messages.
+        file: path that the user gave, for messages.
         kind: sentencepiece, tiktoken or tekken.
-        source: the file to read, alone in its folder.
+        source: file to read, alone in its folder.
 
     Raises:
-        DataError: it is damaged, or of a kind whose conversion is not known to be right.
+        DataError: the file is damaged, or of a kind whose conversion is not known to be correct.
     """
     return {"sentencepiece": _sentencepiece, "tiktoken": _tiktoken, "tekken": _tekken}[kind](file, source)
 
@@ -124,12 +124,12 @@ def _sentencepiece(file: Path, source: Path) -> tuple[Original, dict[str, Any]]:
     from sentencepiece import sentencepiece_model_pb2  # noqa: PLC0415  optional package
     from transformers import PreTrainedTokenizerFast  # noqa: PLC0415  optional package
 
-    proto: Any = vars(sentencepiece_model_pb2)["ModelProto"]()  # its class is made when it is imported
+    proto: Any = vars(sentencepiece_model_pb2)["ModelProto"]()  # the class is created by the import
     try:
         proto.ParseFromString(source.read_bytes())
         model = sentencepiece.SentencePieceProcessor(model_proto=source.read_bytes())
-    except Exception as error:  # of protobuf, and of the library
-        raise refused(file, f"sentencepiece does not read it: {_said(error)}", "download the file again") from None
+    except Exception as error:  # from protobuf or from the library
+        raise refused(file, f"sentencepiece cannot read it: {_said(error)}", "download the file again") from None
     pieces = list(proto.pieces)
     _check(file, [piece.piece.encode() for piece in pieces])
     special = {piece.piece: number for number, piece in enumerate(pieces) if piece.type in (_CONTROL, _UNKNOWN)}
@@ -167,9 +167,10 @@ def _algorithm(proto: Any) -> str:
 
 
 def _split_names(spec: dict[str, Any], names: Sequence[str], model: Any, symbol: str) -> None:
-    """Cut the name of a token that no text becomes, where it stands alone between user-defined pieces.
+    """Split the name of a token that no text gives, when it stands alone between user-defined pieces.
 
-    With ``ignore_merges`` it would be that token. The cut is one that sentencepiece makes, so nothing else changes.
+    With ``ignore_merges`` the name would become that token. sentencepiece makes the same split, so nothing else
+    changes.
     """
     cuts = []
     for name in names:
@@ -194,7 +195,7 @@ def _tiktoken(file: Path, source: Path) -> tuple[Original, dict[str, Any]]:
         ranks = load_tiktoken_bpe(str(source))
     except (ValueError, OSError) as error:
         raise refused(
-            file, f"tiktoken does not read it: {_said(error).replace(str(source), 'it')}", "download the file again"
+            file, f"tiktoken cannot read it: {_said(error).replace(str(source), 'it')}", "download the file again"
         ) from None
     digest = hashlib.sha256(source.read_bytes()).hexdigest()
     if known := _KNOWN.get(digest):
@@ -204,7 +205,7 @@ def _tiktoken(file: Path, source: Path) -> tuple[Original, dict[str, Any]]:
         name, pattern, special = (published[key] for key in ("name", "pat_str", "special_tokens"))
         bos, eos, form = "", "<|endoftext|>", ""
     else:
-        why = "split pattern and special tokens are not in the file, and its hash is none of Llama 3, Qwen and OpenAI's"
+        why = "the file lacks split pattern and special tokens, and its hash is not one of Llama 3, Qwen or OpenAI"
         raise refused(file, why, _TOKENIZER_JSON)
     _check_ranks(file, ranks)
     encoding = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=dict(special))
@@ -224,7 +225,7 @@ def _tiktoken(file: Path, source: Path) -> tuple[Original, dict[str, Any]]:
 
 
 def _of_openai(digest: str, ranks: dict[bytes, int]) -> dict[str, Any] | None:
-    """What tiktoken says of a file that it knows; its list is asked with the ranks at hand in place of a download."""
+    """tiktoken's facts about a file that it knows. Its functions get the ranks at hand instead of a download."""
     public = importlib.import_module("tiktoken_ext.openai_public")
 
     def load(*args: Any, expected_hash: str = "", **others: Any) -> dict[bytes, int]:
@@ -241,7 +242,9 @@ def _of_openai(digest: str, ranks: dict[bytes, int]) -> dict[str, Any] | None:
 
 
 def _for_oniguruma(pattern: str) -> str:
-    """A pattern of tiktoken for the tokenizers library, whose ``$`` is the end of any line and ``{1,3}+`` repeats."""
+    """A pattern of tiktoken for the tokenizers library, where ``$`` matches the end of any line and
+    ``{1,3}+`` repeats.
+    """
     return re.sub(r"(\{\d+(?:,\d*)?\})\+", r"\1", pattern).replace(r"\s++$", r"\s++\z")
 
 
@@ -254,13 +257,13 @@ def _tekken(file: Path, source: Path) -> tuple[Original, dict[str, Any]]:
         known = max(0, config["default_vocab_size"] - number)
         is_sound = isinstance(config["pattern"], str) and number >= 0 and 0 < known <= len(ranks) == len(rows)
     except (ValueError, KeyError, TypeError, AttributeError, binascii.Error) as error:
-        raise refused(file, f"it is no tekken file: {_said(error)}", "download the file again") from None
+        raise refused(file, f"it is not a tekken file: {_said(error)}", "download the file again") from None
     if not is_sound or number > MOST_TOKENS or list(ranks.values()) != list(range(len(ranks))):
         raise refused(
-            file, "its tokens are not numbered from 0 on, or not as many as it says", "download the file again"
+            file, "its tokens are not numbered from 0 on, or their number is wrong", "download the file again"
         )
     if "special_tokens" not in spec and (lacking := missing(("mistral-common",), file)):
-        raise lacking  # a file of 2024, whose special tokens are in that package
+        raise lacking  # a file from 2024, whose special tokens are in that package
     ranks = {token: rank for token, rank in ranks.items() if rank < known}
     _check_ranks(file, ranks)
     from transformers.integrations.mistral.tokenizer import MistralConverter  # noqa: PLC0415  optional package
@@ -287,7 +290,7 @@ def _tekken(file: Path, source: Path) -> tuple[Original, dict[str, Any]]:
 def _mistral(
     file: Path, source: Path, ranks: dict[bytes, int], pattern: str, special: Mapping[str, int]
 ) -> tuple[str, Callable[[str], list[int]], Callable[[list[int]], str]]:
-    """The library of a tekken file, its encoding and its decoding: mistral-common, else tiktoken below it."""
+    """The library of a tekken file, its encoding and its decoding: mistral-common, else the underlying tiktoken."""
     import tiktoken  # noqa: PLC0415  optional package
 
     with contextlib.suppress(ImportError):
@@ -295,8 +298,8 @@ def _mistral(
 
         try:
             tekken = Tekkenizer.from_file(source)
-        except Exception as error:  # of the library, assertions among them
-            raise refused(file, f"mistral-common does not read it: {_said(error)}", "download the file again") from None
+        except Exception as error:  # any error of the library, including assertions
+            raise refused(file, f"mistral-common cannot read it: {_said(error)}", "download the file again") from None
         if {name: tekken.get_special_token(name) for name in special} != special:
             raise refused(file, "transformers and mistral-common number its special tokens differently")
         return _version("mistral-common"), partial(tekken.encode, bos=False, eos=False), tekken.decode
@@ -319,9 +322,9 @@ def _check_ranks(file: Path, ranks: Mapping[bytes, int]) -> None:
 
 def _check(file: Path, tokens: Sequence[bytes]) -> None:
     if not 0 < len(tokens) <= MOST_TOKENS:
-        raise refused(file, f"it has {len(tokens):,} tokens; 1 to {MOST_TOKENS:,} are taken", _TOKENIZER_JSON)
+        raise refused(file, f"it has {len(tokens):,} tokens, but must have 1 to {MOST_TOKENS:,}", _TOKENIZER_JSON)
     if (longest := max(map(len, tokens))) > MOST_LENGTH:
-        raise refused(file, f"a token has {longest:,} bytes; up to {MOST_LENGTH:,} are taken", _TOKENIZER_JSON)
+        raise refused(file, f"a token has {longest:,} bytes, but at most {MOST_LENGTH:,} are allowed", _TOKENIZER_JSON)
 
 
 def _said(error: Exception) -> str:

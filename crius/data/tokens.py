@@ -1,13 +1,13 @@
-"""A token folder, memory-mapped, and the sequences in it by number.
+"""A memory-mapped token folder, and its sequences by number.
 
 tokens.bin       token ids of all documents, each followed by the end-of-document id; uint16 or uint32, little-endian
 documents.bin    int64, index in tokens.bin of the first token of each document
 token_bytes.bin  int32, bytes of source text that each id stands for
-targets.bin      uint8, of samples of conversations: 1 for a token that is to be predicted, else 0
+targets.bin      uint8, for samples of conversations: 1 for a token to predict, else 0
 hashes.bin       uint64, hashes of the blocks of these files, one file after the other, see ``checked``
 meta.json        TokenMeta
 
-Samples of conversations are the documents of such a folder; no end-of-document id follows them.
+For conversations, the documents of the folder are samples, and no end-of-document id follows them.
 """
 
 import logging
@@ -40,25 +40,25 @@ _log = logging.getLogger("crius.data")
 
 
 class TokenFile:
-    """A token folder, opened read-only and held against its hashes.
+    """A token folder, opened read-only and checked against its hashes.
 
-    A file of less than ``WHOLE_BYTES`` is checked here, a larger one where it is read: ``check`` and
-    ``documents_between`` come before its bytes are used.
+    A file with less than ``WHOLE_BYTES`` is checked here. For a larger file, call ``check`` or ``documents_between``
+    before its bytes are used.
 
     Args:
-        folder: the folder.
-        fix: what to do about a damaged file.
+        folder: path of the folder.
+        fix: remedy for a damaged file, for messages.
 
     Attributes:
-        folder: the folder.
-        meta: its meta.json.
+        folder: path of the folder.
+        meta: contents of its meta.json.
         tokens: ``(num_tokens,)`` of ``meta.dtype``.
-        documents: ``(num_documents,)`` int64, first token of each document.
+        documents: ``(num_documents,)`` int64, index of the first token of each document.
         token_bytes: ``(meta.vocab_size,)`` int32.
-        targets: ``(num_tokens,)`` uint8, which tokens of samples are to be predicted; empty for documents.
+        targets: ``(num_tokens,)`` uint8, whether a token of a sample is to be predicted; empty for documents.
 
     Raises:
-        DataError: a file is missing, has another size than meta.json implies, or does not match its hashes.
+        DataError: a file is missing, has another size than in meta.json, or does not match its hashes.
     """
 
     def __init__(self, folder: Path, fix: str = PREPARE) -> None:
@@ -79,12 +79,12 @@ class TokenFile:
                 raise self.disorder()
 
     def check(self, name: str, begins: Int64Array, ends: Int64Array) -> None:
-        """Check the blocks that hold the elements ``[begin, end)`` of a file, ``(ranges,)`` each.
+        """Check the blocks of a file that have the elements ``[begin, end)``, ``(ranges,)`` each.
 
-        A range may reach beyond the file.
+        A range may extend beyond the file.
 
         Raises:
-            DataError: one of them is damaged.
+            DataError: a block is damaged.
         """
         if name in self._checked:
             size = {TOKENS: self.tokens, DOCUMENTS: self.documents, TARGETS: self.targets}[name].itemsize
@@ -93,8 +93,8 @@ class TokenFile:
     def documents_between(self, begins: Int64Array, ends: Int64Array) -> tuple[Int64Array, Int64Array]:
         """Numbers ``[first, end)`` of the documents that start in ``[begin, end)``, ``(ranges,)`` each.
 
-        The blocks of the documents next to them are checked too. With these right, so is what the search found,
-        whatever the places are that it looked at on its way.
+        The blocks of the neighbouring documents are checked too. If these are intact, the result of the binary search
+        is right, even if it read damaged numbers on its way.
 
         Raises:
             DataError: documents.bin is damaged there.
@@ -106,23 +106,23 @@ class TokenFile:
         return first, end
 
     def disorder(self) -> DataError:
-        """The error for a documents.bin that matches its hashes and has no places of documents."""
+        """The error for a documents.bin that matches its hashes, but does not have ascending starts of documents."""
         path = self.folder / DOCUMENTS
         return DataError(
-            f"{path} is not the places of documents one after the other, the first one at 0.",
+            f"{path} does not have ascending starts of documents, beginning with 0.",
             where=str(path),
-            why="it was not written by Crius, or changed together with its hashes",
+            why="it was not written by Crius, or was changed together with its hashes",
             fix=self._fix,
         )
 
     @property
     def identity(self) -> str:
-        """Hash of the tokens, and of which of them are to be predicted, as meta.json has it."""
+        """Hash of the tokens, and of the targets of samples, from meta.json."""
         names = (TOKENS, DOCUMENTS, TARGETS) if self.meta.is_chat else (TOKENS,)
         return " ".join(str(self.meta.sha256.get(name, self.folder)) for name in names)
 
     def check_vocab(self, vocab_size: int) -> None:
-        """Refuse a folder whose largest id the model has no row for.
+        """Refuse a folder with an id for which the model has no row.
 
         Raises:
             DataError: ``meta.max_token_id`` is ``vocab_size`` or more.
@@ -130,7 +130,7 @@ class TokenFile:
         largest = self.meta.max_token_id
         if largest >= vocab_size:
             raise DataError(
-                f"{self.folder / TOKENS} has token id {largest}, the model has {vocab_size} ids.",
+                f"{self.folder / TOKENS} has token id {largest}, but the model has {vocab_size} ids.",
                 where=str(self.folder / META),
                 fix=f"--model.vocab_size {max(self.meta.vocab_size, largest + 1)}",
             )
@@ -152,13 +152,13 @@ class TokenFile:
         }
 
     def _hold_against_sha256(self, contents: Mapping[str, npt.NDArray[Any]]) -> None:
-        """The same for a folder without hashes.bin: only what is small enough for a check of all its bytes."""
+        """Check a folder without hashes.bin: only files that are small enough to be checked whole."""
         for name, content in contents.items():
             if content.nbytes < WHOLE_BYTES:
                 check_sha256(self.folder / name, content.view(np.uint8), self.meta.sha256.get(name, ""), self._fix)
             else:
                 _log.warning(
-                    "%s is not checked for damage: the folder was written before there were hashes of its blocks; %s",
+                    "%s is not checked for damage: the folder was written by a Crius without hashes of blocks; %s",
                     self.folder / name,
                     self._fix,
                 )
@@ -168,15 +168,15 @@ class TokenFile:
         try:
             size = path.stat().st_size
             if size == count * dtype.itemsize:
-                # not the subclass np.memmap, whose slices are slow to make
+                # not the subclass np.memmap, whose slices are slow to create
                 return np.asarray(np.memmap(path, dtype=dtype, mode="r", shape=(count,)))
         except OSError as error:
             problem = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
             raise DataError(f"{path} {problem}.", where=str(path), fix=PREPARE) from error
         raise DataError(
-            f"{path} has {size:,} bytes, meta.json says {count:,} x {dtype.itemsize} = {count * dtype.itemsize:,}.",
+            f"{path} has {size:,} bytes instead of {count:,} x {dtype.itemsize} = {count * dtype.itemsize:,}.",
             where=str(path),
-            why="the file was cut short or changed",
+            why="the file was truncated or changed",
             fix=PREPARE,
         )
 
@@ -184,18 +184,18 @@ class TokenFile:
 class IndexedSource:
     """Sequences of tokens ``[first_token, last_token)`` of a folder, in any order.
 
-    The first input of window i is token ``first_token + i * seq_len``, its labels are the ``seq_len`` tokens after it,
-    so that neighbours share one token and no token is the label of two. Where documents start with a BOS, the windows
-    begin one place earlier, so that the first document has its BOS too. Epoch e is samples ``e * num_samples`` on, each
-    window once, in an order of its own.
+    The first input of window i is token ``first_token + i * seq_len``. Its labels are the ``seq_len`` tokens after it.
+    So neighbouring windows share one token, and no token is a label twice. If documents start with a BOS, the windows
+    begin one place earlier, so that the first document has its BOS too. Epoch e is the samples from
+    ``e * num_samples`` on: each window once, in an order of the epoch's own.
 
     Args:
-        file: the folder.
-        first_token, last_token: the part of it to use.
-        boundary: what documents start and end with.
-        seq_len: tokens in a sequence.
+        file: token folder.
+        first_token, last_token: range of tokens to use.
+        boundary: first input and end label of documents.
+        seq_len: tokens per sequence.
         vocab_size: rows of the model's embedding; each id that is read is checked against it.
-        seed: chooses the orders.
+        seed: seed of the orders.
         shuffle: False reads the windows in order in every epoch.
     """
 
@@ -217,25 +217,25 @@ class IndexedSource:
         self.file, self.first_token, self.last_token, self.boundary = file, first_token, last_token, boundary
         self.seq_len, self.vocab_size, self.seed, self.shuffle = seq_len, vocab_size, seed, shuffle
         (document,), (next_document,) = file.documents_between(*np.array([[first_token], [first_token + 1]]))
-        # the place of the BOS of the first document is that of the end before it; -1 at the start of the file
+        # the BOS of the first document takes the place of the EOS before it; -1 at the start of the file
         self._first_input = first_token - int(boundary.has_bos and document < next_document)
         self.num_samples = max(0, last_token - self._first_input - 1) // seq_len
-        """Sequences in an epoch."""
-        size = min(seq_len, len(file.tokens))  # a corpus of less has no sequence
-        self._labels = np.lib.stride_tricks.sliding_window_view(file.tokens, size)  # one at each token, no copies
+        """Sequences per epoch."""
+        size = min(seq_len, len(file.tokens))  # a smaller corpus has no sequence
+        self._labels = np.lib.stride_tricks.sliding_window_view(file.tokens, size)  # a view at each token, no copies
         self._order = Order(self.num_samples, seed, shuffle=shuffle)
 
     @property
     def identity(self) -> str:
-        """The tokens and all that decides which of them a sample id stands for."""
+        """Identifies the tokens, and everything that decides which tokens a sample id stands for."""
         part = f"{self.file.identity} [{self.first_token}, {self.last_token})"
         return storable_identity(f"{part} by {self.seq_len} {self._order}{self.boundary.identity}")
 
     def read(self, sample_ids: Sequence[int]) -> Rows:
-        """These samples, in any order.
+        """Read these samples, in any order.
 
         Raises:
-            DataError: a token id is ``vocab_size`` or more; names file, token, sample and position. Or what is read is
+            DataError: a token id is ``vocab_size`` or more (names file, token, sample and position), or the data is
                 damaged.
         """
         starts = self._first_input + self.windows(sample_ids) * self.seq_len
@@ -254,15 +254,15 @@ class IndexedSource:
         return Rows(tokens, labels, positions_of(rows, columns, labels.shape))
 
     def _boundaries(self, firsts: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Row and column of each place in ``[first, first + seq_len)`` that ends a document and starts the next one.
+        """Row and column of each place in ``[first, first + seq_len)`` that ends a document and starts the next.
 
         Args:
-            firsts: the first place of each row, ``(batch,)``; -1 is the place before the first token.
+            firsts: first place of each row, ``(batch,)``; -1 is the place before the first token.
         """
         first, end = self.file.documents_between(firsts + 1, firsts + self.seq_len + 1)
         counts = end - first
         rows = np.repeat(np.arange(len(firsts)), counts)
-        # number of the n-th document of all rows together: the first one of its row, plus its place in the row
+        # number of each document: the first number of its row, plus its index in the row
         numbers = np.arange(len(rows)) + np.repeat(first - np.cumsum(counts) + counts, counts)
         columns = self.file.documents[numbers] - 1 - firsts[rows]
         if columns.size and not 0 <= columns.min() <= columns.max() < self.seq_len:
@@ -270,25 +270,25 @@ class IndexedSource:
         return rows, columns
 
     def windows(self, sample_ids: Sequence[int]) -> Int64Array:
-        """Which window each sample is, ``(batch,)``, in [0, num_samples)."""
+        """The window of each sample, ``(batch,)``, in [0, num_samples)."""
         return self._order.places(sample_ids)
 
     def cursors(self, shards: Iterable[int]) -> dict[int, list[int]]:
-        """Empty: a sample id says where it is."""
+        """Empty, since a sample id alone determines its place."""
         return {}
 
     def restore(self, cursors: Mapping[int, Cursor]) -> None:
-        """Nothing to do: a sample id says where it is."""
+        """Does nothing, since a sample id alone determines its place."""
 
     def _refuse(self, stored: TokenArray, sample_ids: Sequence[int], starts: Int64Array) -> None:
-        """Raise DataError for the first id that is too large; ``stored`` are the tokens from ``starts`` on."""
+        """Raise DataError for the first id that is too large; ``stored`` has the tokens from ``starts`` on."""
         row, position = np.argwhere(stored >= self.vocab_size)[0].tolist()
         token = stored[row, position]
         raise DataError(
-            f"token {starts[row] + position:,} of {self.file.folder / TOKENS} has id {token}, the model has "
+            f"token {starts[row] + position:,} of {self.file.folder / TOKENS} has id {token}, but the model has "
             f"{self.vocab_size} ids.",
             where=f"sample {sample_ids[row]}, position {position}",
-            why=f"meta.json says that the largest id is {self.file.meta.max_token_id}: the file was changed since"
+            why=f"meta.json says that the largest id is {self.file.meta.max_token_id}: the file was changed later"
             if self.file.meta.max_token_id < token
             else "",
             fix=PREPARE,

@@ -1,4 +1,4 @@
-"""What is tokenised into a token folder: documents, or conversations, in chunks that any process can encode."""
+"""The work of tokenising documents or conversations into a token folder, in chunks that any process can encode."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,9 +23,10 @@ CHUNK_CONVERSATIONS = 256
 
 
 class Encoded(NamedTuple):
-    """Tokens of some pieces, end-of-document ids included, and how many each piece has and whether it ends one.
+    """Tokens of some pieces, including end-of-document ids. ``lengths`` has the tokens of each piece, and ``ends``
+    whether it ends a document.
 
-    Of samples of conversations ``targets`` says which tokens are to be predicted.
+    For samples of conversations, ``targets`` marks the tokens to predict.
     """
 
     tokens: TokenArray
@@ -35,7 +36,7 @@ class Encoded(NamedTuple):
 
 
 class SampleEncoder(Protocol):
-    """Makes samples of conversations.
+    """Encodes conversations as samples.
 
     Attributes:
         fingerprint: changes when the same conversation gives another sample.
@@ -44,21 +45,21 @@ class SampleEncoder(Protocol):
     fingerprint: str
 
     def encode(self, conversations: Iterable[Any]) -> Iterable[tuple[TokenArray, npt.NDArray[np.bool_]]]:
-        """Ids ``(n,)`` of each conversation, and which of them are to be predicted, bool ``(n,)``."""
+        """Ids ``(n,)`` of each conversation, and a bool ``(n,)`` for the ids to predict."""
 
 
 Encode: TypeAlias = Callable[[list[Any]], Encoded]
-"""Of a chunk: pieces of documents, or conversations."""
+"""Function that encodes a chunk: a list of pieces of documents, or of conversations."""
 
 
 class Work(NamedTuple):
-    """What is tokenised, and how.
+    """Chunks to tokenise, and the functions for it.
 
     Attributes:
-        chunks: of pieces or conversations, in order.
-        encode: of this process.
-        make: makes it in another process, and can be sent there.
-        fingerprint: of the ``SampleEncoder``; empty for documents.
+        chunks: chunks of pieces or conversations, in order.
+        encode: function that encodes a chunk in this process.
+        make: function that makes ``encode`` in another process; it can be sent there.
+        fingerprint: fingerprint of the ``SampleEncoder``; empty for documents.
     """
 
     chunks: Iterable[list[Any]]
@@ -68,7 +69,7 @@ class Work(NamedTuple):
 
 
 def encode_chunk(tokenizer: Tokenizer, chunk: list[Piece]) -> Encoded:
-    """Tokens of the pieces one after the other, with the end-of-document id after each that ends a document."""
+    """Tokens of the pieces in order, with the end-of-document id after each piece that ends a document."""
     ends = np.array([piece.ends_document for piece in chunk])
     eos = np.array([tokenizer.eos_id])
     parts: list[TokenArray] = []
@@ -80,7 +81,7 @@ def encode_chunk(tokenizer: Tokenizer, chunk: list[Piece]) -> Encoded:
 
 
 def encode_samples(encoder: SampleEncoder, chunk: list[Any]) -> Encoded:
-    """The samples of conversations one after the other."""
+    """The samples of the conversations, in order."""
     samples = [(np.asarray(ids), np.asarray(is_target, dtype=np.bool_)) for ids, is_target in encoder.encode(chunk)]
     lengths = np.array([len(ids) for ids, _ in samples], dtype=np.int64)
     assert lengths.all() and all(len(ids) == len(is_target) for ids, is_target in samples), "a sample has tokens"
@@ -89,12 +90,12 @@ def encode_samples(encoder: SampleEncoder, chunk: list[Any]) -> Encoded:
 
 
 def document_work(pieces: Iterable[Piece], tokenizer: Tokenizer, config: TokenizerConfig) -> Work:
-    """Documents, each followed by the end-of-document id."""
+    """Work on documents, each followed by the end-of-document id."""
     return Work(_chunks(pieces), partial(encode_chunk, tokenizer), partial(_document_encoder, config))
 
 
 def chat_work(data: DataConfig, files: Sequence[Path], tokenizer: Tokenizer, config: TokenizerConfig) -> Work:
-    """The conversations of ``files`` as samples.
+    """Work on the conversations of ``files``, as samples.
 
     Raises:
         DataError: the tokenizer has no chat template.
@@ -105,14 +106,14 @@ def chat_work(data: DataConfig, files: Sequence[Path], tokenizer: Tokenizer, con
 
 
 def work_on(data: DataConfig, files: tuple[Path, ...], tokenizer: Tokenizer, config: TokenizerConfig) -> Work:
-    """The documents or conversations of ``files``, as ``data.format`` says."""
+    """Work on the documents or conversations of ``files``, by ``data.format``."""
     if data.format == "chat":
         return chat_work(data, files, tokenizer, config)
     return document_work(read_pieces(data, files), tokenizer, config)
 
 
 def chat_encoder(data: DataConfig, config: TokenizerConfig, tokenizer: Tokenizer) -> ChatEncoder:
-    """The encoder with the chat template beside the tokenizer.
+    """The encoder with the chat template from the tokenizer's folder.
 
     Raises:
         DataError: there is no template.

@@ -1,1 +1,1 @@
-"""Models in the formats of others: torch files, DCP, safetensors."""
+"""Models in the formats of other programs: torch files, DCP, safetensors."""

@@ -1,4 +1,4 @@
-"""Adapters of LoRA in a checkpoint: what they are, and the weights that they make of their base. No torch."""
+"""LoRA adapters in a checkpoint: reading them, and merging them into their base. No torch."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from crius.models.adapted import Adapted
 from crius.models.description import ModelDescription
 
 _ROWS = 1024
-"""Of a weight that are merged at a time: always the same ones, so that a weight has the same bits each time."""
+"""Rows of a weight that are merged at a time. The number is fixed, so that a weight gets the same bits each time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,10 +25,10 @@ class Adapters:
     """The adapters of a checkpoint.
 
     Attributes:
-        lora: the section of its run.
-        tensors: by our name, such as ``layers.0.attention.wq.lora_A``.
-        base: kind and path of what they were trained on, and its hash.
-        num_parameters: numbers in them.
+        lora: section of its run.
+        tensors: tensors by our names, such as ``layers.0.attention.wq.lora_A``.
+        base: kind, path and hash of the weights that they were trained on.
+        num_parameters: number of elements.
     """
 
     lora: LoraConfig
@@ -38,24 +38,24 @@ class Adapters:
 
     @property
     def linears(self) -> list[str]:
-        """Names of the layers that have one, in the order of the model."""
+        """Names of the adapted layers, in the order of the model."""
         return [name.removesuffix(".lora_A") for name in self.tensors if name.endswith(".lora_A")]
 
 
 def read_adapters(
     lora: LoraConfig, there: Mapping[str, TensorSource], model: ModelDescription, base: Mapping[str, str], where: str
 ) -> Adapters:
-    """The adapters among the tensors of a checkpoint, which are all of its weights.
+    """Read the adapters of a checkpoint, which has no other weights.
 
     Args:
-        lora: the section of its run.
-        there: its tensors by our names.
-        model: of the run, without adapters.
-        base: what the checkpoint says of the weights that they were trained on.
-        where: it is.
+        lora: section of its run.
+        there: tensors of the checkpoint by our names.
+        model: description of the model, without adapters.
+        base: the checkpoint's record of the weights that the adapters were trained on.
+        where: path of the checkpoint, for messages.
 
     Raises:
-        CheckpointError: they are not those that its settings say.
+        CheckpointError: the tensors do not match the settings of the checkpoint.
     """
     facts = replace(model, adapted=Adapted(lora.rank, target_names(lora, model)))
     wanted = {weight.name: weight.shape for weight in facts.adapters}
@@ -64,21 +64,21 @@ def read_adapters(
     wrong = sorted({tensor.dtype for tensor in there.values()} - FLOATS.keys())
     if problems or wrong or not {"path", "digest"} <= base.keys():
         raise CheckpointError(
-            f"the tensors of {where} are not the adapters that its settings say.",
-            why=problems or (f"some are of {', '.join(wrong)}" if wrong else "it does not say what its base was"),
-            fix="take another checkpoint of the run",
+            f"the tensors of {where} do not match the adapters in its settings.",
+            why=problems or (f"some have dtype {', '.join(wrong)}" if wrong else "it has no record of its base"),
+            fix="use another checkpoint of the run",
         )
     tensors = {weight.name: there[weight.name] for weight in facts.adapters}
     return Adapters(lora=lora, tensors=tensors, base=base, num_parameters=facts.num_trained)
 
 
 def merged(adapters: Adapters, base: Mapping[str, TensorSource]) -> dict[str, TensorSource]:
-    """The tensors of ``base``, those with an adapter as ``W + scale * B A``.
+    """The tensors of ``base``, with ``W + scale * B A`` in place of each adapted weight.
 
     The sum is computed in float64 and rounded once, to float32.
 
     Args:
-        adapters: of a checkpoint.
+        adapters: adapters of a checkpoint.
         base: tensors by our names.
     """
     found = dict(base)
@@ -93,7 +93,7 @@ def merged(adapters: Adapters, base: Mapping[str, TensorSource]) -> dict[str, Te
 
 
 def rounded_to(adapters: Adapters, base: Mapping[str, TensorSource]) -> dict[str, str]:
-    """The dtype that each merged tensor is written in where none is asked for: that of its base."""
+    """The dtype in which a merged tensor is written unless another is asked for: that of its base."""
     names = [f"{name}.weight" for name in adapters.linears]
     return {name: base[name].dtype for name in names}
 
@@ -109,7 +109,7 @@ def _merge(parts: Sequence[TensorSource], scale: float) -> memoryview:
 
 
 def _numbers(tensor: TensorSource) -> np.ndarray[Any, Any]:
-    """The numbers of a tensor: of bfloat16, which numpy lacks, as float32."""
+    """The numbers of a tensor. bfloat16, which numpy lacks, becomes float32."""
     held = np.frombuffer(tensor.read(), dtype=FLOATS[tensor.dtype])
     numbers = (held.astype(np.uint32) << 16).view(np.float32) if tensor.dtype == "BF16" else held
     assert numbers.size == math.prod(tensor.shape)

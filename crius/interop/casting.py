@@ -1,4 +1,4 @@
-"""Numbers of one dtype as those of another, as torch rounds them: to the nearest, ties to even. No torch."""
+"""Converts numbers between dtypes with torch's rounding: to nearest, ties to even. No torch."""
 
 from typing import Any
 
@@ -7,13 +7,13 @@ import numpy as np
 from crius.checkpoint.manifest import ITEM_BYTES
 
 FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}
-"""Dtypes that ``cast`` takes, and how numpy holds them; it has no bfloat16."""
+"""Dtypes that ``cast`` supports, and numpy's dtypes for them; numpy lacks bfloat16."""
 
 _BLOCK = 1 << 18
 
 
 def cast(data: memoryview, source: str, target: str) -> memoryview:
-    """Bytes of dtype ``source`` as those of ``target``, converted in blocks; both are of ``FLOATS``.
+    """Convert bytes of dtype ``source`` to bytes of dtype ``target``, in blocks; both must be in ``FLOATS``.
 
     Raises:
         OverflowError: a finite number becomes infinite.
@@ -37,7 +37,7 @@ def cast(data: memoryview, source: str, target: str) -> memoryview:
 
 
 def _bfloat16(numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The upper halves of float32 numbers, rounded; NaN stays NaN."""
+    """The rounded upper halves of float32 numbers; NaN stays NaN."""
     bits = numbers.view(np.uint32)
     rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
     return np.where(np.isnan(numbers), 0x7FC0, rounded).astype(np.uint16)

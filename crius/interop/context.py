@@ -1,4 +1,4 @@
-"""The longest context of a model: nobody's weights depend on it, so that no setting of the model has it. No torch."""
+"""The longest context of a model. Weights do not depend on it, so it is not a setting of the model. No torch."""
 
 from pathlib import Path
 
@@ -8,20 +8,21 @@ from crius.interop.safetensors_file import json_object
 from crius.interop.weights import CONFIG, Weights
 
 UNKNOWN = 2048
-"""Tokens, where nobody names a longest context."""
+"""Tokens of the longest context, if it is not known."""
 
 _LARGEST = 1 << 28
 
 
 def longest_context(weights: Weights) -> int:
-    """Tokens of the longest context that is known.
+    """The longest known context, in tokens.
 
-    What the run was trained with, or ``config.json`` beside weights or tokenizer says, or for a run that began with
-    pretrained weights ``model_max_length`` of their tokenizer, whichever is longest; else that, else ``UNKNOWN``. A
-    model with stretched rotary frequencies reads at least as much as they were stretched to.
+    It is the longest of three numbers: the sequence length of the run, the context in a ``config.json`` in the folder
+    of weights or tokenizer, and, if the run began with pretrained weights, ``model_max_length`` of their tokenizer. If
+    none is known, it is ``model_max_length`` of the tokenizer, else ``UNKNOWN``. A model with stretched rotary
+    frequencies has at least the context that they were stretched to.
 
     Raises:
-        CheckpointError: a file beside the tokenizer is damaged.
+        CheckpointError: a file in the tokenizer's folder is damaged.
     """
     settings = weights.saved.manifest.config if weights.saved else {}
     known = max(_number(settings.get("training.seq_len")), _named(weights, CONFIG, "max_position_embeddings"))
@@ -34,7 +35,7 @@ def longest_context(weights: Weights) -> int:
 
 
 def _named(weights: Weights, file: str, key: str) -> int:
-    """A number in a file beside the weights or the tokenizer; 0: there is none."""
+    """A number in a file in the folder of the weights or the tokenizer; 0: there is none."""
     place = Path(weights.tokenizer).expanduser() if weights.tokenizer not in ("", "byte") else None
     folder = weights.folder or (place if place is None or place.is_dir() else place.parent)
     if folder is None or not (folder / file).exists():

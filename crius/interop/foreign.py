@@ -1,4 +1,4 @@
-"""Checkpoints that other programs wrote: what is in them, and their tensors as bytes. No torch, and nothing is run."""
+"""Checkpoints of other programs: their contents, with tensors as bytes. No torch, and no code is run."""
 
 import os
 import re
@@ -14,7 +14,7 @@ from crius.checkpoint.tiles import MAX_SPLIT_DIMS, cover, fits, split_dims
 from crius.interop.unpickle import refusal
 
 ITEMSIZE = {name: ITEM_BYTES[name] for name in TORCH_NAMES.values()}
-"""Bytes a number, by the names of dtypes in safetensors files; those that a Crius checkpoint can hold."""
+"""Bytes per number, by names of dtypes in safetensors files: the dtypes that a Crius checkpoint supports."""
 
 MAX_DIMS = 16
 MAX_KEY = 1024
@@ -22,13 +22,13 @@ MAX_KEY = 1024
 
 @dataclass(frozen=True)
 class Foreign:
-    """Another program's checkpoint.
+    """A checkpoint of another program.
 
     Attributes:
-        kind: the format, for people.
-        tensors: by key.
-        values: keys of what is no tensor; each is read only when it is asked for.
-        unreadable: keys of tensors that a Crius checkpoint cannot hold, with the reason.
+        kind: name of the format, for messages.
+        tensors: tensors by key.
+        values: values that are not tensors, by key. A function reads each when it is needed.
+        unreadable: reasons why a Crius checkpoint cannot hold certain tensors, by key.
     """
 
     kind: str
@@ -38,14 +38,14 @@ class Foreign:
 
 
 def open_inside(folder: Path, name: str) -> BinaryIO:
-    """Open a file of a folder for reading; never a link, a device or anything outside.
+    """Open a file of a folder for reading. Links, devices and anything outside of the folder are refused.
 
     Args:
-        folder: one that the user named.
-        name: of an entry of it. One that an untrusted file gave goes through ``check_name`` first.
+        folder: folder that the user named.
+        name: name of an entry. A name from an untrusted file must first pass ``check_name``.
 
     Raises:
-        CheckpointError: there is no regular file of that name.
+        CheckpointError: there is no regular file with that name.
     """
     folder, name, where = *_without_cache_link(folder, name), f"{folder}/{name}"
     assert "/" not in name and name not in ("", ".", "..")
@@ -53,17 +53,15 @@ def open_inside(folder: Path, name: str) -> BinaryIO:
         number = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         is_link = (folder / name).is_symlink()
-        raise refusal(
-            where, "it is a link; cp -rL copies what it leads to" if is_link else str(error.strerror)
-        ) from None
+        raise refusal(where, "it is a link; cp -rL copies its target" if is_link else str(error.strerror)) from None
     if not stat.S_ISREG(os.fstat(number).st_mode):
         os.close(number)
-        raise refusal(where, "it is no regular file")
+        raise refusal(where, "it is not a regular file")
     return open(number, "rb")
 
 
 def _without_cache_link(folder: Path, name: str) -> tuple[Path, str]:
-    """Where the file is: in a cache of the hub, a snapshot has links to the blobs beside it, and no others count."""
+    """The real place of a file. In a cache of the hub, a snapshot has links to blobs; only such links are followed."""
     if folder.parent.name == "snapshots" and (folder / name).is_symlink():
         if blob := re.fullmatch(r"\.\./\.\./blobs/([0-9a-f]{40,64})", os.readlink(folder / name)):
             return folder.parent.parent / "blobs", blob[1]
@@ -74,16 +72,16 @@ def read_inside(folder: Path, name: str, most: int) -> bytes:
     """The bytes of a file of a folder.
 
     Raises:
-        CheckpointError: see ``open_inside``; it has more than ``most`` bytes.
+        CheckpointError: see ``open_inside``; or the file has more than ``most`` bytes.
     """
     with open_inside(folder, name) as file:
         if (size := os.fstat(file.fileno()).st_size) > most:
-            raise refusal(f"{folder}/{name}", f"it has {size:,} bytes, {most:,} is most")
+            raise refusal(f"{folder}/{name}", f"it has {size:,} bytes, but at most {most:,} are allowed")
         return file.read(size)
 
 
 def size_of(folder: Path, name: str) -> int:
-    """Bytes of a file of a folder.
+    """Size of a file of a folder in bytes.
 
     Raises:
         CheckpointError: see ``open_inside``.
@@ -93,30 +91,30 @@ def size_of(folder: Path, name: str) -> int:
 
 
 def check_key(key: Any, where: str) -> str:
-    """The name of a tensor, which may be printed.
+    """Return the name of a tensor if it may be printed.
 
     Raises:
-        CheckpointError: it is no text, empty, too long or not printable.
+        CheckpointError: the name is not text, is empty, too long or not printable.
     """
     if not isinstance(key, str) or not 0 < len(key) <= MAX_KEY or not key.isprintable():
-        raise refusal(where, f"a key is no printable text of 1 to {MAX_KEY} characters")
+        raise refusal(where, f"a key is not printable text of 1 to {MAX_KEY} characters")
     return key
 
 
 def check_shape(shape: Any, where: str) -> Shape:
-    """Sizes or offsets of a tensor's dims.
+    """Return the sizes or offsets of a tensor's dims, if they are valid.
 
     Raises:
-        CheckpointError: they are not few whole numbers that are not negative.
+        CheckpointError: they are not a short list of integers of at least 0.
     """
     is_shape = isinstance(shape, (list, tuple)) and len(shape) <= MAX_DIMS
     if not is_shape or not all(type(size) is int and 0 <= size < 1 << 48 for size in shape):
-        raise refusal(where, f"{str(shape)[:60] if is_shape else 'what it gives'} is no shape")
+        raise refusal(where, f"{str(shape)[:60] if is_shape else 'a value in it'} is not a shape")
     return tuple(shape)
 
 
 def check_tiles(parts: Sequence[tuple[Shape, Shape]], shape: Shape, where: str) -> None:
-    """Check that parts, an offset and a shape each, cover a tensor exactly: nothing twice, nothing left out.
+    """Check that parts, each an offset and a shape, cover a tensor exactly, without overlap or gap.
 
     Raises:
         CheckpointError: they do not.
@@ -128,6 +126,6 @@ def check_tiles(parts: Sequence[tuple[Shape, Shape]], shape: Shape, where: str) 
 
 
 def overlapping(spans: Iterable[tuple[int, int]]) -> bool:
-    """Whether two spans, a begin and an end each, share a byte."""
+    """Whether two spans, each a begin and an end, share a byte."""
     ordered = sorted(span for span in spans if span[0] < span[1])
     return any(before[1] > after[0] for before, after in zip(ordered, ordered[1:], strict=False))

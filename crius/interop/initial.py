@@ -1,4 +1,4 @@
-"""The weights that a run starts from, or that its adapters are trained beside: opened, and held against its model."""
+"""Opens the weights that a run starts from, or the frozen base of its adapters, and checks them against its model."""
 
 from collections.abc import Mapping
 
@@ -10,7 +10,7 @@ INIT_FROM = "--checkpoint.init_from"
 
 
 def open_initial(config: RunConfig) -> Weights:
-    """The weights of ``checkpoint.init_from``, which fit the model; it may have more rows for its vocabulary.
+    """The weights of ``checkpoint.init_from``, which must fit the model; the model may have a larger vocabulary.
 
     Raises:
         CriusError: see ``open_weights``.
@@ -20,23 +20,23 @@ def open_initial(config: RunConfig) -> Weights:
 
 
 def open_base(config: RunConfig, recorded: Mapping[str, str]) -> tuple[str, Weights]:
-    """Path and weights of the frozen base of a LoRA run: of ``checkpoint.init_from``, or where it was at the start.
+    """Path and weights of the frozen base of a LoRA run: ``checkpoint.init_from``, else its place at the start.
 
     Args:
-        config: of the run.
+        config: config of the run.
         recorded: ``path``, ``origin`` and ``digest`` of the base in a checkpoint of the run; empty at its start.
 
     Raises:
         CriusError: see ``open_weights``.
-        ConfigError: it is not there, or of other sizes.
+        ConfigError: the base is missing, or has other sizes.
     """
     path = config.checkpoint.init_from or recorded.get("path", "")
     if not path:
         raise ConfigError(
-            "nothing says which weights the adapters are for.",
+            "the base weights of the adapters are not known.",
             where="--lora.rank",
-            why="the checkpoint that the run goes on from is of a run without adapters",
-            fix=f"{INIT_FROM} with a run, a checkpoint or a folder of Hugging Face, in a run folder of its own",
+            why="the checkpoint that the run resumes from has no adapters",
+            fix=f"{INIT_FROM} with a run, a checkpoint or a Hugging Face folder, in a new run folder",
         )
     try:
         return path, _fitting(open_weights(path, INIT_FROM), config)
@@ -47,19 +47,19 @@ def open_base(config: RunConfig, recorded: Mapping[str, str]) -> tuple[str, Weig
         raise ConfigError(
             f"the frozen base that the adapters were trained on is not at {path}: {what}",
             where=INIT_FROM,
-            why=f"a checkpoint of LoRA has the adapters alone; the base was {recorded['origin']}, {recorded['digest']}",
-            fix=f"{INIT_FROM} with the place where it is now",
+            why=f"a LoRA checkpoint has only the adapters; the base was {recorded['origin']}, {recorded['digest']}",
+            fix=f"{INIT_FROM} with its new path",
         ) from None
 
 
 def _fitting(weights: Weights, config: RunConfig) -> Weights:
-    """``weights``, whose sizes are those of the model.
+    """Return ``weights`` if their sizes match the model.
 
     Raises:
-        ConfigError: they are not; names all of them.
+        ConfigError: they do not match; names all differences.
     """
     ours = settled({"name": config.model.name, "flavor": config.model.flavor, **config.model.sizes})
-    grows = not config.lora.is_on  # nothing would train the new rows
+    grows = not config.lora.is_on  # LoRA would not train the new rows
     differing = [
         field
         for field, value in weights.model.items()
@@ -67,10 +67,10 @@ def _fitting(weights: Weights, config: RunConfig) -> Weights:
     ]
     if differing:
         raise ConfigError(
-            f"the model is not that of {weights.origin}:"
+            f"the model differs from {weights.origin}:"
             + "".join(f"\n  model.{field} {ours[field]}, there {weights.model[field]}" for field in differing),
             where=INIT_FROM,
-            why="weights fit the sizes that they were trained with",
+            why="weights only fit the sizes that they were trained with",
             fix=f"leave out {', '.join(f'model.{field}' for field in differing)} and model.flavor",
         )
     return weights

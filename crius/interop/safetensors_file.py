@@ -1,4 +1,4 @@
-"""Files and folders of safetensors (huggingface.co/docs/safetensors), whoever wrote them; also DCP's sharded ones."""
+"""Reads files and folders of safetensors (huggingface.co/docs/safetensors) of any program, also DCP's sharded ones."""
 
 import math
 import os
@@ -22,7 +22,7 @@ from crius.interop.unpickle import refusal
 from crius.strict_json import load_object
 
 MAX_HEADER = 1 << 25
-"""Bytes. The safetensors library takes up to 100 MB; a header of 100,000 tensors has 12."""
+"""Most bytes of a header. The safetensors library allows 100 MB; a header of 100,000 tensors has 12 MB."""
 
 INDEX = "model.safetensors.index.json"
 SUFFIX = ".safetensors"
@@ -30,30 +30,30 @@ _SHARDING = "DCP_SHARDING_INFO"  # torch/distributed/checkpoint/_hf_utils.py
 
 
 def json_object(data: bytes, where: str) -> dict[str, Any]:
-    """A JSON object.
+    """Parse a JSON object.
 
     Raises:
-        CheckpointError: it is something else, or has a key twice.
+        CheckpointError: the data is not an object, or has a key twice.
     """
     try:
         return load_object(data)
     except ValueError as error:
-        raise refusal(where, f"it is no JSON that is used here: {str(error)[:200]}") from None
+        raise refusal(where, f"it is not valid JSON: {str(error)[:200]}") from None
 
 
 class SafetensorsFile:
     """One file, its header checked against its size.
 
     Args:
-        folder: that it is in.
-        name: of the file.
+        folder: folder of the file.
+        name: name of the file.
 
     Attributes:
-        tensors: dtype, shape, first and last byte in the file, by key.
+        tensors: dtype, shape, first byte and end in the file, by key.
         metadata: texts that the writer added.
 
     Raises:
-        CheckpointError: it is damaged or hostile.
+        CheckpointError: the file is damaged or hostile.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -69,18 +69,18 @@ class SafetensorsFile:
             header = json_object(file.read(length), self.where)
         self.metadata: Any = header.pop("__metadata__", {})
         if not isinstance(self.metadata, dict):
-            raise refusal(self.where, "its __metadata__ is no object")
+            raise refusal(self.where, "its __metadata__ is not an object")
         self.tensors = {
             check_key(key, self.where): self._entry(key, entry, 8 + length) for key, entry in header.items()
         }
         spans = sorted((begin, end) for _, _, begin, end in self.tensors.values())
         ends = [8 + length, *(end for _, end in spans)]
         if [begin for begin, _ in spans] != ends[:-1] or ends[-1] != size:
-            raise refusal(self.where, "its tensors overlap, leave bytes out, or do not end where the file ends")
+            raise refusal(self.where, "its tensors overlap, leave gaps, or do not end where the file ends")
 
     def _entry(self, key: str, entry: Any, start: int) -> tuple[str, Shape, int, int]:
         if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-            raise refusal(self.where, f"{key} has not dtype, shape and data_offsets")
+            raise refusal(self.where, f"{key} lacks dtype, shape or data_offsets, or has more than these")
         shape, offsets = check_shape(entry["shape"], self.where), check_shape(entry["data_offsets"], self.where)
         dtype = entry["dtype"]
         if not isinstance(dtype, str) or len(dtype) > 20 or not dtype.isprintable() or len(offsets) != 2:
@@ -88,12 +88,12 @@ class SafetensorsFile:
         num_bytes = math.prod(shape) * ITEMSIZE.get(dtype, 0)
         if offsets[1] < offsets[0] or (dtype in ITEMSIZE and offsets[1] - offsets[0] != num_bytes):
             raise refusal(
-                self.where, f"{key} has {offsets[1] - offsets[0]:,} bytes, {dtype} {list(shape)} has {num_bytes:,}"
+                self.where, f"{key} has {offsets[1] - offsets[0]:,} bytes, but {dtype} {list(shape)} has {num_bytes:,}"
             )
         return dtype, shape, start + offsets[0], start + offsets[1]
 
     def read(self, key: str, first: int = 0, last: int | None = None) -> memoryview:
-        """The bytes of a tensor, or of its rows from ``first`` up to ``last``."""
+        """The bytes of a tensor, or of its rows from ``first`` to ``last``, without ``last``."""
         _, shape, begin, end = self.tensors[key]
         if last is not None:
             row = (end - begin) // max(shape[0], 1)
@@ -106,7 +106,7 @@ class SafetensorsFile:
         return data
 
     def offsets(self) -> dict[str, Shape]:
-        """Where each tensor starts in the whole, as DCP's sharded files say it; else 0 in each dim."""
+        """The offset of each tensor in the whole tensor, from DCP's sharding information; else 0 in each dim."""
         if _SHARDING not in self.metadata:
             return {key: (0,) * len(shape) for key, (_, shape, _, _) in self.tensors.items()}
         text = self.metadata[_SHARDING]
@@ -121,13 +121,13 @@ class SafetensorsFile:
 
 
 def read_safetensors(place: Path) -> Foreign:
-    """What a file, or all files of a folder, hold.
+    """Read the contents of a file, or of all files of a folder.
 
-    Where a folder has an index (``model.safetensors.index.json``), only what it names, and all of that.
+    If a folder has an index (``model.safetensors.index.json``), exactly the tensors that it names are read.
 
     Raises:
         CheckpointError: a file is damaged or hostile, or parts of a tensor are missing.
-        OSError: the disk does not give it.
+        OSError: reading fails.
     """
     folder, names = (place, safetensors_names(place)) if place.is_dir() else (place.parent, [place.name])
     files = [SafetensorsFile(folder, name) for name in names]
@@ -141,7 +141,7 @@ def read_safetensors(place: Path) -> Foreign:
                 piece = Piece(offsets[key], shape, read, read if shape else None, (file.where, begin))
                 pieces.setdefault(key, []).append((dtype, piece))
             else:
-                unreadable[key] = f"a Crius checkpoint holds no {dtype}"
+                unreadable[key] = f"a Crius checkpoint cannot hold {dtype}"
     tensors = {key: _whole(key, found, f"{key} in {place}") for key, found in pieces.items()}
     if both := tensors.keys() & unreadable.keys():
         raise refusal(str(place), f"{min(both)} has several dtypes")
@@ -159,10 +159,10 @@ def _whole(key: str, found: list[tuple[str, Piece]], where: str) -> TensorSource
 
 
 def safetensors_names(folder: Path) -> list[str]:
-    """The files of a folder that are read.
+    """The names of the files of a folder that are read.
 
     Raises:
-        CheckpointError: its index does not say where its tensors are.
+        CheckpointError: its index does not match the files.
     """
     there = sorted(entry.name for entry in os.scandir(folder) if entry.name.endswith(SUFFIX))
     if not (folder / INDEX).exists():
@@ -177,5 +177,5 @@ def safetensors_names(folder: Path) -> list[str]:
     held = {key: name for name in named for key in SafetensorsFile(folder, name).tensors}
     wrong = sorted(key for key in index.keys() | held.keys() if index.get(key) != held.get(key))
     if wrong:
-        raise refusal(where, f"{wrong[0][:100]!r} and {len(wrong) - 1} more keys are not in the files it says")
+        raise refusal(where, f"{wrong[0][:100]!r} and {len(wrong) - 1} more keys are not in the files that it names")
     return named

@@ -1,9 +1,9 @@
-"""Pickles of other trainers, read as data: there is nothing here that a pickle could call.
+"""Reads pickles of other trainers as data: this module has no function that a pickle could call.
 
-A pickle is a program for a small stack machine, and Python's ``pickle`` lets it call what it names. This reader runs
-the few operations that torch's checkpoints need; a name on the allow-list becomes a ``Name``, "call this" becomes a
-``Record`` of the name and its arguments, and nobody ever calls it. All else is an error. Time and memory grow with the
-length of the pickle alone: keys are not hashed, nothing is compared, and no number in it is a size to allocate.
+A pickle is a program for a small stack machine, and Python's ``pickle`` calls whatever it names. This reader runs only
+the few operations that torch's checkpoints need. A name on the allow-list becomes a ``Name``. A call becomes a
+``Record`` of the name and its arguments, and is never made. Everything else is an error. Time and memory only depend on
+the length of the pickle: keys are not hashed, nothing is compared, and no number in the pickle is a size to allocate.
 """
 
 import pickletools
@@ -14,15 +14,15 @@ from typing import Any
 from crius.errors import CheckpointError
 
 MAX_BYTES = 1 << 30
-"""Longest pickle that is read; the metadata of a checkpoint of 10,000 ranks has about 0.3 GiB."""
+"""Most bytes of a pickle; the metadata of a checkpoint of 10,000 ranks has about 0.3 GiB."""
 
 
 @dataclass(frozen=True, eq=False)
 class Name:
-    """A class or function that a pickle names; only its name.
+    """The name of a class or function in a pickle.
 
     Attributes:
-        name: module and name, with a space between.
+        name: module and name, separated by a space.
     """
 
     name: str
@@ -30,12 +30,12 @@ class Name:
 
 @dataclass(eq=False)
 class Record:
-    """What a pickle says is made by calling something.
+    """A call in a pickle, which is not made.
 
     Attributes:
-        name: of what would be called.
+        name: name of the class or function.
         args: its arguments.
-        state: what would be set on it afterwards.
+        state: state that would be set on the result.
     """
 
     name: str
@@ -45,10 +45,10 @@ class Record:
 
 @dataclass(eq=False)
 class Reference:
-    """Something that is kept outside the pickle, such as the numbers of a tensor.
+    """Data outside of the pickle, such as the numbers of a tensor.
 
     Attributes:
-        to: what the pickle says of it.
+        to: the pickle's description of the data.
     """
 
     to: Any
@@ -62,14 +62,14 @@ class Table:
 
 
 class _Mark:
-    """Where a collection begins on the stack."""
+    """Start of a collection on the stack."""
 
 
 class _Machine:
     """The stack machine.
 
     Args:
-        allowed: names that may occur, ``module name`` each.
+        allowed: allowed names, each as ``module name``.
     """
 
     def __init__(self, allowed: Collection[str]) -> None:
@@ -78,13 +78,13 @@ class _Machine:
         self._memo: dict[int, Any] = {}
 
     def run(self, data: bytes) -> Any:
-        """The value that a pickle makes."""
+        """Run a pickle and return its value."""
         for opcode, argument, _ in pickletools.genops(data):
             if opcode.name == "STOP":
                 break
             do = _OPERATIONS.get(opcode.name)
             if do is None:
-                raise ValueError(f"the operation {opcode.name} is none that a torch checkpoint needs")
+                raise ValueError(f"it has the operation {opcode.name}, which torch checkpoints do not need")
             do(self, argument)
         (value,) = self._stack
         return _checked(value)
@@ -98,7 +98,7 @@ class _Machine:
         self._stack.append(_Mark())
 
     def _taken(self, count: int | None) -> list[Any]:
-        """The top ``count`` values, the first one deepest; None for those above the last mark, which goes too."""
+        """Take the top ``count`` values, the deepest first; None: all above the last mark, and the mark."""
         values: list[Any] = []
         while len(values) != count:
             value = self._stack.pop()
@@ -109,68 +109,68 @@ class _Machine:
 
     def _top(self, kind: type) -> Any:
         if not isinstance(self._stack[-1], kind):
-            raise ValueError(f"{type(self._stack[-1]).__name__} where {kind.__name__} belongs")
+            raise ValueError(f"it has a {type(self._stack[-1]).__name__} instead of a {kind.__name__}")
         return self._stack[-1]
 
     def tuple_of(self, count: int | None) -> None:
-        """Make a tuple of the top values; ``count`` as in ``_taken``, here and below."""
+        """Make a tuple of the top values; ``count`` as in ``_taken``, here and in the other methods."""
         self._stack.append(tuple(self._taken(count)))
 
     def append(self, count: int | None) -> None:
-        """Extend the list below."""
+        """Extend the list below the values."""
         values = self._taken(count)
         self._top(list).extend(values)
 
     def set_items(self, count: int | None) -> None:
-        """Extend the table below."""
+        """Extend the table below the values."""
         values = self._taken(count)
         self._top(Table).pairs.extend(zip(values[::2], values[1::2], strict=True))
 
     def put(self, index: int | None) -> None:
-        """Remember the top value."""
+        """Store the top value in the memo."""
         self._memo[len(self._memo) if index is None else index] = _checked(self._stack[-1])
 
     def get(self, index: int) -> None:
-        """Bring back a value."""
+        """Push a value from the memo."""
         self._stack.append(self._memo[index])
 
     def name(self, text: str | None) -> None:
-        """A name, given or from two strings on the stack."""
+        """Push a name, given as text or as two strings on the stack."""
         if text is None:
             parts = self._taken(2)
             if not all(isinstance(part, str) for part in parts):
-                raise ValueError("a name that is no text")
+                raise ValueError("it has a name that is not text")
             text = " ".join(parts)
         if text not in self._allowed:
             raise ValueError(f"it names {text[:100]!r}, which is not on the list of harmless names")
         self._stack.append(Name(text))
 
     def call(self, _: Any) -> None:
-        """Note a call."""
+        """Record a call."""
         what, args = self._taken(2)
         if not isinstance(what, Name) or not isinstance(args, tuple):
-            raise ValueError("a call of something that is no name")
+            raise ValueError("it calls something that is not a name")
         is_table = what.name == "collections OrderedDict" and not args
         self._stack.append(Table() if is_table else Record(what.name, args))
 
     def build(self, _: Any) -> None:
-        """Note a state; that of a table (``_metadata`` of a state dict) is of no use."""
+        """Record a state. The state of a table (``_metadata`` of a state dict) is not needed."""
         (state,) = self._taken(1)
         if isinstance(self._stack[-1], Table):
             return
         record = self._top(Record)
         if record.state is not None:
-            raise ValueError("a state that is set twice")
+            raise ValueError("it sets a state twice")
         record.state = state
 
     def reference(self, _: Any) -> None:
-        """Note that something is kept elsewhere."""
+        """Record a reference to data outside of the pickle."""
         self._stack.append(Reference(*self._taken(1)))
 
 
 def _checked(value: Any) -> Any:
     if isinstance(value, _Mark):
-        raise ValueError("a mark where a value belongs")
+        raise ValueError("it has a mark instead of a value")
     return value
 
 
@@ -205,22 +205,22 @@ _OPERATIONS: dict[str, Callable[[_Machine, Any], None]] = {
 
 
 def read_pickle(data: bytes, allowed: Collection[str], where: str) -> Any:
-    """What a pickle says, in ``Record``, ``Table``, ``Name``, ``Reference``, lists, tuples and constants.
+    """The contents of a pickle, as ``Record``, ``Table``, ``Name``, ``Reference``, lists, tuples and constants.
 
     Args:
         data: the pickle.
-        allowed: names of classes and functions that may occur, ``module name`` each.
-        where: the file, for messages.
+        allowed: allowed names of classes and functions, each as ``module name``.
+        where: path of the file, for messages.
 
     Raises:
-        CheckpointError: it is damaged, too long, or names or does something that is not allowed.
+        CheckpointError: the pickle is damaged or too long, or has a name or operation that is not allowed.
     """
     if len(data) > MAX_BYTES:
         raise refusal(where, f"it has {len(data):,} bytes, more than {MAX_BYTES:,}")
     try:
         return _Machine(allowed).run(data)
     except (ValueError, IndexError, KeyError, OverflowError, RecursionError) as error:
-        # what pickletools raises for a damaged one, and the machine for an empty stack
+        # errors of pickletools for a damaged pickle, and of the machine for an empty stack
         said = str(error) if type(error) is ValueError else f"it is damaged ({type(error).__name__})"
         raise refusal(where, said) from None
 
@@ -228,7 +228,7 @@ def read_pickle(data: bytes, allowed: Collection[str], where: str) -> Any:
 def refusal(where: str, why: str) -> CheckpointError:
     """The error for a foreign file that is damaged or hostile."""
     return CheckpointError(
-        f"{where} is not read.",
-        why=f"{why}; nothing of it was executed",
-        fix="get the checkpoint again from where it was written, or leave it",
+        f"{where} cannot be read.",
+        why=f"{why}; no code of it was executed",
+        fix="get the checkpoint again from its origin, or do not use it",
     )

@@ -1,4 +1,4 @@
-"""Weights of a model wherever they lie: a run, a checkpoint, or a folder of Hugging Face. No torch, nothing is run."""
+"""Opens the weights of a model: a run, a checkpoint, or a Hugging Face folder. No torch, and no code is run."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,14 +28,14 @@ from crius.models.registry import SPECS, families, find_spec
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 TOKENIZER_FOLDER = "tokenizer"
-"""Of a run folder that an import wrote."""
+"""Name of the tokenizer's folder in a run folder that an import wrote."""
 
 _MOST_BASES = 16
-_DERIVED = ".rotary_emb.inv_freq"  # files of older versions of transformers have it; the config says it
+_DERIVED = ".rotary_emb.inv_freq"  # saved by older versions of transformers; it follows from the config
 
 
 class Saved(NamedTuple):
-    """A checkpoint of Crius: the folder of checkpoints, its name there, and its manifest."""
+    """A checkpoint of Crius: the folder of checkpoints, its name in there, and its manifest."""
 
     disk: Disk
     name: str
@@ -44,21 +44,21 @@ class Saved(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """The weights of one model, none of them read yet.
+    """The weights of one model. They are read later.
 
     Attributes:
         model: settings of ``[model]``: name, flavor and all sizes.
-        tensors: by our name of the parameter, such as ``layers.0.attention.wq.weight``; a tied weight once.
-        tokenizer: for ``--tokenizer.path``: ``byte``, a file or a folder; empty where there is none.
-        eos_token: for ``--tokenizer.eos_token``; empty where the tokenizer says it.
-        folder: of Hugging Face that they lie in; None elsewhere.
-        chat_template: jinja2 text; empty where there is none.
-        kind: of the source, for people.
-        origin: kind and place, for people.
-        hash_now: computes ``digest``.
-        saved: checkpoint of Crius that they are in; None where they are in none.
-        adapters: of LoRA that are merged into ``tensors``; None where there are none.
-        rounds: dtype in which an export writes a tensor that is here in a wider one.
+        tensors: tensors by our name of the parameter, such as ``layers.0.attention.wq.weight``; a tied weight once.
+        tokenizer: value for ``--tokenizer.path``: ``byte``, a file or a folder; empty: there is none.
+        eos_token: value for ``--tokenizer.eos_token``; empty: the tokenizer's own.
+        folder: Hugging Face folder of the weights; None for other sources.
+        chat_template: jinja2 text; empty: there is none.
+        kind: kind of the source, for messages.
+        origin: kind and place of the source, for messages.
+        hash_now: function that computes ``digest``.
+        saved: Crius checkpoint of the weights; None for other sources.
+        adapters: LoRA adapters that are merged into ``tensors``; None: there are none.
+        rounds: dtype in which an export writes a tensor that is wider here, by name.
     """
 
     model: Mapping[str, Any]
@@ -81,12 +81,12 @@ class Weights:
 
     @cached_property
     def facts(self) -> ModelDescription:
-        """Of the model."""
+        """The description of the model."""
         return described(self.model)
 
     @cached_property
     def digest(self) -> str:
-        """``xxh3-128:HEX`` of the manifest of a checkpoint, of all bytes of other sources: those are read for it."""
+        """``xxh3-128:HEX`` of a checkpoint's manifest. For other sources, of all their bytes, which are read for it."""
         return f"{ALGORITHM}:{self.hash_now()}"
 
 
@@ -94,26 +94,26 @@ _FUSED_EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 
 
 def open_weights(path: str, where: str = "command line", depth: int = 0) -> Weights:
-    """The weights in a run folder (its newest whole checkpoint), a checkpoint, or a folder of Hugging Face.
+    """Open the weights of a run folder (its newest intact checkpoint), a checkpoint, or a Hugging Face folder.
 
-    The adapters of a LoRA run are merged into their base, which is read from where it was at the start of the run.
+    The adapters of a LoRA run are merged into their base, which is read from its place at the start of the run.
 
     Args:
-        path: of it; of checkpoints also an fsspec URL.
-        where: the path comes from, for messages.
-        depth: of runs of LoRA that were started from these weights.
+        path: path of the source; for checkpoints also an fsspec URL.
+        where: origin of the path, for messages.
+        depth: number of LoRA runs that were started from these weights.
 
     Raises:
-        ConfigError: there is no such thing, or it is of a model that Crius does not have.
-        CheckpointError: it is damaged or hostile, or its tensors are not those of its model; names all of them.
-        OSError: the disk does not give it.
+        ConfigError: there is no such source, or its model is unknown to Crius.
+        CheckpointError: the source is damaged or hostile, or its tensors do not match its model; names all mismatches.
+        OSError: reading fails.
     """
     place = Path(path).expanduser()
     is_ours = "://" in path or (place / MANIFEST).exists() or (place / "run.toml").exists()
     if not is_ours and (place / CONFIG).exists():
         return _of_hugging_face(place, where)
     if not is_ours and place.suffix == ".gguf":
-        raise ConfigError(f"{path} is GGUF.", where=where, fix=f"crius import {path} DIR, and give DIR")
+        raise ConfigError(f"{path} is GGUF.", where=where, fix=f"crius import {path} DIR, then give DIR")
     return _of_checkpoint(path if "://" in path else str(place), where, depth)
 
 
@@ -124,9 +124,9 @@ def _of_checkpoint(path: str, where: str, depth: int) -> Weights:
         steps = found.folder.good()
         if not steps:
             raise ConfigError(
-                f"{path} has no checkpoint that can be read, and no {CONFIG} with {SUFFIX} files.",
+                f"{path} has neither a checkpoint that can be read nor a {CONFIG} with {SUFFIX} files.",
                 where=where,
-                fix="give a run folder, a checkpoint, or a folder of Hugging Face",
+                fix="give a run folder, a checkpoint, or a Hugging Face folder",
             )
         name = step_name(steps[-1])
     manifest = read_manifest(disk, name)
@@ -163,15 +163,15 @@ def _of_checkpoint(path: str, where: str, depth: int) -> Weights:
 
 
 def _base_of(adapters: Adapters, model: Mapping[str, Any], place: str, where: str, depth: int) -> Weights:
-    """The weights that adapters were trained on, from where they were.
+    """The weights that adapters were trained on, from their original place.
 
     Raises:
-        CriusError: they are not there, or others are.
+        CriusError: they are missing, or differ.
     """
     if depth > _MOST_BASES:
-        raise CheckpointError(f"{place} has adapters of adapters, more than {_MOST_BASES} deep.", where=where)
+        raise CheckpointError(f"{place} has adapters of adapters, more than {_MOST_BASES} levels deep.", where=where)
     path, digest = adapters.base["path"], adapters.base["digest"]
-    fix = "put it back there, or a link to it; a run that goes on takes it from --checkpoint.init_from too"
+    fix = "put it back there, or a link to it; a run that resumes also takes --checkpoint.init_from"
     try:
         base = open_weights(path, where, depth)
     except (ConfigError, OSError) as error:
@@ -179,7 +179,7 @@ def _base_of(adapters: Adapters, model: Mapping[str, Any], place: str, where: st
         raise ConfigError(
             f"the base of {place} is not at {path}: {what}",
             where=where,
-            why="a checkpoint of LoRA has the adapters alone",
+            why="a LoRA checkpoint has only the adapters",
             fix=fix,
         ) from None
     differs = [name for name in model if name not in ("flavor", "name") and model[name] != base.model[name]]
@@ -187,21 +187,21 @@ def _base_of(adapters: Adapters, model: Mapping[str, Any], place: str, where: st
         raise ConfigError(
             f"{path} is not the base that the adapters of {place} were trained on.",
             where=where,
-            why=f"its hash is {base.digest}, that of the base was {digest}",
+            why=f"its hash is {base.digest}, but the base had {digest}",
             fix=fix,
         )
     return base
 
 
 def _saved_model(manifest: Manifest, where: str) -> dict[str, Any]:
-    """Settings of ``[model]`` of a checkpoint, with the sizes that its flavor stands for."""
+    """Settings of ``[model]`` of a checkpoint, with the sizes of its flavor."""
     saved = {key.removeprefix("model."): value for key, value in manifest.config.items() if key.startswith("model.")}
     spec = find_spec(str(saved.get("name")))
     flavor = saved.get("flavor")
     if spec is None or flavor not in spec.known_flavors:
-        what = f"of model {saved.get('name')}, flavor {flavor}" if saved else "without settings, as an import has"
+        what = f"has model {saved.get('name')}, flavor {flavor}" if saved else "is an import without settings"
         raise ConfigError(
-            f"{where} is {what}, and cannot be taken alone.",
+            f"{where} {what}, and cannot be used alone.",
             where=where,
             fix="--import MODULE of that model" if saved else "resume from it: --checkpoint.load_path",
         )
@@ -210,7 +210,7 @@ def _saved_model(manifest: Manifest, where: str) -> dict[str, Any]:
 
 
 def settled(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of ``[model]`` with every size, also those that the flavor says or that hang on others."""
+    """Settings of ``[model]`` with every size, including those that follow from the flavor or from other sizes."""
     config = described(model).config
     names = (name for name in (*TAKEN, *OF_EXPERTS) if name != "rope_scaling" and hasattr(config, name))
     sizes = {name: getattr(config, name) for name in names}
@@ -219,7 +219,7 @@ def settled(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def described(model: Mapping[str, Any]) -> ModelDescription:
-    """The model of settings of ``[model]``, all sizes among them."""
+    """The description of a model from settings of ``[model]`` with all sizes."""
     return SPECS[model["name"]].describe(**{key: value for key, value in model.items() if key != "name"})
 
 
@@ -231,7 +231,7 @@ def _of_hugging_face(folder: Path, where: str) -> Weights:
         raise CheckpointError(
             f"{folder} has no {SUFFIX} files.",
             where=where,
-            why=f"{pickles[0]} is a pickle, which can run code; nothing of it was read" if pickles else "",
+            why=f"{pickles[0]} is a pickle, which can run code; it was not read" if pickles else "",
             fix="get the repository's safetensors, or save them: model.save_pretrained(DIR) in transformers",
         )
     return Weights(
@@ -247,32 +247,33 @@ def _of_hugging_face(folder: Path, where: str) -> Weights:
 
 
 def hugging_face_tensors(foreign: Foreign, model: Mapping[str, Any], where: str) -> dict[str, TensorSource]:
-    """Tensors by our names, every one of them fitting.
+    """The tensors of a model by our names.
 
     Args:
-        foreign: tensors by the names of Hugging Face.
+        foreign: tensors by Hugging Face's names.
         model: settings of ``[model]``.
-        where: they are.
+        where: path of the source, for messages.
 
     Raises:
-        CheckpointError: some are missing, too many or of another shape, or a tied weight is there twice and differs.
+        CheckpointError: tensors are missing, unexpected or have another shape, or a tied weight exists twice and
+            differs.
     """
     family = families()[model["name"]]
     if foreign.unreadable:
         key, why = min(foreign.unreadable.items())
-        raise CheckpointError(f"{key} of {where} and {len(foreign.unreadable) - 1} more cannot be taken.", why=why)
+        raise CheckpointError(f"{key} of {where} and {len(foreign.unreadable) - 1} more cannot be used.", why=why)
     there = {key: tensor for key, tensor in foreign.tensors.items() if not key.endswith(_DERIVED)}
     first, second = (family.names.get(name, "") for name in ("tok_embeddings.weight", "output.weight"))
     if model["tied_embeddings"] and {first, second} <= there.keys():
         if there[first].read() != there[second].read():
             raise CheckpointError(
-                f"{where} has {second}, and it is not {first}.",
-                why=f"{CONFIG} says tie_word_embeddings, so that both are one tensor",
-                fix="tie_word_embeddings: false, if they are two",
+                f"{where} has {second}, which differs from {first}.",
+                why=f"tie_word_embeddings in {CONFIG} says that both are one tensor",
+                fix="set tie_word_embeddings to false if they are two tensors",
             )
         del there[second]
     facts, tensors = described(model), dict[str, TensorSource]()
-    if family.splits_rows and facts.experts[0] * facts.num_experts > len(there):  # before each of them gets a name
+    if family.splits_rows and facts.experts[0] * facts.num_experts > len(there):  # before a name is made for each
         what = f"{facts.experts[0]:,} layers of {facts.num_experts:,} experts"
         raise CheckpointError(f"{where} has {len(there):,} tensors for {what}.")
     names = check_tensors(model, {key: tensor.shape for key, tensor in there.items()}, family.translated, where)
@@ -285,19 +286,19 @@ def hugging_face_tensors(foreign: Foreign, model: Mapping[str, Any], where: str)
 def check_tensors(
     model: Mapping[str, Any], there: Mapping[str, Shape], translated: Callable[[str], str], where: str
 ) -> dict[str, str]:
-    """Names elsewhere of the weights and the buffers of a model, by ours; see ``crius.models.huggingface.rows_of``.
+    """Map our names of a model's weights and buffers to the source's names; see ``crius.models.huggingface.rows_of``.
 
     Args:
-        model: settings of ``[model]``, all sizes among them.
-        there: shapes by their names elsewhere.
-        translated: our name to theirs.
-        where: they are.
+        model: settings of ``[model]``, with all sizes.
+        there: shapes by the source's names.
+        translated: function from our name to the source's name.
+        where: path of the source, for messages.
 
     Raises:
-        CheckpointError: they are not those that are there; names all that do not fit.
+        CheckpointError: the source's tensors do not match the model; names all mismatches.
     """
     facts = described(model)
-    if facts.num_layers > len(there):  # before each of them gets a name
+    if facts.num_layers > len(there):  # before a name is made for each
         raise CheckpointError(f"{where} has {len(there):,} tensors for {facts.num_layers:,} layers.")
     buffers = {buffer.name: buffer.shape for buffer in facts.buffers if buffer.persistent}
     wanted: dict[str, Shape] = {}
@@ -307,18 +308,18 @@ def check_tensors(
         is_fused = any(name.endswith(_FUSED_EXPERTS) for name in there.keys() - wanted.keys())
         again = "load it with transformers and save it again, which writes each expert as a tensor"
         raise CheckpointError(
-            f"the tensors of {where} are not those of the model that its settings say, {model['name']}.",
-            why="a tensor holds all experts of a layer, which is not read; " * is_fused + problems,
-            fix=again if is_fused else "get it again from where it came from",
+            f"the tensors of {where} do not match the model in its settings, {model['name']}.",
+            why="a tensor has all experts of a layer, which is not supported; " * is_fused + problems,
+            fix=again if is_fused else "get it again from its origin",
         )
     return {name: translated(name) for name in facts.state_names}
 
 
 def read_chat_template(folder: Path) -> str:
-    """The chat template beside a tokenizer, from its own file or from tokenizer_config.json; empty: there is none.
+    """The chat template in a tokenizer's folder, from its own file or from tokenizer_config.json; empty: there is none.
 
     Raises:
-        CheckpointError: the file is no JSON, or too large.
+        CheckpointError: the file is not JSON, or too large.
     """
     folder = folder if folder.is_dir() else folder.parent
 
@@ -329,7 +330,7 @@ def read_chat_template(folder: Path) -> str:
 
 
 def hash_files(folder: Path, names: Sequence[str]) -> str:
-    """One hash of all bytes of files of a folder, in this order."""
+    """One hash of all bytes of some files of a folder, in this order."""
     hasher = Hasher()
     for name in names:
         with open_inside(folder, name) as file:

@@ -1,5 +1,5 @@
-"""Operators with a faster path than PyTorch's own; those that pay on a CPU alone are in ``cpu``.
+"""Operators with a faster path than PyTorch's own. Paths that pay on a CPU only are in ``cpu``.
 
-The public function of an operator picks. Which paths a process may take is chosen once, see ``choice.py``; what a path
-gains is in docs/kernels.md.
+The public function of an operator picks the path. The paths that a process may take are chosen once, see ``choice.py``.
+The gain of each path is in docs/kernels.md.
 """

@@ -1,4 +1,4 @@
-"""Scaled dot-product attention by the backends that this process chose.
+"""Scaled dot-product attention, computed by the backends that this process chose.
 
 B batch, T tokens, N query heads, K key/value heads, H head dim
 """
@@ -19,20 +19,21 @@ from crius.kernels.cpu import blocked_attention
 
 
 class Documents(NamedTuple):
-    """Documents of a batch, whose rows follow each other as one sequence.
+    """Documents of a batch whose rows are joined into one sequence.
 
     Attributes:
-        ends: where they end, from the start of the batch, int32 with a leading 0; the same number again is no document.
+        ends: ends of the documents, counted from the start of the batch, int32 with a leading 0. A repeated number is
+            an empty document.
     """
 
     ends: Tensor
 
 
 Mask = Tensor | BlockMask | Documents
-"""What a query may see: bool ``(B, 1, queries, keys)``, the blocks of it for flex, or where documents end."""
+"""Keys that a query may see: bool ``(B, 1, queries, keys)``, flex's blocks of such a mask, or ends of documents."""
 
 masks_made: Counter[str] = Counter()
-"""Document masks that this process made, by the kernel that takes them."""
+"""Number of document masks that this process made, by the kernel that takes them."""
 
 _BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -40,19 +41,19 @@ _BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-# without cuDNN's, whose gradient of masked attention is NaN at some lengths on Hopper (pytorch/pytorch#196678); these
-# give zeros for a row that sees nothing
+# without cuDNN's backend, whose gradient of masked attention is NaN at some lengths on Hopper (pytorch/pytorch#196678);
+# these backends give zeros for a row that sees no key
 _MASKED = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 
 
 def causal_attention(q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor) -> Tensor:
-    """Attention over earlier tokens and the own one: ``(B, N, T, H)``; K divides N."""
+    """Attention of each token to itself and to earlier tokens: ``(B, N, T, H)``; K divides N."""
     order = choice.current().attention
     if "blocked" in order and blocked_attention.when(q_BNTH, k_BKTH, v_BKTH):
         return blocked_attention.blocked_attention(q_BNTH, k_BKTH, v_BKTH)
     backends = [_BACKENDS[name] for name in order if name in _BACKENDS]
     is_wide_on_gpu = q_BNTH.is_cuda and q_BNTH.itemsize > 2 and backends != [SDPBackend.MATH]
-    if is_wide_on_gpu or backends == [SDPBackend.EFFICIENT_ATTENTION]:  # the one kernel, and it shares no heads
+    if is_wide_on_gpu or backends == [SDPBackend.EFFICIENT_ATTENTION]:  # the only kernel; it takes no shared heads
         k_BKTH, v_BKTH = _repeated(q_BNTH, k_BKTH, v_BKTH)
     if not backends:
         return F.scaled_dot_product_attention(q_BNTH, k_BKTH, v_BKTH, is_causal=True, enable_gqa=True)
@@ -79,7 +80,9 @@ _SHARES_HEADS: dict[str, Any] = {"enable_gqa": True} if torch.__version__ >= "2.
 
 
 def _attention_by_document(q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, ends: Tensor) -> Tensor:
-    """Each document is a sequence of its own, of at most T tokens: which is the longest the host does not know."""
+    """Attention within each document, as a sequence of its own. The longest may have T tokens: its real length is only
+    known on the device.
+    """
     from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415  for GPUs; it imports torch's compiler
 
     if not _SHARES_HEADS:
@@ -91,13 +94,13 @@ def _attention_by_document(q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, ends:
 
 
 def cached_attention(q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention of the newest tokens to all that are kept, themselves included: ``(B, T, N, H)``.
+    """Attention of the newest tokens to all cached tokens and to themselves: ``(B, T, N, H)``.
 
     Args:
         q_BTNH: queries of the last T of S tokens.
         k_BSKH: keys; K divides N.
         v_BSKH: values.
-        mask: bool, ``(B or 1, 1, T, S)``. None: one token sees all S, and T = S tokens see the earlier ones.
+        mask: bool, ``(B or 1, 1, T, S)``. None: with T = 1 the token sees all S keys; with T = S attention is causal.
     """
     k_BKSH, v_BKSH = k_BSKH.transpose(1, 2), v_BSKH.transpose(1, 2)
     if q_BTNH.shape[1] == 1:  # the query heads of a key/value head are rows of one matmul, and no key is copied
@@ -109,28 +112,28 @@ def cached_attention(q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, mask: Tenso
 
 
 def _repeated(q_BNTH: Tensor, *shared: Tensor) -> list[Tensor]:
-    """Key/value heads, one for each query head."""
+    """Key/value heads, repeated so that each query head has its own."""
     ratios = [q_BNTH.shape[1] // x.shape[1] for x in shared]
     return [x if ratio == 1 else x.repeat_interleave(ratio, dim=1) for x, ratio in zip(shared, ratios, strict=True)]
 
 
 def document_mask(positions_BT: Tensor, ends_BM: Tensor | None = None) -> Mask:
-    """Where a token may attend: earlier tokens of its own document. A document starts where a position is 0.
+    """Make the mask by which a token sees only earlier tokens of its own document. Position 0 starts a document.
 
     Args:
         positions_BT: position of each token.
-        ends_BM: where the documents of each row end, as ``crius.data.loader.Batch`` has it; None where it has none.
+        ends_BM: ends of the documents of each row, as in ``crius.data.loader.Batch``; None if the batch has no ends.
 
     Returns:
-        The ends of all documents where ``ends_BM`` is given; else bool ``(B, 1, T, T)``, queries before keys; for flex
-        the blocks of 128 of it that are not empty.
+        With ``ends_BM``, the ends of all documents. Else bool ``(B, 1, T, T)``, queries before keys, or for flex its
+        non-empty blocks of 128.
     """
     if ends_BM is not None:
         masks_made["varlen"] += 1
         batch, tokens = positions_BT.shape
         starts = torch.arange(0, batch * tokens, tokens, dtype=ends_BM.dtype, device=ends_BM.device)
         ends = F.pad((ends_BM + starts[:, None]).flatten(), (1, 0))
-        torch._dynamo.maybe_mark_dynamic(ends, 0)  # one graph for any number of documents
+        torch._dynamo.maybe_mark_dynamic(ends, 0)  # one compiled graph for any number of documents
         return Documents(ends)
     documents_BT = (positions_BT == 0).cumsum(dim=-1)
     takes_flex = "flex" in choice.current().attention
@@ -150,5 +153,5 @@ def document_mask(positions_BT: Tensor, ends_BM: Tensor | None = None) -> Mask:
 
 @functools.cache
 def _compiled(function: Callable[..., Any], device_type: str) -> Callable[..., Any]:
-    """Uncompiled, flex and its mask make a matrix of all pairs of tokens, which is for tests on a CPU only."""
+    """Compiled on a GPU. Uncompiled, flex makes a matrix of all pairs of tokens, which only tests on a CPU do."""
     return torch.compile(function, dynamic=False) if device_type == "cuda" else function

@@ -1,7 +1,7 @@
-"""Which kernels this process takes: resolved once from what was asked for and what the machine is.
+"""The choice of kernels of this process, resolved once from the config and the machine.
 
-Nothing is timed at the start: the same config on the same machine takes the same kernels in every run, and so gives the
-same bits.
+No kernel is timed at the start: the same config on the same machine takes the same kernels in every run, and so gives
+the same bits.
 """
 
 from collections.abc import Iterator
@@ -22,19 +22,19 @@ Linear = Literal["torch", "onednn"]
 Pointwise = Literal["torch", "fused"]
 Attention = Literal["cudnn", "flash", "efficient", "math", "varlen", "flex", "blocked"]
 
-_PLAIN = (Tensor, nn.Parameter, FakeTensor)  # no DTensor and no other subclass, whose operators mean something else
+_PLAIN = (Tensor, nn.Parameter, FakeTensor)  # not DTensor or another subclass, which redefine operators
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The kernels of a process. Without a choice everything is as PyTorch computes it.
+    """The kernels of a process. By default everything is computed as in PyTorch.
 
     Attributes:
-        linear: float32 linear layers on a CPU.
-        pointwise: RMSNorm, rotary positions and SwiGLU on a CPU.
-        attention: backends of attention, the first that takes a case; empty: PyTorch's own order.
-        flash: version of FlashAttention, which is behind ``flash`` and ``varlen`` on a GPU.
-        reasons: why, by field; empty where it was asked for.
+        linear: kernel of float32 linear layers on a CPU.
+        pointwise: kernels of RMSNorm, rotary positions and SwiGLU on a CPU.
+        attention: backends of attention, tried in this order; empty: PyTorch's own order.
+        flash: version of FlashAttention that ``flash`` and ``varlen`` use on a GPU.
+        reasons: reason of each choice, by field; empty where the config names the kernel.
     """
 
     linear: Linear = "torch"
@@ -63,14 +63,14 @@ def current() -> Choice:
 
 
 def apply(choice: Choice) -> None:
-    """Take ``choice`` in this process from now on."""
+    """Use ``choice`` in this process from now on."""
     global _current  # as torch.backends' flags are
     _current = choice
 
 
 @contextmanager
 def applied(choice: Choice) -> Iterator[None]:
-    """Take ``choice`` inside."""
+    """Use ``choice`` while the context is open."""
     before = current()
     apply(choice)
     try:
@@ -92,22 +92,22 @@ def resolve(
     is_split: bool = False,
     keeps_probabilities: bool = False,
 ) -> Choice:
-    """What ``[kernels]`` comes to on a device.
+    """Resolve ``[kernels]`` for a device.
 
     Args:
         linear: as in ``[kernels]``.
         pointwise: as in ``[kernels]``.
         attention: as in ``[kernels]``.
         device_type: ``cpu`` or ``cuda``.
-        capability: of the GPU; None where there is none at hand.
-        cudnn: version of cuDNN, such as 91501; None where there is none at hand.
+        capability: compute capability of the GPU; None if unknown.
+        cudnn: version of cuDNN, such as 91501; None if unknown.
         has_mask: whether attention gets the document mask.
-        no_varlen: why attention on a GPU cannot go by the ends of documents; empty where it can.
-        is_split: whether context parallelism splits sequences, whose parts cuDNN's causal attention does not take.
+        no_varlen: why attention on a GPU cannot use the ends of documents; empty where it can.
+        is_split: whether context parallelism splits sequences. cuDNN's causal attention does not take their parts.
         keeps_probabilities: whether attention on a CPU may keep its probabilities, see ``crius.config.resolve``.
 
     Raises:
-        ConfigError: what is asked for by name does not run there.
+        ConfigError: a kernel that the config names does not run on the device.
     """
     found_linear, why_linear = _linear(linear, device_type)
     found_pointwise, why_pointwise = _pointwise(pointwise, device_type)
@@ -143,10 +143,10 @@ def _pointwise(asked: str, device_type: str) -> tuple[Pointwise, str]:
 
 
 def _is_auto(asked: str, field: str, fast: str, missing: str) -> bool:
-    """Whether the process chooses, and not the config.
+    """Whether the process chooses the kernel, because the config says ``auto``.
 
     Raises:
-        ConfigError: ``fast`` is asked for, which ``missing`` keeps from running.
+        ConfigError: the config names ``fast``, which cannot run because of ``missing``.
     """
     if asked == fast and missing:
         raise _impossible(field, fast, missing, "torch")
@@ -160,7 +160,7 @@ def _attention(
     mask: str | None,
     keeps_probabilities: bool,
 ) -> tuple[tuple[Attention, ...], str]:
-    """The order of backends, and why. ``mask`` says why not by the ends of documents; None: there is no mask."""
+    """The order of backends, and the reason. ``mask``: why document ends cannot be used; None: there is no mask."""
     if asked in _FLASH and device_type != "cpu":
         return ("flash",) if mask is None else ("varlen",), ""
     if asked != "auto":
@@ -181,13 +181,13 @@ def _attention(
 
 
 CUDNN_GENERATIONS = (9, 10)
-"""Major compute capabilities on which cuDNN's attention is the fastest: Hopper and the Blackwell of data centres."""
+"""Major compute capabilities whose fastest attention is cuDNN's: Hopper, and Blackwell for data centres."""
 CUDNN_ABOVE = 91500
-"""cuDNN 9.15.0, up to which it reads beyond its input at some sequence lengths (pytorch/pytorch#169849)."""
+"""cuDNN 9.15.0. Up to this version it reads past its input at some sequence lengths (pytorch/pytorch#169849)."""
 
 
 def _on_gpu(capability: tuple[int, int] | None, cudnn: int | None) -> tuple[tuple[Attention, ...], str]:
-    """The order of backends without a mask, as torch itself guards cuDNN's; empty leaves it to torch."""
+    """The order of backends without a mask, by the same rule as torch's own guard of cuDNN; empty: torch's order."""
     if capability is None:
         return ("flash", "efficient", "math"), "auto: GPU"
     if capability < (9, 0):
@@ -202,19 +202,19 @@ _FLASH = {
     "flash3": (3, (9,), "flash_attn_interface", "build hopper of https://github.com/Dao-AILab/flash-attention"),
     "flash4": (4, (9, 10), "flash_attn.cute", "pip install flash-attn-4"),
 }
-"""Version, major compute capabilities, package, and how to get it."""
+"""Version, major compute capabilities, package, and how to install it."""
 
 
 def _flash(asked: str, capability: tuple[int, int] | None, is_main: bool) -> tuple[int, str]:
-    """The version of FlashAttention, and what to add to the reason.
+    """The version of FlashAttention, and a text that is appended to the reason.
 
     Args:
         asked: as in ``[kernels]``.
-        capability: of the GPU; None where there is none at hand.
-        is_main: whether FlashAttention has most of the work.
+        capability: compute capability of the GPU; None if unknown.
+        is_main: whether FlashAttention computes most of the attention.
 
     Raises:
-        ConfigError: a version is asked for by name that does not run here.
+        ConfigError: the config names a version that does not run here.
     """
     newest = {9: "flash3", 10: "flash4"}.get(capability[0], "") if capability else ""
     name = asked if asked in _FLASH else newest if is_main and asked == "auto" else ""
@@ -238,13 +238,13 @@ def _is_installed(package: str) -> bool:
 
 
 def activate_flash() -> None:
-    """Have torch call the version of FlashAttention that this process chose; before the first step."""
+    """Make torch call the version of FlashAttention that this process chose. Call before the first step."""
     if _current.flash != 2:
         activate_flash_attention_impl(f"FA{_current.flash}")
 
 
 def _missing_onednn(device_type: str) -> str:
-    """What keeps linear layers from oneDNN; empty where nothing does."""
+    """Why linear layers cannot use oneDNN; empty where they can."""
     if device_type != "cpu":
         return "oneDNN is for CPUs"
     is_built = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
@@ -261,21 +261,23 @@ def _impossible(field: str, value: str, why: str, instead: str) -> ConfigError:
 
 
 def are_plain(dtypes: tuple[torch.dtype, ...], *tensors: Tensor) -> bool:
-    """Whether all ``tensors`` are ordinary ones on a CPU, of one of ``dtypes``."""
+    """Whether all ``tensors`` are plain CPU tensors (no subclass such as DTensor) with a dtype of ``dtypes``."""
     return all(type(x) in _PLAIN and x.device.type == "cpu" and x.dtype in dtypes for x in tensors)
 
 
 def takes_fused(*tensors: Tensor) -> bool:
-    """Whether a fused pointwise kernel takes ``tensors``: this process chose them, and no compiler sees the call.
+    """Whether a fused pointwise kernel takes ``tensors``: this process chose fused kernels, and does not compile the
+    call.
 
-    float32 and float64 only: in bfloat16 each of their in-place steps would round.
+    float32 and float64 only: in bfloat16 each in-place step would round.
     """
     return not torch.compiler.is_compiling() and _are_for_fused(*tensors)
 
 
 def takes_traced(*tensors: Tensor) -> bool:
-    """Whether what ``takes_fused`` says of ``tensors`` fails only in that a compiler sees the call, which fuses itself:
-    then it gets the form of which it makes the fewest passes over memory.
+    """Whether the call is compiled and ``takes_fused`` would else take ``tensors``.
+
+    The compiler fuses by itself. It then gets the form that it turns into the fewest passes over memory.
     """
     return torch.compiler.is_compiling() and _are_for_fused(*tensors)
 

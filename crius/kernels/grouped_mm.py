@@ -1,14 +1,14 @@
-"""Products of groups of rows with a matrix for each group: the linear layers of experts.
+"""Products of groups of rows with one matrix per group: the linear layers of experts.
 
-PyTorch's ``grouped_mm`` takes no float64, refuses float32 where shapes are inferred (torch 2.13: fake tensors, meta,
-torch.compile), and wants gradients and rows of 16 bytes. Here it multiplies what a GPU has in bfloat16. All else is a
-loop over the groups, which on a CPU is as fast as ``grouped_mm`` and gives the same bits, in an operator of our own, so
-that torch.compile leaves it whole and FLOPs and checkpointing know it by a name. On a GPU the loop waits once for the
-ends of the groups; the bfloat16 path never does.
+PyTorch's ``grouped_mm`` does not take float64, refuses float32 where shapes are inferred (torch 2.13: fake tensors,
+meta, torch.compile), and needs gradients and rows in multiples of 16 bytes. It is used here for bfloat16 on a GPU.
+Everything else is a loop over the groups. On a CPU the loop is as fast as ``grouped_mm`` and gives the same bits. The
+operator is our own, so that torch.compile does not split it, and FLOP counts and checkpointing know it by name. On a
+GPU the loop waits once for the ends of the groups; the bfloat16 path never waits.
 
-Where this process has linear layers by oneDNN, so are the forward and the gradient of the rows. oneDNN compiles a
-kernel for each number of rows, and groups have another one in every step: it gets tiles of a few sizes, whose first
-rows may be those of the group before, and are left out.
+If this process computes linear layers by oneDNN, oneDNN also computes the forward and the gradient of the rows. oneDNN
+compiles a kernel for each number of rows, and groups have other numbers in every step. So it gets tiles of a few fixed
+sizes. The first rows of a tile may belong to the group before; their results are discarded.
 
 N rows, E groups
 """
@@ -25,7 +25,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from crius.kernels import choice
 
-_TILE, _STEP = 128, 16  # most rows of a tile, and what divides their number
+_TILE, _STEP = 128, 16  # most rows of a tile, and a divisor of their number
 
 _library = torch.library.Library("crius", "FRAGMENT")
 _library.define("grouped_mm(Tensor x, Tensor weight, Tensor ends) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
@@ -40,12 +40,12 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     Args:
         x: ``(N, in)``, the rows of a group next to each other; N may be 0.
         weight: ``(E, out, in)``, dtype and device of ``x``.
-        ends: where groups end, int32 ``(E,)``, ascending; the same number again is an empty group. The last one is N.
-            Its gradient does not exist, that of the weight of an empty group is 0.
+        ends: ends of the groups, int32 ``(E,)``, ascending. A repeated number is an empty group. The last one is N.
+            ``ends`` has no gradient. The gradient of the weight of an empty group is 0.
 
     Raises:
-        RuntimeError: shapes or dtypes do not go together.
-        ValueError: ``ends`` descends or its last one is not N; bfloat16 on a GPU does not look.
+        RuntimeError: shapes or dtypes do not match.
+        ValueError: ``ends`` descends, or its last number is not N; not checked for bfloat16 on a GPU.
     """
     product: Tensor = _Grouped.apply(x, weight, ends)
     return product
@@ -61,7 +61,7 @@ class _Grouped(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight, ends = ctx.saved_tensors
-        grad = grad.contiguous()  # of a sum it has no strides
+        grad = grad.contiguous()  # the gradient of a sum is expanded and has strides of 0
         grad_x = _product(grad, weight.transpose(1, 2), ends) if ctx.needs_input_grad[0] else None
         grad_weight = _grad_weight(grad, x, ends) if ctx.needs_input_grad[1] else None
         return grad_x, grad_weight, None
@@ -77,20 +77,20 @@ def _product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 def _grad_weight(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     if _takes_torch(x, grad.shape[1], x.shape[1]):
         grad_weight = F.grouped_mm(grad.t(), x.contiguous(), offs=ends)
-        is_empty = ends.diff(prepend=ends.new_zeros(1)) == 0  # nothing says what the kernel writes there
+        is_empty = ends.diff(prepend=ends.new_zeros(1)) == 0  # the kernel's result for an empty group is not documented
         return grad_weight.masked_fill(is_empty.view(-1, 1, 1), 0)
     product: Tensor = torch.ops.crius.grouped_mm_grad_weight.default(grad, x, ends)
     return product
 
 
 def _takes_torch(x: Tensor, *widths: int) -> bool:
-    """Whether torch's kernel multiplies: bfloat16 on a GPU, and rows of whole 16 bytes."""
+    """Whether torch's kernel multiplies: bfloat16 on a GPU, and rows in multiples of 16 bytes."""
     is_aligned = all(width % 8 == 0 for width in widths)
     return x.is_cuda and x.dtype == torch.bfloat16 and is_aligned and not statically_known_true(x.shape[0] == 0)
 
 
 def _groups(ends: Tensor, rows: int) -> Iterator[slice]:
-    """The rows of each group. The host reads ``ends``: on a GPU a wait.
+    """The rows of each group. The host reads ``ends``, so on a GPU it waits.
 
     Raises:
         ValueError: see ``grouped_linear``.
@@ -98,7 +98,7 @@ def _groups(ends: Tensor, rows: int) -> Iterator[slice]:
     stops = ends.tolist()
     starts = [0, *stops[:-1]]
     if (stops[-1] if stops else 0) != rows or any(start > stop for start, stop in zip(starts, stops, strict=False)):
-        raise ValueError(f"ends of groups must ascend to the number of rows, {rows}, and are {stops}")
+        raise ValueError(f"ends of groups must ascend to the number of rows, {rows}, but are {stops}")
     return (slice(start, stop) for start, stop in zip(starts, stops, strict=False))
 
 
@@ -127,7 +127,7 @@ def _multiply_tiles(x: Tensor, matrix: Tensor, rows: slice, y: Tensor) -> None:
 def _multiply_grad_weight(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     grad_weight = _grad_weight_shape(grad, x, ends)
     for rows, matrix in zip(_groups(ends, len(x)), grad_weight.unbind(), strict=True):
-        torch.mm(grad[rows].t(), x[rows], out=matrix)  # 0 without rows
+        torch.mm(grad[rows].t(), x[rows], out=matrix)  # 0 for a group without rows
     return grad_weight
 
 
@@ -153,7 +153,7 @@ def _grad_weight_shape(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
 
 @register_flop_formula(torch.ops.crius.grouped_mm)
 def flops(x_shape: torch.Size, weight_shape: torch.Size, *args: object, **kwargs: object) -> int:
-    """FLOPs of ``x`` ``(N, in)`` times ``weight`` ``(E, out, in)``: each row meets one matrix."""
+    """FLOPs of ``x`` ``(N, in)`` times ``weight`` ``(E, out, in)``: each row is multiplied with one matrix."""
     return 2 * x_shape.numel() * weight_shape[1]
 
 
@@ -166,13 +166,14 @@ def grad_weight_flops(grad_shape: torch.Size, x_shape: torch.Size, *args: object
 def permute(x: Tensor, index: Tensor, inverse: Tensor, copies: int = 1) -> Tensor:
     """Row ``index[m] // copies`` of ``x`` for each m: ``(N copies, D)``. The gradient is a gather too.
 
-    So it is the same on every device and in every run, where that of ``x[index]`` adds up in any order.
+    So the gradient has the same bits on every device and in every run. The gradient of ``x[index]`` would add up in
+    any order.
 
     Args:
         x: ``(N, D)``.
-        index: a permutation of the numbers below ``N copies``, int64: each row is there ``copies`` times.
+        index: a permutation of the numbers below ``N copies``, int64. Each row of ``x`` occurs ``copies`` times.
         inverse: its inverse, ``inverse[index[m]] == m``.
-        copies: of each row.
+        copies: number of copies of each row.
     """
     permuted: Tensor = _Permute.apply(x, index, inverse, copies)
     return permuted

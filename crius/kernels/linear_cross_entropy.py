@@ -1,10 +1,10 @@
-"""Cross-entropy of the outputs of a linear layer, for a chunk of tokens at a time: all logits never exist together.
+"""Cross-entropy of the outputs of a linear layer, one chunk of tokens at a time: all logits never exist together.
 
-The gradients are computed with the losses, while the logits of a chunk are there, and the backward only scales them.
-So three matmuls are made, as without chunks, and nothing is computed twice (Hsu et al. 2024, arXiv:2410.10989,
-section 3.2). Instead of all logits stays the gradient of the weight, which the backward has to make anyway.
+The gradients are computed together with the losses, while the logits of a chunk exist. The backward only scales them.
+So there are three matmuls, as without chunks, and nothing is computed twice (Hsu et al. 2024, arXiv:2410.10989, section
+3.2). Memory holds the gradient of the weight, which the backward needs anyway, instead of all logits.
 
-N tokens, C tokens of a chunk, D model dim, V vocabulary, of which a rank may have a part
+N tokens, C tokens of a chunk, D model dim, V vocabulary (under tensor parallelism, the rank's part of it)
 """
 
 from collections.abc import Callable
@@ -22,27 +22,27 @@ IGNORE_INDEX = -100
 """Label of a position that is not scored; PyTorch's default ``ignore_index``."""
 
 _SHORT = 4096
-"""Columns whose softmax torch computes to the precision of float32 on a CPU."""
+"""Most columns for which torch's softmax on a CPU is as precise as float32."""
 
-PRODUCT_PARTS = 8  # of a product or copy in another precision than its result, so that it is never there as a whole
+PRODUCT_PARTS = 8  # parts of a product or copy whose precision is not that of its result, so that it never exists whole
 
 Score = Callable[..., tuple[Tensor, Tensor | None]]
 """See ``score_block``."""
 Gather = Callable[[Tensor], Tensor]
-"""Numbers ``(3, C)`` of each rank that has a part of the vocabulary: ``(ranks, 3, C)``."""
+"""Function from ``(3, C)`` to ``(ranks, 3, C)``: gathers over the ranks that hold parts of the vocabulary."""
 
 
 def token_losses(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
     """Cross-entropy of each token in nats, float32 ``(B * T,)``; 0 where the label is ``IGNORE_INDEX``.
 
-    Under tensor parallelism the logits stay split over the vocabulary: only maxima and sums are communicated.
+    Under tensor parallelism the logits stay split over the vocabulary. Only maxima and sums are communicated.
     """
     logits = logits_BTV.flatten(0, 1).to(torch.promote_types(logits_BTV.dtype, torch.float32))
     return F.cross_entropy(logits, labels_BT.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
 
 
 def reference(hidden_BTD: Tensor, weight_VD: Tensor, labels_BT: Tensor) -> Tensor:
-    """What ``linear_cross_entropy`` computes, with all logits at once."""
+    """The result of ``linear_cross_entropy``, computed with all logits at once."""
     return token_losses(F.linear(hidden_BTD, weight_VD), labels_BT).sum(dtype=torch.float64)
 
 
@@ -52,40 +52,40 @@ def score_block(
     """Token losses ``(C,)`` in float32 and, if asked for, their gradient ``(C, V)`` in the dtype of the logits.
 
     Args:
-        logits_CV: of this rank's part of the vocabulary; float64 is scored in float64. In float32 and float64 they are
-            overwritten.
-        targets_C: rows of this rank's part. For a target outside of it the gradient is the softmax alone and, without
-            ``gather``, the loss means nothing.
-        with_gradient: whether to compute it.
-        gather: of the ranks that have the other parts.
+        logits_CV: logits of this rank's part of the vocabulary. float64 logits are scored in float64. float32 and
+            float64 logits are overwritten.
+        targets_C: row of each label in this rank's part. For a target outside of the part, the gradient is the softmax
+            alone, and without ``gather`` the loss is meaningless.
+        with_gradient: whether to compute the gradient.
+        gather: gathers over the ranks that hold the other parts of the vocabulary.
     """
     wide = torch.promote_types(logits_CV.dtype, torch.float32)
     is_here_C = (targets_C >= 0) & (targets_C < logits_CV.shape[1])
-    # where nobody has another part, an id outside of the vocabulary is an error, which the gather raises
+    # without other parts, an id outside of the vocabulary is an error, which ``logits_CV.gather`` raises
     outside_C = targets_C == IGNORE_INDEX if gather is None else ~is_here_C
     place_C1 = torch.where(outside_C, 0, targets_C)[:, None]
     peak_C = _largest(logits_CV, -torch.inf).to(wide)
     target_C = logits_CV.gather(1, place_C1).squeeze(1).to(wide) if logits_CV.shape[1] else torch.zeros_like(peak_C)
     p_CV = torch.softmax(logits_CV, -1, dtype=wide, out=logits_CV if logits_CV.dtype == wide else None)
     if p_CV.device.type == "cpu" and logits_CV.shape[1] > _SHORT:
-        # torch adds up a long row in too few sums there: those of 49,152 columns are 1 + 8e-6, in every row
+        # torch adds up a long row in too few partial sums: rows of 49,152 columns then sum to 1 + 8e-6
         p_CV /= p_CV.sum(-1, keepdim=True)
-    log_p_C = _largest(p_CV, 1.0).log_()  # of a probability that is never 0
+    log_p_C = _largest(p_CV, 1.0).log_()  # the largest probability is never 0
     if gather is None:
-        # the logarithm of the sum of exponentials without a logarithm of each: logits that are large and alike lose no
+        # the logarithm of the sum of exponentials, without the logarithm of each: large and similar logits do not lose
         # digits
         losses_C = (peak_C - target_C) - log_p_C
     else:
         target_C = torch.where(is_here_C, target_C, 0.0)
         peaks, log_ps, targets = gather(torch.stack((peak_C, log_p_C, target_C))).unbind(1)
         highest_C = peaks.amax(0)
-        shares = (peaks - highest_C - log_ps).exp_()  # of each rank, where the largest exponential of all is 1
+        shares = (peaks - highest_C - log_ps).exp_()  # of each rank, in units of the largest exponential of all ranks
         sum_C = shares.sum(0)
         losses_C = (highest_C - targets.sum(0)) + sum_C.log()
         p_CV *= ((peak_C - highest_C - log_p_C).exp_() / sum_C)[:, None]
     if not with_gradient:
         return losses_C, None
-    if torch.compiler.is_compiling():  # a scatter would end the one kernel that writes no float32
+    if torch.compiler.is_compiling():  # a scatter would split the kernel, which would then write float32 to memory
         columns_V = torch.arange(logits_CV.shape[1], device=logits_CV.device)
         p_CV = p_CV - ((columns_V == place_C1) & is_here_C[:, None]).to(wide)
     elif logits_CV.shape[1]:
@@ -94,18 +94,18 @@ def score_block(
 
 
 def _largest(x_CV: Tensor, otherwise: float) -> Tensor:
-    """Of each row; ``otherwise`` where a rank has no column, as there are more ranks than rows of the vocabulary."""
+    """Largest number of each row; ``otherwise`` on a rank without columns, as with more ranks than vocabulary rows."""
     return x_CV.amax(1) if x_CV.shape[1] else x_CV.new_full((len(x_CV),), otherwise)
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """How the work is cut, and what scores its pieces.
+    """Sizes of the chunks and blocks, and the function that scores a block.
 
     Attributes:
-        tokens: logits of at most so many tokens exist at a time.
-        block_tokens: at most so many of them are scored at a time, in float32.
-        score: ``score_block``, or what was compiled from it.
+        tokens: most tokens whose logits exist at a time.
+        block_tokens: most tokens that are scored at a time, in float32.
+        score: ``score_block``, possibly compiled.
     """
 
     tokens: int
@@ -123,17 +123,17 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Sum of the token losses in nats, a float64 scalar; a label ``IGNORE_INDEX`` gives 0 and no gradient.
 
-    The matmuls are in the dtype of the operands, which is one; losses and softmax in float32. The gradient of a weight
-    in lower precision is summed over the chunks in float32 and rounded once.
+    The matmuls are in the dtype of the operands, which must be the same. Losses and softmax are in float32. The
+    gradient of a weight in lower precision is summed over the chunks in float32 and rounded once.
 
     Args:
-        hidden_BTD: ``(B, T, D)``. With ``gather`` every rank has it whole and gets a summand of its gradient.
-        weight_VD: the rows of this rank.
-        labels_BT: rows of the whole weight.
-        chunks: how it is cut.
-        first_row: the place of this rank's first row in the whole weight.
-        gather: of the ranks that have the other rows; None where there are none. Each calls this with as many tokens
-            and with the same ``chunks``.
+        hidden_BTD: ``(B, T, D)``. With ``gather``, every rank has all of it and gets a summand of its gradient.
+        weight_VD: rows of the weight on this rank.
+        labels_BT: labels, as rows of the whole weight.
+        chunks: sizes of the chunks.
+        first_row: index of this rank's first row in the whole weight.
+        gather: gathers over the ranks that hold the other rows; None: this rank holds all rows. Each rank calls this
+            function with the same number of tokens and the same ``chunks``.
     """
     hidden, labels = hidden_BTD.flatten(0, -2), labels_BT.flatten()
     with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight_VD.requires_grad)
@@ -169,17 +169,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
             logits_CV = linear(hidden_ND[rows], weight_VD)
             chunk_losses, logits_CV = _score(logits_CV, labels_N[rows] - first_row, chunks, with_gradient, gather)
             losses += chunk_losses
-            counts_C1 = counts_N[rows, None]  # instead of the logits there are the gradients now
+            counts_C1 = counts_N[rows, None]  # logits_CV now holds the gradients of the logits
             if hidden_gradient is not None:
                 torch.mul(linear(logits_CV, weight_VD.t()), counts_C1, out=hidden_gradient[rows])
             if weight_sum is not None:
                 weight_sum.add(logits_CV, hidden_ND[rows] * counts_C1)
-            del logits_CV  # before the next are made
+            del logits_CV  # before the next chunk's logits are allocated
         if kept is not None and hidden_gradient is not None:
             hidden_gradient = hidden_gradient.new_zeros(whole_shape).index_copy_(0, kept, hidden_gradient)
         ctx.save_for_backward(hidden_gradient, weight_sum.total if weight_sum else None)
         ctx.dtypes = hidden_ND.dtype, weight_VD.dtype
-        # an ignored label's loss is of whatever class, so it is chosen away, not multiplied
+        # the loss of an ignored label is arbitrary and may not be finite, so it is replaced, not multiplied by 0
         return torch.where(counts_N, torch.cat(losses), 0.0).sum(dtype=torch.float64)
 
     @staticmethod
@@ -191,10 +191,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _scored(labels_N: Tensor, chunks: Chunks) -> Tensor | None:
-    """The tokens that have a label, at least one token; None where all tokens are to be multiplied.
+    """Indices of the tokens that have a label, at least one index; None: all tokens are multiplied.
 
-    Those are all of them on a GPU, whose host would wait for the number, where the number would compile ``score`` anew,
-    and on fake tensors, which have none.
+    None is also returned on a GPU, whose host would wait for the number of tokens, for a compiled ``score``, which
+    would be compiled again for each number, and for fake tensors, whose number is unknown.
     """
     if labels_N.device.type != "cpu" or type(labels_N) is not Tensor or chunks.score is not score_block:
         return None
@@ -205,7 +205,7 @@ def _scored(labels_N: Tensor, chunks: Chunks) -> Tensor | None:
 def _score(
     logits_CV: Tensor, targets_C: Tensor, chunks: Chunks, with_gradient: bool, gather: Gather | None
 ) -> tuple[list[Tensor], Tensor]:
-    """The token losses of each block, and what takes the place of the logits: with gradients these."""
+    """The token losses of each block, and the logits' memory, which holds their gradients if ``with_gradient``."""
     if len(logits_CV) <= chunks.block_tokens:
         block_losses, gradient = chunks.score(logits_CV, targets_C, with_gradient, gather)
         return [block_losses], logits_CV if gradient is None else gradient
@@ -215,15 +215,15 @@ def _score(
         losses.append(block_losses)
         if gradient is not None:
             logits.copy_(gradient)
-        del gradient  # before the next is made
+        del gradient  # before the next block's gradient is allocated
     return losses, logits_CV
 
 
 class _Product:
-    """The sum over chunks of the weight's gradient, ``(V, D)``: in float32 where the dtype of the weight is narrower.
+    """The sum over chunks of the weight's gradient, ``(V, D)``. It is in float32 if the weight's dtype is narrower.
 
     Args:
-        weight_VD: its shape and dtype.
+        weight_VD: the weight, for its shape and dtype.
         is_rounded: there are several chunks, whose products are rounded before they are added up.
     """
 
@@ -234,7 +234,7 @@ class _Product:
         self.total = torch.empty_like(weight_VD, dtype=wide if self._is_split else narrow)
 
     def add(self, gradient_CV: Tensor, hidden_CD: Tensor) -> None:
-        """The product of a chunk."""
+        """Add the product of a chunk."""
         if not self._is_split:
             self._multiply(gradient_CV, hidden_CD)
             return
@@ -254,18 +254,18 @@ class _Product:
 
 
 def _even(total: int, most: int) -> int:
-    """The largest of the fewest parts of ``total`` that are at most ``most``, all of one size but for the last."""
+    """Size of the parts when ``total`` is cut into the fewest parts of at most ``most``, all equal but the last."""
     parts = max(1, -(-total // max(1, most)))
     return max(1, -(-total // parts))
 
 
 def _scaled(tensor: Tensor | None, dtype: torch.dtype, factor: Tensor) -> Tensor | None:
-    """``tensor`` times a scalar, which would be rounded too in a narrow dtype, rounded to ``dtype`` once."""
+    """``tensor`` times ``factor``, multiplied in wide precision and rounded to ``dtype`` once."""
     if tensor is None:
         return None
     wide = torch.promote_types(tensor.dtype, torch.float32)
     scaled = torch.empty_like(tensor, dtype=dtype)
     size = len(tensor) if tensor.dtype == wide else _even(len(tensor), -(-len(tensor) // PRODUCT_PARTS))
-    for some, out in zip(tensor.split(size), scaled.split(size), strict=True):  # a copy in ``wide`` only of some rows
+    for some, out in zip(tensor.split(size), scaled.split(size), strict=True):  # only some rows are copied to ``wide``
         torch.mul(some.to(wide), factor.to(wide), out=out)
     return scaled

@@ -1,1 +1,1 @@
-"""Models as plain single-device PyTorch, with torch-free facts about them beside. Knows no config section, no mesh."""
+"""Models as plain single-device PyTorch, and their torch-free descriptions. No config section and no mesh is used."""

@@ -1,4 +1,4 @@
-"""``DecoderConfig``: the sizes that a decoder is built from, and what its layers then have. Torch-free."""
+"""``DecoderConfig``: the sizes of a decoder, and the weights of its layers that follow from them. Torch-free."""
 
 import json
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from crius.models.description import Attention, Buffer, FeedForward, Layer, Weig
 from crius.strict_json import load_object
 
 FFN_UNIT = 64
-"""A feed-forward's width that follows from another is rounded up to a multiple of this."""
+"""A feed-forward width that is computed from another width is rounded up to a multiple of this."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,10 +17,10 @@ class RopeScaling:
     """Llama 3.1's stretching of the low rotary frequencies for longer contexts (arXiv:2407.21783 and its code).
 
     Attributes:
-        factor: low frequencies are divided by this.
-        low_freq_factor: wavelengths above ``original_context / low_freq_factor`` tokens are stretched in full.
-        high_freq_factor: wavelengths below ``original_context / high_freq_factor`` tokens stay.
-        original_context: tokens of context the base model was trained with.
+        factor: divisor of the low frequencies.
+        low_freq_factor: wavelengths above ``original_context / low_freq_factor`` tokens are stretched by ``factor``.
+        high_freq_factor: wavelengths below ``original_context / high_freq_factor`` tokens stay unchanged.
+        original_context: context length in tokens that the base model was trained with.
     """
 
     factor: float
@@ -35,20 +35,20 @@ ROPE_SCALING_KEYS = {
     "high_freq_factor": "high_freq_factor",
     "original_max_position_embeddings": "original_context",
 }
-"""The numbers of ``RopeScaling`` as Hugging Face's config.json calls them, and our names."""
+"""Hugging Face's names in config.json of the numbers of ``RopeScaling``, mapped to our names."""
 
 
 def parse_rope_scaling(text: str) -> RopeScaling | None:
-    """What ``model.rope_scaling`` says: ``none``, or JSON as ``rope_scaling_of`` takes it.
+    """Parse ``model.rope_scaling``: ``none``, or JSON as ``rope_scaling_of`` takes it.
 
     Raises:
-        ValueError: says what is wrong with it.
+        ValueError: the text is not valid; the message says why.
     """
     return None if text == "none" else rope_scaling_of(load_object(text.encode()))
 
 
 def rope_scaling_text(scaling: RopeScaling | None) -> str:
-    """What ``parse_rope_scaling`` reads back."""
+    """The text that ``parse_rope_scaling`` parses to ``scaling``."""
     if scaling is None:
         return "none"
     numbers = {key: getattr(scaling, name) for key, name in ROPE_SCALING_KEYS.items()}
@@ -56,16 +56,16 @@ def rope_scaling_text(scaling: RopeScaling | None) -> str:
 
 
 def rope_scaling_of(section: Mapping[str, Any]) -> RopeScaling | None:
-    """What ``rope_scaling`` of a config.json says; None: frequencies stay as they are. Other keys are left alone.
+    """Parse ``rope_scaling`` of a config.json. None: frequencies are not stretched. Unknown keys are ignored.
 
     Raises:
-        ValueError: says what is wrong with it.
+        ValueError: the section is not valid; the message says why.
     """
     kind = section.get("rope_type", section.get("type", "default"))
     if kind == "default":
         return None
     if kind != "llama3":
-        raise ValueError(f"rope_type {json.dumps(kind)[:100]} is not built, only llama3 and default are")
+        raise ValueError(f"rope_type {json.dumps(kind)[:100]} is not supported, only llama3 and default are")
     for key in ROPE_SCALING_KEYS:
         number, kinds = section.get(key), int if key.startswith("original") else int | float
         if not isinstance(number, kinds) or isinstance(number, bool) or not 0 < number < 2**63:
@@ -78,14 +78,14 @@ def rope_scaling_of(section: Mapping[str, Any]) -> RopeScaling | None:
 
 
 def gqa(dim: int, num_heads: int, num_kv_heads: int, head_dim: int, *, head_norms: bool = False) -> Attention:
-    """Grouped-query attention (arXiv:2305.13245) as ``crius.models.layers`` has it.
+    """Weights of grouped-query attention (arXiv:2305.13245), built as in ``crius.models.layers``.
 
     Args:
         dim: width of the residual stream.
         num_heads: query heads.
         num_kv_heads: key/value heads.
         head_dim: width of a head.
-        head_norms: queries and keys are normalised, each head alone, before they are rotated.
+        head_norms: each head's queries and keys are normalised before they are rotated.
     """
     queries, keys = num_heads * head_dim, num_kv_heads * head_dim
     norms = (Weight("q_norm.weight", (head_dim,), "norm"), Weight("k_norm.weight", (head_dim,), "norm"))
@@ -106,7 +106,7 @@ def gqa(dim: int, num_heads: int, num_kv_heads: int, head_dim: int, *, head_norm
 
 
 def feed_forward(dim: int, width: int, *, gated: bool = True) -> FeedForward:
-    """A dense feed-forward as ``crius.models.layers`` has it; without a gate there is no ``w3``."""
+    """Weights of a dense feed-forward, built as in ``crius.models.layers``; without a gate there is no ``w3``."""
     gate = (Weight("w3.weight", (width, dim), "linear"),) if gated else ()
     first = Weight("w1.weight", (width, dim), "linear")
     return FeedForward(
@@ -124,15 +124,15 @@ def routed_feed_forward(
     gated: bool = True,
     biases: bool = False,
 ) -> FeedForward:
-    """A router and experts, of which each token visits some, as ``crius.models.moe`` has them.
+    """Weights of a router and of experts, as in ``crius.models.moe``. Each token visits ``top_k`` experts.
 
     Args:
         dim: width of the residual stream.
         num_experts: routed experts.
-        top_k: those that a token visits.
-        width: hidden width of one of them.
-        shared_width: hidden width of the shared experts together, which all tokens visit; 0: there are none.
-        gated: with a gate (SwiGLU).
+        top_k: routed experts that a token visits.
+        width: hidden width of one routed expert.
+        shared_width: hidden width of all shared experts together, which every token visits; 0: no shared experts.
+        gated: each expert has a gate (SwiGLU).
         biases: the router and the experts have biases.
     """
     weights = [Weight("router.weight", (num_experts, dim), "router")]
@@ -155,9 +155,9 @@ def routed_feed_forward(
 
 
 def decoder_layer(dim: int, attention: Attention, feed_forward: FeedForward, buffers: tuple[Buffer, ...] = ()) -> Layer:
-    """Attention and feed-forward, each behind a norm: the weights of ``crius.models.decoder.Block``, in its order.
+    """Attention and feed-forward, each after a norm: the weights of ``crius.models.decoder.Block``, in its order.
 
-    ``buffers`` are named within the feed-forward.
+    The names of ``buffers`` are relative to the feed-forward.
     """
     return Layer(
         attention=attention,
@@ -174,21 +174,21 @@ def decoder_layer(dim: int, attention: Attention, feed_forward: FeedForward, buf
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """Sizes of one decoder; a model whose layers have other weights overrides ``layer``, or ``layers``, and says which.
+    """Sizes of one decoder. A model whose layers have other weights overrides ``layer`` or ``layers``.
 
     Attributes:
         dim: width of the residual stream.
         num_layers: decoder layers.
         num_heads: query heads.
-        num_kv_heads: key/value heads, which queries share in groups.
+        num_kv_heads: key/value heads. Several query heads share one.
         ffn_dim: hidden width of the feed-forward.
         vocab_size: rows of the embedding and of the output layer.
         head_dim: width of a head; -1: ``dim / num_heads``.
         rope_theta: base of the rotary frequencies.
-        rope_scaling: how they are stretched for longer contexts.
-        norm_eps: added to the mean square in every norm.
+        rope_scaling: how the rotary frequencies are stretched for longer contexts.
+        norm_eps: number added to the mean square in every norm.
         tied_embeddings: the output layer shares the embedding's weight.
-        attention_mask: what a token attends to.
+        attention_mask: tokens that a token attends to: all earlier ones, or the earlier ones of its document.
     """
 
     dim: int
@@ -210,42 +210,42 @@ class DecoderConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """Width of a head that the position turns."""
+        """Leading dims of a head that rotary positions rotate."""
         return self.head_dim
 
     @property
     def ties(self) -> dict[str, str]:
-        """Parameters that are another one: the name each would have, and the name of that one."""
+        """Tied parameters: the name of each, and the name of the parameter whose tensor it shares."""
         return {"output.weight": "tok_embeddings.weight"} if self.tied_embeddings else {}
 
     def layer(self) -> Layer:
-        """What each layer has, where all are alike."""
+        """The description of one layer, where all layers are alike."""
         attention = gqa(self.dim, self.num_heads, self.num_kv_heads, self.head_dim)
         return decoder_layer(self.dim, attention, feed_forward(self.dim, self.ffn_dim))
 
     def layers(self) -> tuple[tuple[int, Layer], ...]:
-        """All layers in order, equal ones that follow each other as one with their number."""
+        """All layers in order, as pairs of count and description; equal neighbours are one pair."""
         return ((self.num_layers, self.layer()),)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoutedConfig(DecoderConfig):
-    """Sizes of a decoder whose layers have experts, but for the first ``num_dense_layers``.
+    """Sizes of a decoder with experts in every layer except the first ``num_dense_layers``.
 
     Attributes:
-        num_experts: routed experts of a layer.
-        top_k: those that a token visits.
-        expert_ffn_dim: hidden width of one of them; ``ffn_dim`` is that of the dense layers.
-        shared_ffn_dim: hidden width of the shared experts together, which all tokens visit; 0: there are none.
+        num_experts: routed experts per layer.
+        top_k: routed experts that a token visits.
+        expert_ffn_dim: hidden width of one routed expert; ``ffn_dim`` is the hidden width of the dense layers.
+        shared_ffn_dim: hidden width of all shared experts together, which every token visits; 0: no shared experts.
         num_dense_layers: leading layers with a dense feed-forward.
-        score: what makes the router's logits weights: a softmax over all experts, or a sigmoid of each.
+        score: function that turns the router's logits into weights: a softmax over all experts, or a sigmoid of each.
         norm_topk: the weights of the chosen experts are divided by their sum.
-        route_scale: the weights are multiplied by this.
-        router_bias: experts are chosen by score plus a bias, which balances their load and never enters the weights
-            (arXiv:2408.15664).
-        num_groups: the experts lie in so many groups of equal size.
-        top_groups: experts are chosen from the best so many groups, each judged by its two best scores (DeepSeek-V3,
-            arXiv:2412.19437).
+        route_scale: factor on the weights.
+        router_bias: experts are chosen by score plus a bias that balances their load. The bias does not change the
+            weights (arXiv:2408.15664).
+        num_groups: number of groups, of equal size, that the experts are divided into.
+        top_groups: number of best groups that experts are chosen from. A group is ranked by the sum of its two best
+            scores (DeepSeek-V3, arXiv:2412.19437).
     """
 
     num_experts: int
@@ -261,7 +261,7 @@ class RoutedConfig(DecoderConfig):
     top_groups: int = 1
 
     def layers(self) -> tuple[tuple[int, Layer], ...]:
-        """The dense layers, then those with experts."""
+        """The dense layers, then the layers with experts."""
         dense = self.layer()
         experts = routed_feed_forward(
             self.dim,
@@ -282,10 +282,10 @@ Config = TypeVar("Config", bound=DecoderConfig)
 
 
 def resized(config: Config, **sizes: Any) -> Config:
-    """``config`` with other sizes; those that hang on a changed one and are not given follow it.
+    """``config`` with other sizes. A size that depends on a changed size, and is not given, is adapted.
 
-    A head that is ``dim / num_heads`` wide stays so, a feed-forward keeps its ratio to ``dim``, and key/value heads
-    keep their ratio to the query heads where it divides them, else there are as many.
+    ``head_dim`` stays ``dim / num_heads`` where it was. Hidden widths keep their ratio to ``dim``. ``num_kv_heads``
+    keeps its ratio to ``num_heads``; where the new number of heads is not divisible, it becomes ``num_heads``.
     """
     changed = dict(sizes)
     dim, heads = sizes.get("dim", config.dim), sizes.get("num_heads", config.num_heads)

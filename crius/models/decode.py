@@ -1,7 +1,7 @@
-"""Continuing sequences, token by token: keys and values of the tokens that were read are kept, not computed again.
+"""Token-by-token generation with a cache: keys and values of tokens that were read are kept, not computed again.
 
-The model's own blocks compute everything. While a batch is continued, each layer's ``CausalAttention`` is replaced by
-one that keeps what it is given; the rest of a block does not notice.
+The model's own blocks do the computation. While a batch is continued, each layer's ``CausalAttention`` is replaced by
+a module that also keeps the keys and values. The rest of the block is unchanged.
 
 B batch, T tokens that are read together, S slots of the cache, N query heads, K key/value heads, H head dim,
 V vocabulary
@@ -24,7 +24,7 @@ from crius.models.layers import CausalAttention
 
 
 class CachedAttention(nn.Module):
-    """Attention of new tokens to themselves and to all earlier ones, whose keys and values it keeps."""
+    """Attention of new tokens to themselves and to all earlier tokens. It keeps the keys and values of all of them."""
 
     def __init__(self, cache: "Cache") -> None:
         super().__init__()
@@ -32,8 +32,8 @@ class CachedAttention(nn.Module):
         self.kept: tuple[Tensor, Tensor] | None = None
 
     def forward(self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, mask: Mask | None) -> Tensor:
-        """``(B, T, N, H)``; the cache has the mask, the one given here knows nothing of earlier tokens."""
-        if self.kept is None:  # as many heads as there are on this rank
+        """``(B, T, N, H)``. ``mask`` is ignored: it does not cover earlier tokens, and the cache has the right one."""
+        if self.kept is None:  # the input has as many heads as this rank holds
             slots = self.cache.capacity
             self.kept = (
                 k_BTKH.new_empty(k_BTKH.shape[0], slots, *k_BTKH.shape[2:]),
@@ -47,19 +47,19 @@ class CachedAttention(nn.Module):
 
 
 class Cache:
-    """The tokens that were read, and how more are read.
+    """The tokens that were read, and the method ``read`` that reads more.
 
-    Sequences of different lengths end in the same slot: the shorter ones begin with padding, which no token sees.
+    Sequences of different lengths end in the same slot. Shorter sequences start with padding, which no token sees.
 
     Args:
         model: the decoder.
-        capacity: slots.
-        first_B: the slot of each sequence's first token; None where none has padding.
-        unit: tokens are read in multiples of so many. Tensor parallelism splits them over its ranks.
+        capacity: number of slots.
+        first_B: slot of each sequence's first token; None: no sequence has padding.
+        unit: tokens are read in multiples of this number. Tensor parallelism splits them over its ranks.
 
     Attributes:
-        length: slots that are filled.
-        mask: of the tokens that are being read, as ``cached_attention`` takes it.
+        length: number of filled slots.
+        mask: attention mask of the tokens that are being read, as ``cached_attention`` takes it.
     """
 
     def __init__(self, model: Decoder, capacity: int, first_B: Tensor | None = None, unit: int = 1) -> None:
@@ -69,9 +69,9 @@ class Cache:
         self._model, self._first_B, self._unit = model, first_B, unit
 
     def read(self, tokens_BT: Tensor) -> Tensor:
-        """Logits ``(B, V)`` of what follows the last of ``tokens_BT``."""
+        """Logits ``(B, V)`` of the token after the last of ``tokens_BT``."""
         count = tokens_BT.shape[1]
-        read_BT = F.pad(tokens_BT, (0, -count % self._unit))  # into slots that the next tokens take
+        read_BT = F.pad(tokens_BT, (0, -count % self._unit))  # the next tokens overwrite the slots of this padding
         slots_T = torch.arange(self.length, self.length + read_BT.shape[1], device=tokens_BT.device)
         positions_BT = slots_T[None]
         if self._first_B is not None:
@@ -88,7 +88,7 @@ class Cache:
             return None
         places_S = torch.arange(self.length + len(slots_T), device=slots_T.device)
         sees_BTS = (places_S <= slots_T[:, None])[None]
-        if first_B is not None:  # padding sees itself: a softmax over nothing is not a number
+        if first_B is not None:  # padding sees itself: a softmax over no key would be NaN
             sees_BTS = sees_BTS & (places_S >= first_B[:, None, None]) | (places_S == slots_T[:, None])
         return sees_BTS[:, None]
 
@@ -101,21 +101,21 @@ class Cache:
         *,
         place: int,
     ) -> Tensor:
-        """Logits ``(B, V)`` of one token; arguments as an ``Output`` layer gives them."""
+        """Logits ``(B, V)`` of the token at ``place``; the other arguments are as an ``Output`` layer passes them."""
         logits_BV = linear(hidden_BTD[:, place], weight_VD)
         if gather is None:
             return logits_BV
         num_rows = self._model.config.vocab_size
-        most = -(-num_rows // self._unit)  # the last ranks may have fewer
+        most = -(-num_rows // self._unit)  # the last ranks may have fewer rows
         return gather(F.pad(logits_BV, (0, most - logits_BV.shape[1]))).movedim(0, 1).flatten(1)[:, :num_rows]
 
 
 @contextmanager
 def cached(model: Decoder, capacity: int, first_B: Tensor | None = None, unit: int = 1) -> Iterator[Cache]:
-    """A cache for ``model`` while the context is open; arguments as ``Cache`` takes them.
+    """Give ``model`` a cache while the context is open; arguments as in ``Cache``.
 
     Raises:
-        PlanError: a layer attends in a way of its own.
+        PlanError: a layer does not attend by ``CausalAttention``.
     """
     cache = Cache(model, capacity, first_B, unit)
     owners = [
@@ -127,8 +127,8 @@ def cached(model: Decoder, capacity: int, first_B: Tensor | None = None, unit: i
     if len(owners) != len(model.layers):
         raise PlanError(
             f"{len(owners)} of {len(model.layers)} layers have a crius.models.layers.CausalAttention.",
-            why="generation keeps keys and values in its place",
-            fix="build the block's attention on it: docs/adding_a_model.md",
+            why="generation replaces this module by one that keeps keys and values",
+            fix="use this module in the block's attention: docs/adding_a_model.md",
         )
     try:
         for owner, name, _ in owners:
@@ -140,7 +140,7 @@ def cached(model: Decoder, capacity: int, first_B: Tensor | None = None, unit: i
 
 
 class Step(NamedTuple):
-    """One more token of each sequence, and the logarithm of its probability at temperature 1, without any cut."""
+    """The next token of each sequence, and its log-probability at temperature 1 without ``top_k`` or ``top_p``."""
 
     ids_B: Tensor
     log_probs_B: Tensor
@@ -156,15 +156,15 @@ def generate(
     num_ids: int | None = None,
     unit: int = 1,
 ) -> Iterator[Step]:
-    """Continue ``prompts`` together, until ``max_new_tokens`` or until nobody asks for more.
+    """Continue ``prompts`` together, until ``max_new_tokens`` is reached or the caller stops the iteration.
 
     Args:
         model: the decoder, whole or this rank's part of it.
-        prompts: token ids of each, at least one.
-        pick: from logits ``(B, V)`` to ids ``(B,)``, such as ``argmax`` or a ``sample``.
-        max_new_tokens: at most.
-        num_ids: ids that have a text; a model may have more rows. None: all rows.
-        unit: see ``Cache``.
+        prompts: token ids of each prompt, at least one per prompt.
+        pick: function from logits ``(B, V)`` to ids ``(B,)``, such as ``argmax`` or ``sample``.
+        max_new_tokens: most tokens that are generated per sequence.
+        num_ids: number of ids that the tokenizer has a text for; the model may have more rows. None: all rows.
+        unit: as in ``Cache``.
     """
     device = model.tok_embeddings.weight.device
     longest = max(map(len, prompts))
@@ -181,14 +181,14 @@ def generate(
 
 
 def sample(logits_BV: Tensor, uniform_B: Tensor, *, temperature: float, top_k: int = 0, top_p: float = 1.0) -> Tensor:
-    """Ids ``(B,)`` by the probabilities that ``logits_BV`` become.
+    """Draw ids ``(B,)`` from the probabilities that ``logits_BV`` stand for.
 
     Args:
-        logits_BV: of the next token.
+        logits_BV: logits of the next token.
         uniform_B: a random number from [0, 1) for each row.
-        temperature: divides the logits; 0 takes the largest.
-        top_k: keep so many of the most probable ids; 0 keeps all.
-        top_p: keep the fewest most probable ids whose probabilities sum to this, of those that ``top_k`` kept.
+        temperature: divisor of the logits; 0 takes the largest.
+        top_k: number of most probable ids that are kept; 0 keeps all.
+        top_p: of the ids that ``top_k`` kept, the fewest most probable ids whose probabilities sum to this are kept.
     """
     if temperature == 0:
         return logits_BV.argmax(-1)

@@ -1,28 +1,28 @@
 """``Decoder``: embedding, layers, norm, output layer and loss, the contract that every layout relies on.
 
-What parallelism, checkpoints and the planner take for granted, and ``check_decoder`` checks in one go:
+Parallelism, checkpoints and the planner rely on these rules. ``check_decoder`` checks them together.
 
-- Its children are ``tok_embeddings``, ``layers``, ``norm``, ``output`` and ``loss``, in the order of the forward; a
-  model writes the block of ``layers`` and nothing else. ``layers`` is a dict by number, so that a pipeline stage, which
-  has some of them, keeps their names. A child that is in another stage is an ``nn.Identity``: the forward takes token
-  ids where the embedding is and the hidden state ``(B, T, D)`` elsewhere.
-- A block is called with the hidden state, cos and sin of the rotary angles, and the mask, and returns ``(B, T, D)``. It
-  is built as ``Block(config, index)``, sees one device, and takes the number of its heads from the tensors it is given,
-  since tensor parallelism leaves it some of them.
-- Parameters are those of the description, by name, shape and order. Linear layers are
-  ``crius.models.layers.Linear``, without a bias; every parameter is in one FSDP unit and, where a plan has
-  tensor-parallel rows, in one of those.
-- ``ties`` names the parameters that are another one. A stage that has only such a module has a copy of the weight, and
-  ``crius.parallel.pipeline`` keeps the two equal.
-- Buffers are those of the description, by name, shape and dtype, each whole on every rank that has its layer. No block
-  changes one in its forward. A persistent one is state. One with ``persistent=False`` counts: int64, 0 at the start of
-  each step. A block with counters returns a tuple: behind the hidden state, for each counter in order, what it sees of
-  its part of the tokens, of which no other rank has the same, and the decoder adds it, outside of what is compiled or
-  recomputed. What is validated or computed twice to compare is not counted.
-- A block, or a module in it, may have ``after_update()``. It is called after each update of the weights on every rank
-  that has the module, without gradients, when its counters are the sums over all ranks; of these and of its state it
-  makes the new state, alike on every rank. Weights are shards there. A step whose update is left out changes nothing.
-- The loss is a sum over tokens: the step divides by their global number.
+- The children of a decoder are ``tok_embeddings``, ``layers``, ``norm``, ``output`` and ``loss``, in the order of the
+  forward. A model supplies only the block of ``layers``. ``layers`` is a dict by number, so that a pipeline stage,
+  which holds some layers, keeps their names. A child that belongs to another stage is an ``nn.Identity``: the forward
+  takes token ids where the stage has the embedding, else the hidden state ``(B, T, D)``.
+- A block is built as ``Block(config, index)``. It is called with the hidden state, cos and sin of the rotary angles,
+  and the mask, and returns ``(B, T, D)``. It sees one device. It takes the number of heads from its input tensors,
+  since tensor parallelism gives each rank only some of the heads.
+- Parameters match the description in name, shape and order. Linear layers are ``crius.models.layers.Linear``, without a
+  bias. Every parameter is in exactly one FSDP unit and, where a plan has tensor-parallel rows, in one such row.
+- ``ties`` names the tied parameters. A stage that holds only one module of a tied pair has a copy of the weight, and
+  ``crius.parallel.pipeline`` keeps the two copies equal.
+- Buffers match the description in name, shape and dtype. Every rank that has the layer has the whole buffer. No block
+  changes a buffer in its forward. A persistent buffer is state. A buffer with ``persistent=False`` is a counter: int64,
+  0 at the start of each step. A block with counters returns a tuple: the hidden state, then for each counter in order
+  the increment from its part of the tokens. No two ranks count the same tokens. The decoder adds the increments
+  outside of compiled and recomputed code. Validation, and tokens computed twice for comparison, are not counted.
+- A block, or a module in it, may define ``after_update()``. Every rank that has the module calls it after each update
+  of the weights, without gradients, when its counters are already summed over all ranks. It computes the new state
+  from the counters and the old state, the same on every rank. Weights are shards at that time. A step whose update is
+  skipped changes no state.
+- The loss is a sum over tokens. The step divides it by the global number of tokens.
 
 B batch, T tokens, D model dim, H head dim, V vocabulary
 """
@@ -54,7 +54,7 @@ from crius.named import is_persistent
 
 
 class Block(nn.Module):
-    """One decoder layer: attention and feed-forward, each behind an RMSNorm and beside a residual."""
+    """One decoder layer: attention and feed-forward, each after an RMSNorm and with a residual connection."""
 
     def __init__(self, config: DecoderConfig, index: int) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Block(nn.Module):
 
 
 def counted(block: nn.Module, result: Tensor | tuple[Tensor, ...]) -> Tensor:
-    """The hidden state of what ``block`` returned; what it counted is added to its counters."""
+    """The hidden state in the result of ``block``. The counts in the result are added to the counters of ``block``."""
     if isinstance(result, Tensor):
         return result
     h_BTD, *seen = result
@@ -91,10 +91,10 @@ def counted(block: nn.Module, result: Tensor | tuple[Tensor, ...]) -> Tensor:
 
 
 class Decoder(nn.Module):
-    """The decoder. Building it allocates shapes only; ``crius.parallel.init`` says how the weights start.
+    """The decoder. Building it allocates shapes only; ``crius.parallel.init`` sets the weights.
 
     Args:
-        config: its sizes.
+        config: sizes of the decoder.
         block: class of a layer.
     """
 
@@ -123,17 +123,17 @@ class Decoder(nn.Module):
 
         Args:
             tokens_BT: token ids.
-            positions_BT: position of each token, which turns the rotary angles; None counts from the start of the
-                sequence. Under the ``document`` attention mask a 0 starts a document.
-            labels_BT: what to predict from each token; ``IGNORE_INDEX`` where nothing is.
-            ends_BM: where the documents of each row end; None: they are found by ``positions_BT``.
+            positions_BT: position of each token, from which its rotary angles follow; None counts from the start of
+                the sequence. Under the ``document`` attention mask, position 0 starts a document.
+            labels_BT: label of each token; ``IGNORE_INDEX`` where the token has no label.
+            ends_BM: ends of the documents of each row; None: they follow from ``positions_BT``.
         """
         h_BTD = self.hidden(tokens_BT, positions_BT, ends_BM)
         result: Tensor = self.output(h_BTD) if labels_BT is None else self.loss(h_BTD, labels_BT, self.output)
         return result
 
     def hidden(self, tokens_BT: Tensor, positions_BT: Tensor | None = None, ends_BM: Tensor | None = None) -> Tensor:
-        """What the output layer reads, ``(B, T, D)``; arguments as ``forward`` takes them."""
+        """Input of the output layer, ``(B, T, D)``; arguments as in ``forward``."""
         if positions_BT is None:
             positions_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)[None]
         mask = self.document_mask(positions_BT, ends_BM) if self.config.attention_mask == "document" else None
@@ -145,17 +145,17 @@ class Decoder(nn.Module):
         return y
 
     def frequencies(self, device: torch.device) -> Tensor:
-        """Rotary frequencies in radians a token, float64 ``(H / 2,)``."""
+        """Rotary frequencies in radians per token, float64 ``(H / 2,)``."""
         plain = rotary_frequencies(self.config.rotary_dim, self.config.rope_theta, device)
         scaling = self.config.rope_scaling
         return stretched_frequencies(plain, **asdict(scaling)) if scaling else plain
 
 
 def check_decoder(decoder: nn.Module, model: ModelDescription) -> None:
-    """Hold a built decoder against its description, its plan and the contract above.
+    """Check a built decoder against its description, its sharding plan and the rules at the top of this file.
 
     Raises:
-        PlanError: everything that does not fit, each by its name.
+        PlanError: names every mismatch and every broken rule.
     """
     problems = [*_differences(decoder, model), *_broken_rules(decoder)]
     problems += model.plan.gaps(
@@ -163,9 +163,9 @@ def check_decoder(decoder: nn.Module, model: ModelDescription) -> None:
     )
     if problems:
         raise PlanError(
-            f"{model.name} is not as it is described:" + "".join(f"\n  - {problem}" for problem in problems),
+            f"{model.name} does not match its description:" + "".join(f"\n  - {problem}" for problem in problems),
             why="checkpoints, every layout and the planner rely on the description",
-            fix="mend the config's layer(), the plan, or the block: docs/adding_a_model.md",
+            fix="correct the config's layer(), the plan, or the block: docs/adding_a_model.md",
         )
 
 
@@ -175,7 +175,7 @@ def _differences(decoder: nn.Module, model: ModelDescription) -> Iterator[str]:
     yield from _compared(built, told, "parameter", "weight")
     if built.keys() == told.keys() and list(built) != list(told):
         name = next(name for name, other in zip(built, told, strict=True) if name != other)
-        yield f"parameter {name} stands elsewhere in the description"
+        yield f"parameter {name} has another position in the description"
     buffers = {
         name: _told(tuple(buffer.shape), str(buffer.dtype).removeprefix("torch."), is_persistent(decoder, name))
         for name, buffer in decoder.named_buffers()
@@ -201,11 +201,11 @@ def _told(shape: tuple[int, ...], dtype: str, persistent: bool) -> str:
 def _broken_rules(decoder: nn.Module) -> Iterator[str]:
     for name, module in decoder.named_modules():
         if isinstance(module, nn.Linear) and type(module) not in (Linear, Output):
-            yield f"{name} is a {type(module).__name__}, not crius.models.layers.Linear, which kernels replace"
+            yield f"{name} is a {type(module).__name__}, not crius.models.layers.Linear, the class that kernels replace"
         if isinstance(module, nn.Linear) and module.bias is not None:
-            yield f"{name} has a bias, which no kernel and no tensor-parallel style adds"
+            yield f"{name} has a bias, which kernels and tensor-parallel styles do not add"
         if isinstance(module, nn.modules.dropout._DropoutNd):
-            yield f"{name} is a dropout, whose numbers would depend on the layout"
+            yield f"{name} is a dropout, whose random numbers would depend on the layout"
     for name, buffer in decoder.named_buffers():
         if not is_persistent(decoder, name) and buffer.dtype != torch.int64:
-            yield f"{name} counts in {buffer.dtype}, whose sums depend on the layout; those of torch.int64 do not"
+            yield f"{name} is a counter of {buffer.dtype}, whose sums depend on the layout; use torch.int64"

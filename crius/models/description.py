@@ -1,7 +1,7 @@
-"""``ModelDescription``: what a model is, said once and without torch.
+"""``ModelDescription``: a model without torch, as its weights in order and the widths of its layers.
 
-Its weights in order and the widths of its layers. Counts, FLOPs, pipeline modules, linear layers, how weights start,
-and the planner's memory and matmuls all derive from it; ``crius.models.decoder`` holds a built model against it.
+Counts, FLOPs, pipeline modules, linear layers, initial weights, and the planner's memory and matmuls derive from it.
+``crius.models.decoder.check_decoder`` checks a built model against it.
 """
 
 from collections.abc import Iterator
@@ -16,20 +16,20 @@ from crius.models.plan import ShardingPlan
 Kind = Literal["embedding", "norm", "linear", "router", "expert", "output", "bias", "adapter"]
 
 MATMULS = ("linear", "router", "expert", "output")
-"""Kinds of weights that a token is multiplied with."""
+"""Kinds of weights that take part in a matmul with each token."""
 
 
 class Buffer(NamedTuple):
-    """One tensor that no gradient trains: state that a layer's ``after_update`` changes, or a counter of a step.
+    """One tensor without a gradient: state that a layer's ``after_update`` changes, or a counter of a step.
 
-    Every rank that has the layer has all of it, and it keeps its dtype whatever the weights are trained in.
+    Every rank that has the layer has the whole buffer. Its dtype does not depend on the training precision.
 
     Attributes:
-        name: its dotted name, within what lists it.
-        shape: of it.
-        dtype: as torch names it; of a counter ``int64``, whose sums are the same in any order.
-        value: what each of its numbers is at the start.
-        persistent: it is state, in every checkpoint; else a counter, which starts each step at 0.
+        name: dotted name within the layer or model that lists it.
+        shape: shape of the buffer.
+        dtype: torch's name of the dtype; ``int64`` for a counter, since sums of int64 do not depend on the order.
+        value: initial value of every element.
+        persistent: True: state, saved in every checkpoint. False: a counter, which starts each step at 0.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Buffer(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Numbers in it."""
+        """Number of elements."""
         return prod(self.shape)
 
 
@@ -48,11 +48,11 @@ class Weight(NamedTuple):
     """One trained tensor.
 
     Attributes:
-        name: its dotted name, within what lists it.
-        shape: ``(out, in)`` of a matrix, with the experts in front where a layer has many.
-        kind: what it does.
-        unit: the pipeline module it belongs to, such as ``layers.3``; empty within a layer.
-        to_residual: its result is added to the residual stream, so it starts smaller the more layers there are.
+        name: dotted name within the layer or model that lists it.
+        shape: ``(out, in)`` of a matrix; ``(experts, out, in)`` of the stacked matrices of experts.
+        kind: role of the weight in the model.
+        unit: pipeline module that holds it, such as ``layers.3``; empty within a layer.
+        to_residual: its result is added to the residual stream, so its initial values shrink with the layer count.
     """
 
     name: str
@@ -63,16 +63,16 @@ class Weight(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Numbers in it."""
+        """Number of elements."""
         return prod(self.shape)
 
     @property
     def is_routed(self) -> bool:
-        """It has a part for each expert of a layer, of which a token visits some."""
+        """Whether the first dim is the experts of a layer, so that a token uses only a part of the weight."""
         return self.kind == "expert" or (self.kind == "bias" and len(self.shape) == 2)
 
     def within(self, place: str, unit: str = "") -> "Weight":
-        """The same weight, named from outside the module ``place``."""
+        """The same weight with a name relative to the parent of the module ``place``."""
         return self._replace(name=f"{place}.{self.name}", unit=unit)
 
 
@@ -85,8 +85,8 @@ class Attention:
         num_kv_heads: key/value heads.
         head_dim: width of a query and a key.
         value_dim: width of a value.
-        rotary_dim: of ``head_dim``, what the position turns.
-        weights: named within the attention module, in its order.
+        rotary_dim: leading dims of a head that rotary positions rotate.
+        weights: weights of the attention module, in its order, with names relative to it.
     """
 
     num_heads: int
@@ -98,7 +98,7 @@ class Attention:
 
     @property
     def has_head_norms(self) -> bool:
-        """Queries and keys are normalised, each head alone."""
+        """Whether queries and keys are normalised, each head alone."""
         return any(weight.kind == "norm" and weight.shape == (self.head_dim,) for weight in self.weights)
 
 
@@ -107,12 +107,12 @@ class FeedForward:
     """Widths of a layer's feed-forward.
 
     Attributes:
-        width: hidden width for every token: of a dense one, or of the shared experts together.
-        gated: with a gate (SwiGLU), so that a part has three matrices and not two.
-        num_experts: routed experts; 0: it is dense.
+        width: hidden width for every token, of a dense layer or of all shared experts together.
+        gated: with a gate (SwiGLU): three matrices; without: two.
+        num_experts: routed experts; 0: the layer is dense.
         top_k: routed experts that a token visits.
         expert_width: hidden width of one routed expert.
-        weights: named within the feed-forward module, in its order.
+        weights: weights of the feed-forward module, in its order, with names relative to it.
     """
 
     width: int
@@ -128,10 +128,10 @@ class Layer:
     """One decoder layer.
 
     Attributes:
-        attention: its widths.
-        feed_forward: its widths.
-        weights: all of the layer's, named within it, in its order.
-        buffers: likewise.
+        attention: widths of the attention.
+        feed_forward: widths of the feed-forward.
+        weights: all weights of the layer, in its order, with names relative to it.
+        buffers: all buffers of the layer, likewise.
     """
 
     attention: Attention
@@ -141,21 +141,21 @@ class Layer:
 
     @cached_property
     def num_parameters(self) -> int:
-        """Trained numbers."""
+        """Number of trained elements."""
         return sum(weight.numel for weight in self.weights)
 
     @cached_property
     def num_active_parameters(self) -> int:
-        """Those that compute one token: of the routed experts the visited ones."""
+        """Parameters that compute one token: of the routed experts, only the visited ones."""
         return sum(self._active(weight) for weight in self.weights)
 
     @cached_property
     def matmul_parameters(self) -> int:
-        """Those that a token is multiplied with."""
+        """Active parameters that take part in a matmul with each token."""
         return sum(self._active(weight) for weight in self.weights if weight.kind in MATMULS)
 
     def flops_per_token(self, mean_visible_context: float) -> float:
-        """Of forward and backward: PaLM (arXiv:2204.02311), appendix B, but causal."""
+        """Model FLOPs of forward and backward (PaLM, arXiv:2204.02311, appendix B, with causal attention)."""
         attention = self.attention
         width = attention.num_heads * (attention.head_dim + attention.value_dim)
         return 6 * self.matmul_parameters + 6 * width * mean_visible_context
@@ -171,10 +171,10 @@ class ModuleFacts:
     """One module that a pipeline stage can hold.
 
     Attributes:
-        name: as in the model.
-        parameters: its trained numbers; a tied weight counts in the first module that has it, but in a pipeline in
-            both, for each has a copy.
-        flops_per_token: of its forward and backward, recompute not counted.
+        name: name in the model.
+        parameters: number of trained elements. A tied weight counts in the first module that has it; in a pipeline it
+            counts in both, since each has a copy.
+        flops_per_token: FLOPs of forward and backward, without recompute.
     """
 
     name: str
@@ -188,12 +188,12 @@ class ModelDescription:
 
     Attributes:
         name: architecture and flavor, for tables.
-        config: the sizes that its modules are built from (``crius.models.config.DecoderConfig``).
-        plan: how it is laid out on a mesh.
-        block: dotted path and class of a layer's module, imported only to build it, or the class; empty: Crius does not
-            train this model yet.
-        layers: every layer in order, equal ones that follow each other counted.
-        published_parameters: the publisher's count, if sizes do not give it. adapted: layers with adapters, or none.
+        config: sizes that its modules are built from (``crius.models.config.DecoderConfig``).
+        plan: sharding plan.
+        block: class of a layer's module, or its dotted path and name, which is imported only to build it. Empty: Crius
+            cannot train this model yet.
+        layers: every layer in order, as pairs of count and description.
+        published_parameters: the publisher's count, if sizes do not give it. adapted: layers with adapters, or None.
     """
 
     name: str
@@ -214,7 +214,7 @@ class ModelDescription:
     def _key(self) -> tuple[Any, ...]:
         return self.name, self.config, self.layers, self.published_parameters, self.adapted
 
-    @cached_property  # the planner asks it of one model thousands of times
+    @cached_property  # the planner hashes one model thousands of times
     def _hash(self) -> int:
         return hash((self.name, self.config, self.published_parameters, self.adapted))
 
@@ -225,7 +225,7 @@ class ModelDescription:
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the embedding."""
+        """Rows of the embedding, which is the number of token ids."""
         return int(self.config.vocab_size)
 
     @property
@@ -245,18 +245,18 @@ class ModelDescription:
 
     @property
     def ffn_dim(self) -> int:
-        """Hidden width of a feed-forward; of experts that of one."""
+        """Hidden width of a feed-forward; with experts, the hidden width of one routed expert."""
         feed_forward = self.layers[-1][1].feed_forward
         return feed_forward.expert_width or feed_forward.width
 
     @property
     def attention(self) -> Attention:
-        """Widths of attention, which all layers share."""
+        """Widths of attention, which are the same in all layers."""
         return self.layers[0][1].attention
 
     @property
     def num_experts(self) -> int:
-        """Routed experts of a layer; 0: a dense model."""
+        """Routed experts per layer; 0: a dense model."""
         return self.layers[-1][1].feed_forward.num_experts
 
     @property
@@ -266,7 +266,7 @@ class ModelDescription:
 
     @property
     def is_routed(self) -> bool:
-        """Tokens choose some of the experts, and are brought to them."""
+        """Whether each token visits only some of the experts, so that tokens must be dispatched."""
         return self.top_k < self.num_experts
 
     @cached_property
@@ -276,12 +276,12 @@ class ModelDescription:
 
     @cached_property
     def dense(self) -> tuple[int, Layer | None]:
-        """How many layers have a dense feed-forward, and the first of them."""
+        """Number of layers with a dense feed-forward, and the first of them."""
         return self._with(experts=False)
 
     @cached_property
     def experts(self) -> tuple[int, Layer | None]:
-        """How many layers have routed experts, and the first of them."""
+        """Number of layers with routed experts, and the first of them."""
         return self._with(experts=True)
 
     def _with(self, *, experts: bool) -> tuple[int, Layer | None]:
@@ -290,7 +290,7 @@ class ModelDescription:
 
     @cached_property
     def weights(self) -> tuple[Weight, ...]:
-        """Every trained weight in the model's order; a tied one once, under its first name."""
+        """Every trained weight in the model's order. A tied weight is listed once, under its first name."""
         return tuple(self._weights())
 
     def _weights(self) -> Iterator[Weight]:
@@ -298,7 +298,7 @@ class ModelDescription:
         yield Weight("tok_embeddings.weight", vocabulary, "embedding", "tok_embeddings")
         index = 0
         for count, layer in self.layers:
-            for index in range(index, index + count):  # noqa: B020 - goes on where the last run ended
+            for index in range(index, index + count):  # noqa: B020 - continues after the previous group of layers
                 unit = f"layers.{index}"
                 yield from (weight.within(unit, unit) for weight in layer.weights)
             index += 1
@@ -308,18 +308,18 @@ class ModelDescription:
 
     @cached_property
     def adapters(self) -> tuple[Weight, ...]:
-        """Both factors of the adapter of each adapted layer, named within the model."""
+        """Both factors of the adapter of each adapted layer, with names relative to the model."""
         parts = self.adapted.parts(self.linears) if self.adapted else ()
         return tuple(Weight(name, shape, "adapter", unit) for name, shape, unit in parts)
 
     @property
     def trained(self) -> tuple[Weight, ...]:
-        """What the optimizer updates: the adapters where there are any, else all weights."""
+        """Weights that the optimizer updates: the adapters if there are any, else all weights."""
         return self.adapters or self.weights
 
     @cached_property
     def num_trained(self) -> int:
-        """Numbers that the optimizer updates."""
+        """Number of elements that the optimizer updates."""
         return sum(weight.numel for weight in self.adapters) if self.adapted else self.num_parameters
 
     @cached_property
@@ -334,33 +334,33 @@ class ModelDescription:
 
     @cached_property
     def state_names(self) -> list[str]:
-        """Names of all that training changes: of the parameters, then of the buffers that are state."""
+        """Names of all tensors that training changes: the parameters, then the persistent buffers."""
         buffers = [buffer.name for buffer in self.buffers if buffer.persistent]
         return [*(weight.name for weight in self.trained), *buffers]
 
     @cached_property
     def num_parameters(self) -> int:
-        """All numbers of the weights, a tied weight once."""
+        """Number of elements of all weights; a tied weight counts once."""
         layers = sum(count * layer.num_parameters for count, layer in self.layers)
         return layers + self.dim + self.vocab_size * self.dim * (1 if self.tied_embeddings else 2)
 
     @cached_property
     def num_active_parameters(self) -> int:
-        """Those that compute one token: all but the routed experts that it does not visit."""
+        """Parameters that compute one token: all except the routed experts that it does not visit."""
         return self.num_parameters - sum(
             n * (layer.num_parameters - layer.num_active_parameters) for n, layer in self.layers
         )
 
     @cached_property
     def matmul_parameters(self) -> int:
-        """Weights that a token is multiplied with: with the output layer, without the embedding lookup."""
+        """Parameters in matmuls with each token: the output layer counts, the embedding lookup does not."""
         return sum(n * layer.matmul_parameters for n, layer in self.layers) + self.vocab_size * self.dim
 
     def flops_per_token(self, mean_visible_context: float) -> float:
-        """Model FLOPs of one token's forward and backward, recompute not counted; a frozen weight takes 4, not 6.
+        """Model FLOPs per token of forward and backward, without recompute: 6 per weight, 4 per frozen weight.
 
         Args:
-            mean_visible_context: tokens that a token attends to, on average; ``(T + 1) / 2`` for causal attention.
+            mean_visible_context: mean number of tokens that a token attends to; ``(T + 1) / 2`` for causal attention.
         """
         layers = sum(n * layer.flops_per_token(mean_visible_context) for n, layer in self.layers)
         frozen = 2 * self.matmul_parameters - 6 * self.num_trained if self.adapted else 0
@@ -380,11 +380,11 @@ class ModelDescription:
         return shapes | {"output": (self.vocab_size, self.dim)}  # type: ignore[return-value]
 
     def modules(self, mean_visible_context: float, *, is_cut: bool = False) -> list[ModuleFacts]:
-        """The modules between which a pipeline can be cut, in forward order, with parameters and FLOPs.
+        """The modules that a pipeline can be cut between, in forward order, with parameters and FLOPs.
 
         Args:
-            mean_visible_context: tokens that a token attends to, on average.
-            is_cut: there is a pipeline.
+            mean_visible_context: mean number of tokens that a token attends to.
+            is_cut: whether the run has a pipeline.
         """
         is_shared = self.tied_embeddings and not is_cut
         vocabulary = self.vocab_size * self.dim

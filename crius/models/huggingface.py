@@ -1,4 +1,4 @@
-"""A ``config.json`` of Hugging Face as the sizes of a model that Crius has. Torch-free; nothing of it is executed."""
+"""Conversion of a Hugging Face ``config.json`` to the sizes of a Crius model. Torch-free; no code of it is executed."""
 
 import json
 import re
@@ -22,11 +22,11 @@ class Size(NamedTuple):
     """One number of a config.json.
 
     Attributes:
-        key: theirs.
-        field: ours.
-        kind: what it has to be.
-        has_default: transformers has a default for a file that leaves it out.
-        other: what other versions of transformers call it; either is read.
+        key: Hugging Face's name.
+        field: our name.
+        kind: type that the value must have.
+        has_default: transformers has a default for a file without this key.
+        other: name of the key in other versions of transformers; both names are read.
     """
 
     key: str
@@ -48,7 +48,7 @@ _SIZES = (
     Size("rope_theta", "rope_theta", float, True),
     Size("tie_word_embeddings", "tied_embeddings", bool, True),
 )
-# Keys that change what is computed, and the values that mean what our decoders compute.
+# Keys that change the computation, with the values for which our decoders compute the same.
 _COMPUTES: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish", None),
     "attention_bias": (False, None),
@@ -57,24 +57,24 @@ _COMPUTES: dict[str, tuple[Any, ...]] = {
     "use_sliding_window": (False, None),
     "partial_rotary_factor": (1, None),
 }
-_OF_ROPE = ("partial_rotary_factor",)  # left out of what is written: transformers moves it into rope_parameters
+_OF_ROPE = ("partial_rotary_factor",)  # not written: transformers moves it into rope_parameters
 _ROW = "#"
 
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFace:
-    """What Hugging Face's transformers calls an architecture.
+    """Names and keys of an architecture in Hugging Face's transformers.
 
     Attributes:
-        model_type: in its config.json.
-        architecture: its class.
-        names: our parameter name patterns to theirs; ``*`` is the layer number. ``#`` in theirs is the row of dim 0 of
-            ours, which they have as a tensor of its own, such as each of the experts.
-        sizes: numbers of its config.json that not every model has.
-        computes: keys of its config.json, beside those of every model, that change what is computed, and the values
-            that mean what we compute; the first of them is written. None: transformers takes it so without the key.
-        defaults: our fields that a config.json may leave out, with the values of their configuration class. Key/value
-            heads are as many as query heads, and a head ``dim / num_heads`` wide, unless this says otherwise.
+        model_type: ``model_type`` in its config.json.
+        architecture: name of its class.
+        names: our parameter name patterns, mapped to Hugging Face's. ``*`` is the layer number. ``#`` in Hugging Face's
+            name is the row of dim 0 of our parameter: Hugging Face stores each row, such as one expert, as a tensor.
+        sizes: numbers of its config.json that only some models have.
+        computes: more keys of its config.json that change the computation, with the values for which we compute the
+            same. We write the first value. None in the values: transformers behaves so without the key.
+        defaults: our fields that a config.json may omit, with the defaults of the transformers class. Without an entry
+            here, ``num_kv_heads`` is ``num_heads`` and ``head_dim`` is ``dim / num_heads``.
     """
 
     model_type: str
@@ -86,11 +86,11 @@ class HuggingFace:
 
     @property
     def splits_rows(self) -> bool:
-        """They have the rows of a parameter of ours as tensors of their own."""
+        """Whether Hugging Face stores the rows of some parameter of ours as separate tensors."""
         return any(_ROW in theirs for theirs in self.names.values())
 
     def translated(self, name: str) -> str:
-        """Their name of our parameter ``name``; with ``#`` those of its rows, see ``rows_of``."""
+        """Hugging Face's name of our parameter ``name``; with ``#`` for the row, see ``rows_of``."""
         number = re.search(r"\.(\d+)\.", name)
         if number is None:
             return self.names[name]
@@ -99,11 +99,11 @@ class HuggingFace:
 
 
 def rows_of(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """The tensors that ``name`` stands for, of ``HuggingFace.translated``, and their shapes.
+    """The Hugging Face tensors that ``name``, from ``HuggingFace.translated``, stands for, and their shapes.
 
     Args:
-        name: theirs.
-        shape: of our parameter.
+        name: Hugging Face's name, with or without ``#``.
+        shape: shape of our parameter.
     """
     if _ROW not in name:
         return {name: shape}
@@ -113,26 +113,26 @@ def rows_of(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
 def read_model_settings(
     path: str, families: Mapping[str, HuggingFace], where: str = "--model.from_hf", *, with_weights: bool = False
 ) -> tuple[str, dict[str, Any]]:
-    """Fields of ``[model]`` that a config.json stands for, all sizes among them.
+    """Read a config.json into fields of ``[model]``, including all sizes.
 
     Args:
-        path: of the file, or of its folder.
-        families: what Hugging Face calls the models that it may be of, by our name.
-        where: the path comes from.
-        with_weights: the weights beside it are taken too, and so must not be quantised.
+        path: path of the file or of its folder.
+        families: Hugging Face's names of the models that the file may describe, by our model name.
+        where: where the path was given, for the error message.
+        with_weights: the weights in the same folder are read too, and so must not be quantised.
 
     Returns:
-        The file, and values by the name of the field.
+        The path of the file, and the values by name of the field.
 
     Raises:
-        ConfigError: it cannot be read, or is of a model that Crius does not have; all that does not fit together.
+        ConfigError: the file cannot be read, or describes a model that Crius lacks; all mismatches are listed.
     """
     file, content = _read(path, where)
     kind = content.get("model_type")
     name = next((name for name, family in families.items() if family.model_type == kind), "")
     if not name:
         raise ConfigError(
-            f"{file} is of model_type {_shown(kind)}, which is not that of {_any_of(families) or 'any model'}.",
+            f"{file} has model_type {_shown(kind)}, not the model_type of {_any_of(families) or 'any model'}.",
             where=where,
             fix=f"use a config.json of {_any_of(family.model_type for family in families.values())}",
         )
@@ -140,7 +140,7 @@ def read_model_settings(
     wrong = list(dict.fromkeys((*_differences(content, families[name]), *_take(content, families[name], settings))))
     if with_weights and (quantised := content.get("quantization_config")) is not None:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
-        wrong.append(f"quantization_config: weights quantised by {_shown(method)} are not read, only whole ones are")
+        wrong.append(f"quantization_config: weights quantised by {_shown(method)} are not read; give unquantised ones")
     if wrong:
         fix = f"give the config.json of another {families[name].model_type}"
         errors = (ConfigError(f"{file}: {what}.", where=where, fix=fix) for what in wrong)
@@ -149,11 +149,13 @@ def read_model_settings(
 
 
 def config_of(family: HuggingFace, model: Mapping[str, Any]) -> dict[str, Any]:
-    """The config.json of a model, as far as it changes what is computed: ``read_model_settings`` reads ``model`` again.
+    """The config.json of a model, with the keys that change the computation.
+
+    ``read_model_settings`` reads ``model`` back from it.
 
     Args:
-        family: of the model.
-        model: settings of ``[model]``, all sizes among them.
+        family: Hugging Face's names of the model.
+        model: settings of ``[model]``, including all sizes.
     """
     sizes = {size.key: model[size.field] for size in (*_SIZES, *family.sizes)}
     computes = {**_COMPUTES, **family.computes}
@@ -181,19 +183,19 @@ def _read(path: str, where: str) -> tuple[Path, dict[str, Any]]:
         file = file.expanduser()
         file = file / "config.json" if file.is_dir() else file
         if not stat.S_ISREG(file.stat().st_mode):
-            raise ValueError("it is no regular file")
+            raise ValueError("it is not a regular file")
         with file.open("rb") as opened:
             content = opened.read(_LARGEST_FILE + 1)
     except (OSError, ValueError, RuntimeError) as error:
         first, _, rest = path.partition("/")
         is_name = bool(rest) and "/" not in rest and not path.startswith((".", "~")) and not Path(first).exists()
-        fix = "give a config.json, or its folder; a run that was started with it goes on by --config RUN/run.toml"
+        fix = "give a config.json, or its folder; to resume a run that was started from it, use --config RUN/run.toml"
         if is_name:
             fix = f"hf download {shlex.quote(path)} config.json --local-dir DIR, then --model.from_hf DIR"
         raise ConfigError(
             f"{str(file)[:300]} cannot be read: {error.strerror if isinstance(error, OSError) else error}.",
             where=where,
-            why="this takes a file or a folder of this machine, and fetches nothing" * is_name,
+            why="this takes a local file or folder; nothing is downloaded" * is_name,
             fix=fix,
         ) from None
     try:
@@ -202,23 +204,23 @@ def _read(path: str, where: str) -> tuple[Path, dict[str, Any]]:
         return file, load_object(content)
     except ValueError as error:
         fix = "give the config.json of a model"
-        raise ConfigError(f"{file} is no config.json: {str(error)[:200]}.", where=where, fix=fix) from None
+        raise ConfigError(f"{file} is not a valid config.json: {str(error)[:200]}.", where=where, fix=fix) from None
 
 
 def _differences(content: Mapping[str, Any], family: HuggingFace) -> Iterator[str]:
-    """What of a file our model does not compute."""
+    """Keys of a file that our model does not support."""
     architectures = content.get("architectures") or [family.architecture]
     if architectures != [family.architecture]:
-        yield f"architectures is {_shown(architectures)}, and what is built is {_shown([family.architecture])}"
+        yield f"architectures is {_shown(architectures)}; only {_shown([family.architecture])} is supported"
     for key, same in {**_COMPUTES, **family.computes}.items():
         value = content.get(key)
         if value not in same and key in content:
-            yield f"{key} {_shown(value)} is not built, only {json.dumps(same[0])} is"
+            yield f"{key} {_shown(value)} is not supported, only {json.dumps(same[0])} is"
         elif value not in same:
-            yield f"it has no {key}, which stands for another value than {json.dumps(same[0])}, and only that is built"
+            yield f"it has no {key}; only {key} {json.dumps(same[0])} is supported, and transformers' default differs"
     layers = content.get("layer_types")
     if layers is not None and layers != ["full_attention"] * _length(content.get("num_hidden_layers")):
-        yield f"layer_types {_shown(layers)} is not built, only full_attention in each of the num_hidden_layers is"
+        yield f"layer_types {_shown(layers)} is not supported, only full_attention in every layer is"
 
 
 def _length(value: object) -> int:
@@ -232,16 +234,16 @@ def _fits(value: object, kind: type) -> bool:
 
 
 def _take(content: Mapping[str, Any], family: HuggingFace, settings: dict[str, Any]) -> Iterator[str]:
-    """Put the sizes of a file into ``settings``; yields what is wrong with them."""
+    """Put the sizes of a file into ``settings``. Yields a message for each wrong value."""
     rope = content.get("rope_scaling") or content.get("rope_parameters") or {}  # in the order of transformers
     if not isinstance(rope, dict):
-        yield f"rope_scaling {_shown(rope)} is no object"
+        yield f"rope_scaling {_shown(rope)} is not an object"
         rope = {}
     if any(isinstance(value, dict) for value in rope.values()):
-        yield f"rope_parameters {_shown(rope)} differ by kind of layer, which is not built"
+        yield f"rope_parameters {_shown(rope)} differ by kind of layer, which is not supported"
         rope = {}
     if rope.get("partial_rotary_factor") not in (1, None):
-        yield f"partial_rotary_factor {_shown(rope['partial_rotary_factor'])} is not built, only 1 is"
+        yield f"partial_rotary_factor {_shown(rope['partial_rotary_factor'])} is not supported, only 1 is"
     known = {"rope_theta": rope["rope_theta"]} if rope.get("rope_theta") is not None else {}
     for name, field_name, kind, has_default, other in (*_SIZES, *family.sizes):
         both = [key for key in (name, other) if key and key in content]

@@ -1,8 +1,8 @@
 """The layers that models share.
 
 Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245), rotary positions (Su et al. 2021, arXiv:2104.09864),
-SwiGLU feed-forward (Shazeer 2020, arXiv:2002.05202), and the loss: summed, never averaged, since the step divides once,
-by the global count of valid tokens.
+SwiGLU feed-forward (Shazeer 2020, arXiv:2002.05202), and the loss. The loss is summed, never averaged: the step divides
+it once by the global number of tokens with a label.
 
 B batch, T tokens, D model dim, N query heads, K key/value heads, H head dim, V vocabulary
 """
@@ -21,16 +21,16 @@ from crius.kernels.linear_cross_entropy import Chunks, linear_cross_entropy, tok
 
 
 class Linear(nn.Linear):
-    """``nn.Linear`` without a bias. ``crius.quantize`` puts subclasses in its place that multiply in low precision.
+    """``nn.Linear`` without a bias. ``crius.quantize`` replaces it by subclasses that multiply in low precision.
 
-    Tensor parallelism calls ``multiply`` with this rank's part of the input and of the weight, so that scales are of
-    what the rank multiplies.
+    Tensor parallelism calls ``multiply`` with this rank's part of the input and of the weight, so that quantisation
+    scales are those of the rank's own operands.
     """
 
     def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
         """``x`` ``(..., in)`` times ``weight`` ``(out, in)`` transposed: ``(..., out)``, in the dtype of ``x``.
 
-        In high precision by the kernel that the process chose.
+        Computed in high precision by the kernel that this process chose.
         """
         return linear(x, weight)
 
@@ -40,7 +40,7 @@ class Linear(nn.Linear):
 
 
 class RMSNorm(nn.RMSNorm):
-    """``nn.RMSNorm`` over the last dim, with its parameters."""
+    """``nn.RMSNorm`` over the last dim, computed by our kernel."""
 
     weight: nn.Parameter
 
@@ -65,15 +65,15 @@ class FeedForward(nn.Module):
 
 
 def rotary_frequencies(head_dim: int, theta: float, device: torch.device) -> Tensor:
-    """``head_dim / 2`` angular frequencies in radians a token, float64, made on the device without a copy to it."""
+    """``head_dim / 2`` angular frequencies in radians per token, float64. Made on ``device`` without a copy."""
     return theta ** (torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / -head_dim)
 
 
 def stretched_frequencies(
     frequencies: Tensor, factor: float, low_freq_factor: float, high_freq_factor: float, original_context: int
 ) -> Tensor:
-    """Llama 3.1's scaling: low frequencies divided by ``factor``, high ones kept, a linear blend between."""
-    turns = original_context * frequencies / (2 * math.pi)  # of each frequency in the original context
+    """Llama 3.1's scaling: low frequencies are divided by ``factor``, high ones kept, with a linear blend between."""
+    turns = original_context * frequencies / (2 * math.pi)  # turns of each frequency in the original context
     blend = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0.0, 1.0)
     return frequencies * (blend + (1 - blend) / factor)
 
@@ -81,7 +81,7 @@ def stretched_frequencies(
 def rotary_cos_sin(positions_BT: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin of the rotary angles for ``crius.kernels.cpu.pointwise``, float32, each ``(B, T, 1, H)``.
 
-    The two halves of H are alike, but that the first one of sin is negated.
+    The two halves of H are equal, except that the first half of sin is negated.
     """
     angles = positions_BT[..., None, None].to(torch.float32) * frequencies.to(torch.float32)
     cos, sin = angles.cos(), angles.sin()
@@ -89,18 +89,18 @@ def rotary_cos_sin(positions_BT: Tensor, frequencies: Tensor) -> tuple[Tensor, T
 
 
 class DocumentMask(nn.Module):
-    """Where a token may attend. A module of its own, so that another can take its place."""
+    """Makes the mask of tokens that a token may attend to. A separate module, so that a layout can replace it."""
 
     def forward(self, positions_BT: Tensor, ends_BM: Tensor | None = None) -> Mask:
-        """Mask of the tokens at ``positions_BT``, of documents that end at ``ends_BM``: see ``document_mask``."""
+        """Mask of the tokens at ``positions_BT``, in documents that end at ``ends_BM``: see ``document_mask``."""
         return document_mask(positions_BT, ends_BM)
 
 
 class CausalAttention(nn.Module):
-    """Scaled dot-product attention over earlier tokens. A module of its own, so that another can take its place."""
+    """Scaled dot-product attention over earlier tokens. A separate module, so that a layout can replace it."""
 
     def forward(self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, mask: Mask | None) -> Tensor:
-        """``(B, T, N, H)``; ``mask`` is what ``document_mask`` made, or None for plain causal attention."""
+        """``(B, T, N, H)``; ``mask`` is the result of ``document_mask``, or None for plain causal attention."""
         q, k, v = (x.transpose(1, 2) for x in (q_BTNH, k_BTKH, v_BTKH))
         y = causal_attention(q, k, v) if mask is None else masked_attention(q, k, v, mask)
         return y.transpose(1, 2)
@@ -119,24 +119,24 @@ class Attention(nn.Module):
         self.inner = CausalAttention()
 
     def forward(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], mask: Mask | None) -> Tensor:
-        """Attend; ``mask`` as ``CausalAttention`` takes it. Returns ``(B, T, D)``."""
+        """Attention, ``(B, T, D)``; ``mask`` as ``CausalAttention`` takes it."""
         q_BTNH, k_BTKH, v_BTKH = self.project(x_BTD)
         q_BTNH, k_BTKH = rotary(q_BTNH, *rope), rotary(k_BTKH, *rope)
         y: Tensor = self.wo(self.inner(q_BTNH, k_BTKH, v_BTKH, mask).flatten(2))
         return y
 
     def project(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values before positions turn them: ``(B, T, N, H)`` and twice ``(B, T, K, H)``."""
+        """Queries, keys and values before the rotation by positions: ``(B, T, N, H)`` and twice ``(B, T, K, H)``."""
         # -1 heads: the local count, so this line serves one device and a tensor-parallel shard alike
         q_BTNH, k_BTKH, v_BTKH = (w(x_BTD).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
         return q_BTNH, k_BTKH, v_BTKH
 
 
 class Output(Linear):
-    """A linear layer that can lend its weight, while it is gathered, to what computes more than logits from it."""
+    """A linear layer that can pass its weight, while it is gathered, to a function that computes more than logits."""
 
     def forward(self, x_BTD: Tensor, use: Callable[..., Tensor] | None = None) -> Tensor:
-        """Logits ``(B, T, V)``, or what ``use`` makes of input and weight.
+        """Logits ``(B, T, V)``, or the result of ``use(input, weight)``.
 
         Tensor parallelism calls ``use`` with this rank's rows of the weight, and with ``first_row`` and ``gather`` as
         ``linear_cross_entropy`` takes them.
@@ -145,11 +145,11 @@ class Output(Linear):
 
 
 class Loss(nn.Module):
-    """Sum of the token losses of hidden states. A module of its own, so that hooks find it.
+    """Sum of the token losses of hidden states. A separate module, so that hooks can find it.
 
     Attributes:
-        chunks: how logits and losses are cut into chunks; None computes all logits, then all losses.
-        token_losses: of all logits and labels, where there are no chunks; may be compiled.
+        chunks: chunks that logits and losses are computed in; None computes all logits, then all losses.
+        token_losses: function of all logits and labels, used without chunks; it may be compiled.
     """
 
     def __init__(self) -> None:
@@ -158,13 +158,13 @@ class Loss(nn.Module):
         self.token_losses: Callable[[Tensor, Tensor], Tensor] = token_losses
 
     def forward(self, hidden_BTD: Tensor, labels_BT: Tensor, output: nn.Module) -> Tensor:
-        """A float64 scalar: in float64 the order of the sum does not show.
+        """A float64 scalar. In float64 the order of summation has no visible effect.
 
         Args:
-            hidden_BTD: what the output layer reads; this rank's part of the sequence under tensor parallelism.
-            labels_BT: of the whole sequence.
-            output: the output layer; an ``Output`` where there are chunks. Of an ``nn.Identity``, which stands for one
-                in another stage of a pipeline, the hidden states are returned.
+            hidden_BTD: input of the output layer; under tensor parallelism, this rank's part of the sequence.
+            labels_BT: labels of the whole sequence.
+            output: the output layer; with chunks, an ``Output``. Where another pipeline stage has the output layer,
+                this is an ``nn.Identity``, and the hidden states are returned.
         """
         if isinstance(output, nn.Identity):
             return hidden_BTD
@@ -176,6 +176,6 @@ class Loss(nn.Module):
 
 
 def loss_of(model: nn.Module) -> Loss:
-    """The loss of a model, or of a part of it."""
+    """The loss module of a model, or of a part of a model."""
     [loss] = (module for module in model.modules() if isinstance(module, Loss))
     return loss

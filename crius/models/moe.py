@@ -1,4 +1,4 @@
-"""Mixture of experts: a router, experts as stacked weights, dropless dispatch, and what keeps their load even.
+"""Mixture of experts: a router, experts as stacked weights, dropless dispatch, and balancing of their load.
 
 Shazeer et al. 2017 (arXiv:1701.06538); the sigmoid form with groups and a bias: DeepSeek-V3 (arXiv:2412.19437). Each
 token visits the K experts that its scores choose, however many others do: none is dropped, nothing is padded. Loads
@@ -30,22 +30,23 @@ _MOST_LOSS = 2.0**20
 
 
 class SequenceCounts(nn.Module):
-    """How often a sequence chose each expert, over all its tokens. A module of its own, so that another can take its
-    place: ranks that share a sequence sum theirs.
+    """Counts how often all tokens of a sequence chose each expert.
+
+    A separate module, so that a layout can replace it: ranks that share a sequence sum their counts.
 
     Attributes:
-        ranks: that share a sequence.
+        ranks: number of ranks that share a sequence.
     """
 
     ranks = 1
 
     def forward(self, counts_BE: Tensor) -> Tensor:
-        """int64, of this rank's part of each sequence to those of the whole."""
+        """int64 counts of whole sequences, from the counts of this rank's part of each."""
         return counts_BE
 
 
 class _WithLoss(torch.autograd.Function):
-    """Its first argument; a loss's gradients come along with the first one's backward, and nobody has to return it."""
+    """Returns its first argument. The backward of the first argument also starts the backward of ``loss``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
@@ -85,9 +86,9 @@ class Router(nn.Module):
         return self.route(x_BTD, self.weight)
 
     def route(self, x_BTD: Tensor, weight_ED: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The experts of each token, int64 ``(N, K)``, their weights, float32 ``(N, K)``, and what the layer counts.
+        """The experts of each token, int64 ``(N, K)``, their weights, float32 ``(N, K)``, and the layer's counts.
 
-        What is counted, int64 ``(E + 1,)``, is the tokens that chose each expert, and the losses in ``LOSS_UNIT``.
+        The counts, int64 ``(E + 1,)``, are the tokens that chose each expert, then the losses in ``LOSS_UNIT``.
         """
         dtype = torch.promote_types(x_BTD.dtype, torch.float32)
         logits_NE = F.linear(x_BTD.flatten(0, 1).to(dtype), weight_ED.to(dtype))
@@ -110,7 +111,7 @@ class Router(nn.Module):
         return ids_NK, weights_NK, torch.cat((counts_BE.sum(0), lost))
 
     def _choice(self, scores_NE: Tensor) -> Tensor:
-        """What experts are chosen by."""
+        """The scores that experts are chosen by."""
         choice_NE = scores_NE + self.bias if hasattr(self, "bias") else scores_NE
         if self.num_groups == 1:
             return choice_NE
@@ -148,9 +149,9 @@ class Experts(nn.Module):
         return self.compute(x_MD, ends_E, self.w1, self.w2, self.w3)
 
     def compute(self, x_MD: Tensor, ends_E: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
-        """Rows ``x`` by expert, of which those of expert e end before row ``ends[e]``, int32: ``(M, D)``.
+        """Apply the experts to rows ``x`` in order of experts: ``(M, D)``. Rows of expert e end before ``ends[e]``.
 
-        Expert parallelism calls it with the experts that this rank has.
+        ``ends`` is int32. Expert parallelism calls this with the experts that this rank has.
         """
         hidden_MF = swiglu(grouped_linear(x_MD, w1, ends_E), grouped_linear(x_MD, w3, ends_E))
         return grouped_linear(hidden_MF, w2, ends_E)
@@ -190,8 +191,8 @@ class MixtureOfExperts(nn.Module):
     """A feed-forward of which each token visits some experts, and all tokens the shared ones.
 
     Attributes:
-        bias_rate: what one update moves the router's bias by, for experts with too few tokens up.
-        load: what the forward passes of a step saw, as ``Router.route`` counts it.
+        bias_rate: change of the router's bias per update; experts with too few tokens get a larger bias.
+        load: counts of the forward passes of a step, as from ``Router.route``.
     """
 
     load: Tensor
@@ -223,11 +224,11 @@ class MixtureOfExperts(nn.Module):
 class RoutedBlock(Block):
     """A decoder layer with experts; the first layers of a model may have a dense feed-forward.
 
-    A layer with experts counts: its forward returns what it saw as well.
+    The forward of a layer with experts also returns its counts.
     """
 
     def build_feed_forward(self, config: RoutedConfig, index: int) -> nn.Module:  # type: ignore[override]
-        """A dense one, or experts."""
+        """A dense feed-forward in the first ``num_dense_layers``, else experts."""
         if index < config.num_dense_layers:
             return FeedForward(config.dim, config.ffn_dim)
         return MixtureOfExperts(config)
@@ -235,7 +236,7 @@ class RoutedBlock(Block):
     def forward(  # type: ignore[override]
         self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], mask: Mask | None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """``(B, T, D)``, and where there are experts what they counted."""
+        """``(B, T, D)``, and with experts also their counts."""
         h_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rope, mask)
         fed = self.feed_forward(self.ffn_norm(h_BTD))
         return (h_BTD + fed[0], fed[1]) if isinstance(fed, tuple) else h_BTD + fed

@@ -12,15 +12,17 @@ class ShardingPlan:
     """Rows ``module pattern -> style``; a ``*`` in a pattern stands for one path component.
 
     Attributes:
-        block: the repeated module, the unit of FSDP, activation checkpointing, compile and pipeline cuts.
+        block: repeated module, which is the unit of FSDP, activation checkpointing, compile and pipeline cuts.
         fsdp_units: modules that are gathered together, in forward order; ``a+b`` is one unit of several modules.
-        embeddings: modules whose weights are looked up, not multiplied; weight decay leaves them alone by default.
+        embeddings: modules that look up rows of their weight. By default they get no weight decay.
         sensitive: linear layers that stay in high precision unless a config says otherwise, such as the output layer.
-        tensor_parallel: module pattern to the name of a style in ``crius.parallel.tensor``; none: it is refused.
+        tensor_parallel: module pattern to the name of a style in ``crius.parallel.tensor``; empty: tensor parallelism
+            is refused.
         heads: counts of the model that tensor parallelism splits: query heads first, then key/value heads.
-        experts: modules whose parameters have the experts of a layer in their first dim, and which expert parallelism
-            splits; empty where there are none.
-        routers: modules that choose them, whose matrices have a group of their own in the optimizer; likewise.
+        experts: pattern of the modules whose parameters have the experts of a layer in their first dim. Expert
+            parallelism splits them. Empty without experts.
+        routers: pattern of the modules that choose experts. Their matrices have their own optimizer group. Empty
+            without experts.
     """
 
     block: str
@@ -33,14 +35,14 @@ class ShardingPlan:
     routers: str = ""
 
     def style_of(self, name: str) -> str:
-        """The tensor-parallel style of the module ``name``; empty where it has no row."""
+        """The tensor-parallel style of the module ``name``; empty without a row for it."""
         return next((style for pattern, style in self.tensor_parallel.items() if match(pattern, name)), "")
 
     def expand_units(self, module_names: Iterable[str]) -> list[tuple[str, ...]]:
         """The FSDP units of a model, in order, each as the names of its modules.
 
         Raises:
-            PlanError: a pattern that matches no module.
+            PlanError: a pattern matches no module.
         """
         names = list(module_names)
         units: list[tuple[str, ...]] = []
@@ -53,8 +55,8 @@ class ShardingPlan:
         return units
 
     def gaps(self, module_names: Iterable[str], parameter_names: Iterable[str]) -> Iterator[str]:
-        """Where the plan and a model do not fit, checked both ways: every pattern matches a module, and every parameter
-        is in one FSDP unit and, where there are any, in one tensor-parallel row.
+        """Mismatches of the plan and a model. Every pattern must match a module. Every parameter must be in one FSDP
+        unit and, if the plan has tensor-parallel rows, in one of them.
         """
         names = list(module_names)
         patterns = (*(part for unit in self.fsdp_units for part in unit.split("+")), self.block)
@@ -82,7 +84,7 @@ def match(pattern: str, name: str) -> bool:
 def _matches(pattern: str, names: list[str]) -> list[str]:
     matching = [name for name in names if match(pattern, name)]
     if not matching:
-        raise PlanError(f"the sharding plan's row {pattern!r} matches no module of the model.", fix="mend the pattern")
+        raise PlanError(f"the sharding plan's row {pattern!r} matches no module of the model.", fix="correct the row")
     return matching
 
 
@@ -97,13 +99,13 @@ def decoder_plan(
     dense_layers: Iterable[int] | None = None,
     shared_experts: bool = False,
 ) -> ShardingPlan:
-    """The plan of a decoder whose layers are ``crius.models.decoder.Block``, or like it but for ``rows``.
+    """The plan of a decoder whose layers are ``crius.models.decoder.Block``, or differ from it only by ``rows``.
 
     Args:
         tied_embeddings: the output layer shares the embedding's weight, and so must share its FSDP unit.
-        rows: tensor-parallel rows of the modules that such a block lacks.
+        rows: tensor-parallel rows of the modules that a plain ``Block`` lacks.
         dense_layers: numbers of the layers with a dense feed-forward; the others have experts. None: all are dense.
-        shared_experts: the layers with experts have shared ones, too.
+        shared_experts: the layers with experts also have shared experts.
     """
     ends = ("tok_embeddings+norm+output", "layers.*") if tied_embeddings else None
     dense = ["layers.*"] if dense_layers is None else [f"layers.{number}" for number in dense_layers]
@@ -122,7 +124,7 @@ def decoder_plan(
             "layers.*.attention_norm": "sequence",
             "layers.*.attention": "gather_sequence",  # once for wq, wk and wv
             "layers.*.attention.wq": "colwise",
-            "layers.*.attention.wk": "colwise_heads",  # replicated where there are fewer heads than ranks
+            "layers.*.attention.wk": "colwise_heads",  # replicated where the model has fewer heads than ranks
             "layers.*.attention.wv": "colwise_heads",
             "layers.*.attention.wo": "rowwise",
             "layers.*.ffn_norm": "sequence",

@@ -1,7 +1,6 @@
-"""The models by name: those of ``crius/models``, found by folder, those of modules that a command line names, and those
-of installed packages.
+"""Models by name: the folders of ``crius/models``, modules named by ``--import``, and models of installed packages.
 
-Facts are at hand without torch; a model's code is imported only to build it.
+Descriptions are available without torch; a model's code is imported only to build it.
 """
 
 import importlib
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 SPECS: dict[str, ModelSpec] = {}
 FLAVORS: set[str] = {CUSTOM}
 IMPORTED: list[str] = []
-"""Modules outside of Crius whose models are known."""
+"""Imported modules outside of Crius that define a model."""
 
 
 def _register(spec: ModelSpec) -> None:
@@ -47,12 +46,12 @@ for _spec in _folders():
 
 
 def import_models(modules: Iterable[str], where: str) -> None:
-    """Import ``modules`` and make the model known that each has as ``SPEC``.
+    """Import ``modules`` and register the model that each defines as ``SPEC``.
 
-    This runs their code, so names come from a command line or its environment, and never from a configuration.
+    This runs their code, so the names come from a command line or its environment, never from a configuration.
 
     Raises:
-        ConfigError: one cannot be imported, or has no model, or one of a name that is taken.
+        ConfigError: a module cannot be imported, defines no model, or defines a model whose name is taken.
     """
     how = "name a module as import does, in this folder or on PYTHONPATH: --import mymodel for mymodel.py"
     for name in modules:
@@ -64,13 +63,13 @@ def import_models(modules: Iterable[str], where: str) -> None:
             raise ConfigError(
                 f"module {name} has no model: SPEC is {type(spec).__name__}.",
                 where=where,
-                why="what --import names has a crius.models.spec.ModelSpec in a variable SPEC",
-                fix="docs/adding_a_model.md shows one",
+                why="a module named by --import defines a crius.models.spec.ModelSpec in a variable SPEC",
+                fix="docs/adding_a_model.md shows an example",
             )
         _check(spec, f"module {name}", where)
         if spec.name in SPECS:
             raise ConfigError(
-                f"module {name} calls its model {spec.name}, which is one of Crius.",
+                f"module {name} calls its model {spec.name}, which is the name of a Crius model.",
                 where=where,
                 fix="give it another name: ModelSpec(name=...)",
             )
@@ -79,20 +78,20 @@ def import_models(modules: Iterable[str], where: str) -> None:
 
 
 def _check(spec: ModelSpec, what: str, where: str) -> None:
-    """Hold what a stranger's module says of its model against what every verb relies on.
+    """Check a ``ModelSpec`` from outside of Crius against the rules that every command relies on.
 
     Raises:
-        ConfigError: something is of another kind, or its plan or its layers cannot be had.
+        ConfigError: a field has the wrong type, or the plan or the layers cannot be computed.
     """
-    fix, configs = "docs/adding_a_model.md shows one", dict(spec.flavors)
+    fix, configs = "docs/adding_a_model.md shows an example", dict(spec.flavors)
     problem = "" if configs else "flavors is empty"
     if CUSTOM in configs:
-        problem = f"the flavor {CUSTOM} is that of sizes that a command line gives"
+        problem = f"the flavor name {CUSTOM} is reserved for sizes given on a command line"
     for flavor, config in configs.items():
         if not isinstance(config, DecoderConfig):
-            problem = f"flavor {flavor} is of {type(config).__name__}, and not of a DecoderConfig"
+            problem = f"flavor {flavor} is of type {type(config).__name__}, not a DecoderConfig"
     if not problem and not callable(spec.plan):
-        problem = f"plan is {type(spec.plan).__name__}, and no function of a config"
+        problem = f"plan is {type(spec.plan).__name__}, not a function of a config"
     if isinstance(spec.block, str) and not re.fullmatch(r"[\w.]+:\w+", spec.block):
         problem = f"block {spec.block} is not module:Class"
     if problem:
@@ -103,14 +102,14 @@ def _check(spec: ModelSpec, what: str, where: str) -> None:
     layers = [layer for _, layer in described.layers]
     if not isinstance(described.plan, ShardingPlan) or not all(isinstance(layer, Layer) for layer in layers):
         what = f"{what}: its plan is {type(described.plan).__name__}, its layers {type(layers[0]).__name__}."
-        raise ConfigError(what, where=where, why="they are a ShardingPlan and a Layer each", fix=fix)
+        raise ConfigError(what, where=where, why="they must be a ShardingPlan and one Layer each", fix=fix)
 
 
 def find_spec(name: str) -> ModelSpec | None:
-    """The model of this name; that of an installed package is loaded when it is asked for. None: there is none.
+    """The model of this name, or None. A model of an installed package is loaded when its name is first used.
 
     Raises:
-        ConfigError: a package has it, and it cannot be used.
+        ConfigError: a package has the model, but it cannot be used.
     """
     if name not in SPECS and (spec := plugins.load(plugins.MODELS, name, ModelSpec)) is not None:
         _check(spec, f"the model {name}", plugins.MODELS)
@@ -119,12 +118,12 @@ def find_spec(name: str) -> ModelSpec | None:
 
 
 def families() -> dict[str, HuggingFace]:
-    """What Hugging Face calls the models that it has too, by our name."""
+    """Hugging Face's names of the models that transformers has too, by our model name."""
     return {spec.name: spec.hf for spec in SPECS.values() if spec.hf}
 
 
 def build(model: ModelDescription) -> "Decoder":
-    """The model's ``nn.Module`` on the current default device (meta, when shapes are all that is needed)."""
+    """The model's ``nn.Module`` on the current default device; on ``meta`` it has shapes only."""
     from crius.models.decoder import Decoder
 
     def made() -> "Decoder":
@@ -134,5 +133,5 @@ def build(model: ModelDescription) -> "Decoder":
             block = getattr(importlib.import_module(module), name)
         return Decoder(model.config, block)
 
-    how = "mend it: a block is a module that takes a config and its index (docs/adding_a_model.md)"
+    how = "correct it: a block is a module that takes a config and its index (docs/adding_a_model.md)"
     return plugins.imported(made, f"the block of {model.name}", "its ModelSpec", how, done="built")

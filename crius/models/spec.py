@@ -1,4 +1,4 @@
-"""``ModelSpec``: all that Crius knows of an architecture, without torch."""
+"""``ModelSpec``: the description of an architecture, without torch."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
@@ -13,7 +13,7 @@ from crius.models.plan import ShardingPlan
 
 BLOCK = "crius.models.decoder:Block"
 CUSTOM = "custom"
-"""A flavor of every model that has no sizes of its own: what is not given is as the class of its configs has it."""
+"""A flavor of every model, without sizes. A size that is not given has the default of the model's config class."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -21,11 +21,11 @@ class ModelSpec:
     """One architecture: a folder of ``crius/models``, or a module outside of it.
 
     Attributes:
-        name: what ``--model.name`` calls it.
+        name: value of ``--model.name``.
         flavors: sizes by name.
-        plan: the sharding plan of a config.
+        plan: function from a config to its sharding plan.
         block: class of a decoder layer, or its dotted path and name, which is imported only to build it.
-        hf: what Hugging Face calls it; None where it has no such model.
+        hf: Hugging Face's names; None: transformers has no such model.
     """
 
     name: str
@@ -36,15 +36,15 @@ class ModelSpec:
 
     @property
     def known_flavors(self) -> tuple[str, ...]:
-        """What ``describe`` takes."""
+        """Flavors that ``describe`` takes."""
         return (*self.flavors, CUSTOM)
 
     def describe(self, flavor: str, **sizes: Any) -> ModelDescription:
-        """What a model of ``flavor`` is, with ``sizes`` in place of its own (``crius.models.config.resized``).
+        """The description of ``flavor``, with ``sizes`` in place of its own (``crius.models.config.resized``).
 
         Raises:
-            ConfigError: ``rope_scaling``, given as text, is wrong, a size is missing that flavor custom needs, or the
-                model has none of that name; ``where`` is the field.
+            ConfigError: the text of ``rope_scaling`` is not valid, flavor custom lacks a size that it needs, or the
+                model has no size of that name; ``where`` is the field.
         """
         own, routed = (
             {size.name for size in fields(kind)} for kind in (type(next(iter(self.flavors.values()))), RoutedConfig)
@@ -61,7 +61,7 @@ class ModelSpec:
             except ValueError as error:
                 example = '{"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4, '
                 example += '"original_max_position_embeddings": 8192}'
-                what = f"model.rope_scaling {text} cannot be taken: {error}."
+                what = f"model.rope_scaling {text} is not valid: {error}."
                 fix = f"--model.rope_scaling none, or '{example}'"
                 raise ConfigError(what, where="model.rope_scaling", fix=fix) from None
         config = self._custom(sizes) if flavor == CUSTOM else self.flavors[flavor]
@@ -87,5 +87,5 @@ def _described(spec: ModelSpec, config: DecoderConfig, name: str) -> ModelDescri
 
 
 def described(name: str, config: DecoderConfig, plan: ShardingPlan, block: str | type = "") -> ModelDescription:
-    """The description of ``config``; without a ``block`` of a model that Crius does not train yet."""
+    """The description of ``config``; without a ``block``, of a model that Crius cannot train yet."""
     return ModelDescription(name=name, config=config, plan=plan, block=block, layers=config.layers())

@@ -1,4 +1,4 @@
-"""AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101): torch's, and torch's arithmetic over smaller states."""
+"""AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101): torch's, and torch's arithmetic with smaller states."""
 
 from typing import Any
 
@@ -19,25 +19,25 @@ class AdamW(Optimizer, torch.optim.AdamW):
     """``torch.optim.AdamW``, to the last bit."""
 
     def start(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
-        """See ``Optimizer``; what torch's first step does."""
+        """See ``Optimizer``. It makes the same state as torch's first step."""
         device = local_tensor(parameter).device if group["fused"] else "cpu"
         moments = {name: torch.zeros_like(parameter, requires_grad=False) for name in MOMENTS}
         self.state[parameter] = {"step": torch.zeros((), device=device), **moments}
 
 
 class CompactAdamW(Optimizer):
-    """AdamW whose weights or moments are kept in fewer bits than the step is computed in.
+    """AdamW whose weights or moments are stored in fewer bits than the step is computed in.
 
-    A step raises weights and moments to float32, has torch's own AdamW update them and lowers them again, for a
-    bounded number of elements at a time. All of it is element by element, on this rank's shards.
+    A step converts weights and moments to float32, updates them by torch's own AdamW and converts them back, for a
+    bounded number of elements at a time. Everything is elementwise on this rank's shards.
 
     Args:
-        groups: as of ``torch.optim.AdamW``.
-        storage: how weights and moments are kept.
+        groups: as for ``torch.optim.AdamW``.
+        storage: storage of weights and moments.
         betas: decay of the running means of gradients and of squared gradients.
-        eps: added to the denominator.
-        fused: torch's implementation of the arithmetic, one of three.
-        foreach: another.
+        eps: number added to the denominator.
+        fused: use torch's fused implementation.
+        foreach: use torch's foreach implementation.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class CompactAdamW(Optimizer):
 
 
 def _adamw(values: list[Tensor], gradient: Tensor, step: Tensor, group: dict[str, Any], skip: Tensor | None) -> None:
-    """Torch's step on weight and moments, in place."""
+    """Apply torch's step to weight and moments, in place."""
     weight, mean, mean_square = values
     adamw(
         [weight],

@@ -1,4 +1,4 @@
-"""The optimizer of a run, and which parameter is updated by which one, at which rate, with which decay."""
+"""Builds the optimizer of a run: parameter groups, each with its optimizer, learning rate and weight decay."""
 
 import logging
 import math
@@ -32,12 +32,12 @@ class ParameterGroup:
     """Parameters with the same settings.
 
     Attributes:
-        name: ``decayed``, ``router``, ``embeddings``, ``1d`` or ``muon``, behind the pattern of
-            ``optimizer.param_groups``, if any.
-        optimizer: that updates them.
-        lr_factor: of the learning rate of the step.
-        weight_decay: decoupled.
-        members: the parameters with their names; of a tied weight a pipeline rank may have two with one name.
+        name: ``decayed``, ``router``, ``embeddings``, ``1d`` or ``muon``, preceded by the pattern of
+            ``optimizer.param_groups`` if there is one.
+        optimizer: optimizer that updates the parameters.
+        lr_factor: factor on the learning rate of the step.
+        weight_decay: decoupled weight decay.
+        members: the parameters with their names. A pipeline rank may have both copies of a tied weight, with one name.
     """
 
     name: str
@@ -57,10 +57,10 @@ class ParameterGroup:
 def parameter_groups(
     parameters: Iterable[tuple[str, nn.Parameter]], plan: ShardingPlan, config: OptimizerConfig
 ) -> list[ParameterGroup]:
-    """All parameters, each in one group; the groups without a pattern first.
+    """Put every parameter into one group. Groups without a pattern come first.
 
     Raises:
-        ValueError: an entry of ``config.param_groups`` is not of its form; rules say so before anything starts.
+        ValueError: an entry of ``config.param_groups`` is malformed; config rules report it before anything starts.
     """
     specs = [parse_group(text) for text in config.param_groups]
     order = {"decayed": 0, "muon": 1, "router": 2, "embeddings": 3, "1d": 4}
@@ -82,7 +82,7 @@ def parameter_groups(
 
 
 def decay_class(name: str, parameter: nn.Parameter, plan: ShardingPlan, config: OptimizerConfig) -> str:
-    """``embeddings`` and ``1d``, which by default do not decay, or ``decayed``, or ``router``, which decays too."""
+    """``embeddings`` or ``1d``, which by default have no weight decay, or ``decayed`` or ``router``, which have it."""
     if any(match(f"{pattern}.weight", name) for pattern in plan.embeddings) and not config.decay_embeddings:
         return "embeddings"
     if parameter.dim() < 2 and not config.decay_1d:
@@ -91,7 +91,7 @@ def decay_class(name: str, parameter: nn.Parameter, plan: ShardingPlan, config: 
 
 
 def is_inner_matrix(name: str, parameter: nn.Parameter, plan: ShardingPlan) -> bool:
-    """Whether Muon is for this parameter: a matrix of a repeated block, no embedding, output layer or router."""
+    """Whether Muon may update the parameter: a matrix in a repeated block, but not an embedding, output or router."""
     parts = name.split(".")
     modules = [".".join(parts[:end]) for end in range(1, len(parts))]
     is_inside = any(match(plan.block, module) for module in modules)
@@ -103,13 +103,13 @@ def is_inner_matrix(name: str, parameter: nn.Parameter, plan: ShardingPlan) -> b
 def build_optimizer(
     parameters: Iterable[tuple[str, nn.Parameter]], plan: ShardingPlan, config: OptimizerConfig, *, seed: int
 ) -> Optimizer:
-    """The optimizer over this rank's shards; prints its groups and its memory.
+    """The optimizer over this rank's shards. Logs its groups and its memory.
 
     Args:
-        parameters: by their names in the whole model, already laid out.
-        plan: says which are embeddings, and which matrices are inside repeated blocks.
+        parameters: parameters with their names in the whole model, already laid out.
+        plan: sharding plan, which names embeddings and repeated blocks.
         config: the section.
-        seed: of stochastic rounding.
+        seed: seed of stochastic rounding.
     """
     groups = parameter_groups(parameters, plan, config)
     named = {parameter: name for group in groups for parameter, name in group.members.items()}
@@ -164,7 +164,7 @@ def _torch_groups(groups: list[ParameterGroup], config: OptimizerConfig) -> list
 
 
 def _memory(groups: list[ParameterGroup], storage: Storage, config: OptimizerConfig) -> str:
-    """What this rank holds between two steps; gradients have the dtype of the weights."""
+    """Memory of this rank between two steps, for the log. Gradients have the dtype of the weights."""
     states = sum(
         storage.state_bytes(parameter, 1 if group.optimizer == "muon" else len(MOMENTS))
         for group in groups
@@ -181,11 +181,11 @@ def _memory(groups: list[ParameterGroup], storage: Storage, config: OptimizerCon
 
 
 class WarmupStableDecay:
-    """Factor of the peak learning rate at each step: warmup-stable-decay by torchtitan's definition.
+    """Factor on the peak learning rate at each step: warmup-stable-decay as torchtitan defines it.
 
     Linear warmup over ``w`` steps, then 1, then a decay over ``d`` steps. ``d`` is ``decay_ratio`` of the run, or
-    everything after the warmup. The decay's first step is still at 1 and its end lies one step after the run, so that
-    no step trains at ``min_lr_factor`` 0: 10 steps with ``w`` 2 give 1/2, 1, 1, 7/8, 6/8, ..., 1/8.
+    everything after the warmup. The first step of the decay still has factor 1, and its end is one step after the run,
+    so that no step trains at ``min_lr_factor`` 0: 10 steps with ``w`` 2 give 1/2, 1, 1, 7/8, 6/8, ..., 1/8.
 
     Args:
         config: the section.

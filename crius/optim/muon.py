@@ -1,8 +1,8 @@
-"""Muon (kellerjordan.github.io/posts/muon): the momentum of a matrix, made orthogonal, is its update.
+"""Muon (kellerjordan.github.io/posts/muon): the update of a matrix is its momentum, made orthogonal.
 
-Momentum stays on the shards. Only orthogonalisation needs whole matrices: each is gathered on one of the ranks that
-hold it, in turn from the most expensive, iterated there once, and each rank gets its part of the result back.
-``torch.optim.Muon`` on DTensors gathers every matrix on every rank in every iteration instead.
+Momentum stays on the shards. Only orthogonalisation needs whole matrices. Each matrix is gathered on one of the ranks
+that hold it, starting with the most expensive matrices, and is iterated there once. Then each rank gets its part of the
+result. ``torch.optim.Muon`` on DTensors gathers every matrix on every rank in every iteration instead.
 """
 
 import math
@@ -24,10 +24,10 @@ _Parts = dict[int, Place]  # holder to its part of a matrix
 
 
 class Holders:
-    """The ranks that together hold some matrices, and which part of a matrix each has.
+    """The ranks that together hold some matrices, and the part of a matrix that each rank has.
 
     Args:
-        mesh: of the matrices; None where this process holds them alone.
+        mesh: mesh of the matrices; None: this process holds them alone.
     """
 
     def __init__(self, mesh: DeviceMesh | None) -> None:
@@ -42,7 +42,7 @@ class Holders:
         return self._known.setdefault(id(matrix), places(matrix))
 
     def _sources(self, matrix: Tensor, owner: int) -> _Parts:
-        """Holders whose parts make up the whole, each part once; the owner's own before its copies on others."""
+        """Holders of the parts of the whole, each part once. The owner's own part is preferred to copies of it."""
         holders: dict[Place, int] = {}
         known = self._places(matrix)
         for holder in (owner, *range(self.size)):
@@ -51,11 +51,11 @@ class Holders:
         return {holder: place for place, holder in sorted(holders.items(), key=lambda item: item[1])}
 
     def collect(self, matrices: Sequence[Tensor], parts: Sequence[Tensor]) -> Tensor | None:
-        """One whole for each holder: the first gets that of the first matrix, and so on; None where none are left.
+        """Gather whole matrices: the first holder gets the first matrix, and so on; None for holders without a matrix.
 
         Args:
-            matrices: at most as many as there are holders, the same on each.
-            parts: what this rank has to bring, one for each matrix, as large as its part of the matrix.
+            matrices: the same list on each holder, at most as long as the number of holders.
+            parts: this rank's contribution to each matrix, as large as its part of the matrix.
         """
         if self.size == 1:
             return parts[0]
@@ -72,12 +72,12 @@ class Holders:
         return whole
 
     def spread(self, matrices: Sequence[Tensor], whole: Tensor | None, like: Tensor) -> list[Tensor]:
-        """This rank's part of each matrix, out of the whole that each holder has after ``collect``.
+        """This rank's part of each matrix, from the whole matrices that the holders have after ``collect``.
 
         Args:
             matrices: as for ``collect``.
-            whole: of this holder's matrix; None where it has none.
-            like: of the dtype and device of all of them.
+            whole: whole matrix of this holder; None: it has none.
+            like: a tensor with the dtype and device of all of them.
         """
         if self.size == 1:
             assert whole is not None
@@ -98,21 +98,21 @@ class Holders:
 
 
 def _group(mesh: DeviceMesh, ranks: list[int]) -> dist.ProcessGroup | None:
-    """The process group of all ranks of a mesh; that of its one axis, where it has one that is longer than 1."""
+    """The process group of all ranks of a mesh; if only one axis is longer than 1, the group of this axis."""
     long = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]
     if len(long) <= 1:
         return mesh.get_group(long[0] if long else 0)
-    # only these ranks make it: under pipeline parallelism the others know nothing of it
+    # only these ranks create it: under pipeline parallelism the other ranks do not take part
     return dist.new_group(ranks, use_local_synchronization=True)
 
 
 def mesh_of(tensor: Tensor) -> DeviceMesh | None:
-    """The mesh that a tensor is laid out on; None for a plain tensor."""
+    """The mesh of a DTensor; None for a plain tensor."""
     return tensor.device_mesh if isinstance(tensor, DTensor) else None
 
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic iteration, from Keller Jordan's post; torch.optim.Muon has the same."""
+"""Coefficients of the quintic iteration, from Keller Jordan's post; torch.optim.Muon has the same."""
 
 EPS = 1e-7
 MOMENT = "momentum_buffer"
@@ -121,16 +121,16 @@ AdjustLr = Literal["match_rms_adamw", "original"]
 
 
 def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
-    """About ``U V^T`` of a matrix ``U S V^T``, its singular values between 0.7 and 1.2, by Newton-Schulz iterations.
+    """Approximately ``U V^T`` of a matrix ``U S V^T``, with singular values between 0.7 and 1.2, by Newton-Schulz.
 
     Args:
-        matrix: two dims, in the dtype to work in.
+        matrix: two dims, in the dtype of the computation.
         steps: iterations; 5 are usual.
     """
     a, b, c = COEFFICIENTS
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if is_tall else matrix
-    x = x / x.norm().clamp(min=EPS)  # no singular value above 1
+    x = x / x.norm().clamp(min=EPS)  # then no singular value is above 1
     for _ in range(steps):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
@@ -138,10 +138,10 @@ def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
 
 
 def lr_factor(adjust: AdjustLr, shape: torch.Size) -> float:
-    """By what the learning rate of a matrix is multiplied, from its whole shape.
+    """Factor on the learning rate of a matrix, from its whole shape.
 
-    match_rms_adamw: ``0.2 sqrt(max(rows, columns))``, so that an update's root mean square is AdamW's (Liu et al. 2025,
-    arXiv:2502.16982, section 2.2). original: ``sqrt(max(1, rows / columns))``, from Keller Jordan's post.
+    match_rms_adamw: ``0.2 sqrt(max(rows, columns))``, so that an update has the root mean square of AdamW's (Liu et al.
+    2025, arXiv:2502.16982, section 2.2). original: ``sqrt(max(1, rows / columns))``, from Keller Jordan's post.
     """
     rows, columns = shape
     return 0.2 * math.sqrt(max(rows, columns)) if adjust == "match_rms_adamw" else math.sqrt(max(1, rows / columns))
@@ -156,21 +156,22 @@ class _Job:
 
     @property
     def cost(self) -> int:
-        """Multiplications of an iteration, but for a factor."""
+        """Multiplications per iteration, up to a constant factor."""
         return min(self.matrix.shape) ** 2 * max(self.matrix.shape)
 
 
 class Muon(Optimizer):
-    """Muon for matrices, whole or sharded in any way.
+    """Muon for matrices with any sharding.
 
     Args:
-        groups: as of ``torch.optim.Muon``.
-        storage: how weights and momentum are kept.
+        groups: as for ``torch.optim.Muon``.
+        storage: storage of weights and momentum.
         momentum: decay of the running mean of gradients.
         nesterov: the update looks one step ahead.
         ns_steps: Newton-Schulz iterations.
         adjust_lr: see ``lr_factor``.
-        dtype: to iterate in. None: bfloat16 on CUDA, as torch.optim.Muon; float32 on a CPU, where bfloat16 is slow.
+        dtype: dtype of the iterations. None: bfloat16 on CUDA, as torch.optim.Muon; float32 on a CPU, where bfloat16
+            is slow.
     """
 
     def __init__(
@@ -197,7 +198,7 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update all matrices that have a gradient; the same ones on every rank that holds them."""
+        """Update all matrices that have a gradient. They must be the same on every rank that holds them."""
         for holders, jobs in self._rounds():
             matrices = [job.matrix for job in jobs]
             parts = [self._direction(job) for job in jobs]
@@ -207,7 +208,7 @@ class Muon(Optimizer):
                 self._apply(job, part)
 
     def _rounds(self) -> Iterator[tuple[Holders, list[_Job]]]:
-        """One matrix for each holder at a time, of about the same cost."""
+        """Groups of matrices, one matrix per holder and of about the same cost."""
         waiting: dict[DeviceMesh | None, list[_Job]] = {mesh: [] for mesh in self._holders}
         for group in self.param_groups:
             for matrix in group["params"]:
@@ -226,7 +227,7 @@ class Muon(Optimizer):
         self._storage.start(state, parameter, (MOMENT,))
 
     def _direction(self, job: _Job) -> Tensor:
-        """Take the gradient of this rank's shard into the momentum; returns what is to be made orthogonal."""
+        """Add the gradient of this rank's shard to the momentum. Returns this rank's part of the matrix to iterate."""
         matrix, group, state = job.matrix, job.group, self.state[job.matrix]
         assert matrix.grad is not None
         gradient = local_tensor(matrix.grad)
@@ -239,7 +240,7 @@ class Muon(Optimizer):
         mean.lerp_(flat, 1 - group["momentum"])
         update = flat.lerp(mean, group["momentum"]) if group["nesterov"] else mean
         mesh = mesh_of(matrix)
-        device = gradient.device.type if mesh is None else mesh.device_type  # not the gradient's under CPU offload
+        device = gradient.device.type if mesh is None else mesh.device_type  # CPU offload keeps gradients on the host
         dtype = self._dtype or (torch.bfloat16 if device == "cuda" else torch.float32)
         direction = update.to(device=device, dtype=dtype, copy=True).view(gradient.shape)
         if self.found_inf is not None:
@@ -252,7 +253,7 @@ class Muon(Optimizer):
         return self._storage.bits(job.matrix, self.state[job.matrix]["step"], everything)
 
     def _apply(self, job: _Job, direction: Tensor) -> None:
-        """Decay this rank's shard of a matrix and add its part of the orthogonal matrix."""
+        """Apply weight decay to this rank's shard of a matrix and add its part of the orthogonal matrix."""
         matrix, group, skip = job.matrix, job.group, self.found_inf
         everything = slice(0, direction.numel())
         stored = self._storage.weight(matrix)

@@ -1,6 +1,6 @@
-"""What every optimizer here is besides a ``torch.optim.Optimizer``, and its state as tensors by name.
+"""The base class of all optimizers here, and their state as tensors by name.
 
-Each tensor is as large as its parameter, so that any layout loads it.
+Each tensor is as large as its parameter, so that any layout can load it.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -13,7 +13,7 @@ from crius.optim.storage import BLOCK, EightBit, code_table
 from crius.shards import laid_out, local_shard, local_tensor
 
 SIGNED = {"exp_avg": True, "exp_avg_sq": False, "momentum_buffer": True}
-"""Moments, and whether their numbers may be negative."""
+"""Names of moments, and whether their numbers may be negative."""
 
 SCALE = "_scale"
 
@@ -21,22 +21,24 @@ SCALE = "_scale"
 class Optimizer(torch.optim.Optimizer):
     """An optimizer that can skip a step on the device, and whose state keeps its dtypes when it is loaded.
 
-    Each of ``param_groups`` has a ``name`` and an ``lr_factor``, by which the training loop multiplies its ``lr``.
+    Each of ``param_groups`` has a ``name`` and an ``lr_factor``. The training loop multiplies ``lr`` by ``lr_factor``.
 
     Attributes:
-        takes_found_inf: ``step`` changes nothing where ``found_inf`` is not 0, without the host knowing.
-        found_inf: float32 scalar on the device, set before ``step``; None updates in any case.
+        takes_found_inf: whether ``step`` can skip the update if ``found_inf`` is not 0, without the host reading it.
+        found_inf: float32 scalar on the device, set before ``step``; None: always update.
     """
 
     takes_found_inf: bool = False
     found_inf: Tensor | None = None
 
     def start(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
-        """Give a parameter the state that it has before its first update: moments of 0, step 0."""
+        """Give a parameter its state before the first update: moments of 0, step 0."""
         raise NotImplementedError
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, which would give every tensor the dtype of its parameter: bfloat16 moments, 8-bit codes."""
+        """As torch's, but it keeps dtypes (bfloat16 moments, 8-bit codes); torch's converts to the
+        parameter's dtype.
+        """
         super().load_state_dict(state_dict)
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
@@ -48,7 +50,7 @@ class Optimizer(torch.optim.Optimizer):
 
 
 class Joint(Optimizer):
-    """Optimizers of different parameters as one: one list of groups, one state.
+    """Several optimizers with different parameters as one, with one list of groups and one state.
 
     Args:
         parts: the optimizers.
@@ -61,7 +63,7 @@ class Joint(Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Have the parts work on these groups and this state, which loading replaces."""
+        """Make the parts use this object's groups and state, which loading replaces."""
         start = 0
         for part in self._parts:
             part.state = self.state
@@ -86,17 +88,17 @@ class Joint(Optimizer):
 
 
 def scale_key(moment: str, parameter: Tensor) -> str:
-    """Where the scales of a moment in 8 bits are kept: they belong to the blocks of one shard."""
+    """Key of the scales of an 8-bit moment. They belong to the blocks of one shard, so the key names the shard."""
     local, offset = local_shard(parameter)
     place = "-".join("_".join(map(str, numbers)) for numbers in (offset, local.shape))
     return f"{moment}{SCALE}.{place}"
 
 
 def to_save(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> dict[str, Tensor]:
-    """The state by ``<parameter>.<moment>`` and ``<parameter>.step``; no entry for a parameter without state.
+    """The state as ``<parameter>.<moment>`` and ``<parameter>.step``. A parameter without state has no entry.
 
-    Moments in 8 bits are given in float32, whatever the shards were, with the scales of this rank's shard beside them,
-    so that a rank with the same shard gets its codes back to the last bit.
+    8-bit moments are given in float32, for any sharding, together with the scales of this rank's shard. So a rank with
+    the same shard gets its codes back to the last bit.
     """
     tensors = {}
     for parameter, _ in _members(optimizer):
@@ -116,12 +118,12 @@ def to_save(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> dict[str
 def to_load(
     optimizer: Optimizer, names: Mapping[nn.Parameter, str], saved: Collection[str]
 ) -> tuple[dict[str, Tensor], Callable[[], None]]:
-    """Tensors to be filled with a saved state, and what to call when they are.
+    """Tensors to fill with a saved state, and a function to call when they are filled.
 
     Args:
-        optimizer: has no state yet.
-        names: of its parameters.
-        saved: names that were saved; a parameter of which they lack some, as of another optimizer, keeps no state.
+        optimizer: the optimizer, which has no state yet.
+        names: names of its parameters.
+        saved: saved names. If some names of a parameter are missing, as from another optimizer, it gets no state.
     """
     targets: dict[str, Tensor] = {}
     raised: list[tuple[dict[str, Any], str, nn.Parameter, Tensor]] = []
@@ -132,7 +134,7 @@ def to_load(
         optimizer.start(parameter, group)
         state = optimizer.state[parameter]
         if any(f"{name}.{key}" not in saved for key in state if not key.endswith(SCALE)):
-            del optimizer.state[parameter]  # of another optimizer: its count of steps means nothing to new moments
+            del optimizer.state[parameter]  # from another optimizer: its step count does not apply to new moments
             continue
         for key, value in state.items():
             if key.endswith(SCALE):
@@ -155,7 +157,7 @@ def to_load(
 
 
 def fill_copies(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> None:
-    """Where two parameters have one name, the last was loaded: give the other its numbers and its state."""
+    """If two parameters have one name, the last was loaded: copy its numbers and state to the other one."""
     loaded = {name: parameter for parameter, name in names.items()}
     for parameter, name in names.items():
         source = loaded[name]
@@ -174,7 +176,7 @@ def _kept(state: Mapping[str, Tensor], key: str) -> EightBit:
 
 
 def _lower(kept: EightBit, numbers: Tensor, has_scale: bool) -> None:
-    """Numbers to codes; with the scales that are there already, or with new ones of this shard's blocks."""
+    """Convert numbers to codes, with the scales in ``kept`` if ``has_scale``, else with new scales of the blocks."""
     if not has_scale:
         kept.save(slice(0, numbers.numel()), numbers, None, None)
         return
@@ -182,5 +184,5 @@ def _lower(kept: EightBit, numbers: Tensor, has_scale: bool) -> None:
     shares = torch.where(scale > 0, numbers / scale, torch.zeros_like(numbers))
     middles = (kept.table[1:] + kept.table[:-1]) / 2
     codes = torch.bucketize(shares, middles).to(torch.uint8)
-    # any code is 0 times the scale 0: a block that was never written keeps the code it starts with
+    # a scale of 0 makes any code 0: a block that was never written keeps its initial code
     kept.codes[: numbers.numel()] = torch.where(scale > 0, codes, kept.codes[: numbers.numel()])

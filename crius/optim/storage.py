@@ -1,6 +1,6 @@
-"""How weights and moments are kept between steps: float32, bfloat16 or 8 bits in blocks.
+"""Storage of weights and moments between steps: float32, bfloat16 or 8 bits in blocks.
 
-Steps are computed in float32, in place: ``load`` raises a stretch of what is kept, ``save`` lowers it again.
+Steps are computed in float32, in place: ``load`` converts a range of stored numbers to float32, ``save`` stores them.
 """
 
 import functools
@@ -21,12 +21,12 @@ from crius.silence import quiet_torchao
 NOISE_BITS = 16
 """Bits that bfloat16 drops from float32."""
 
-# splitmix64 (Steele, Lea and Flood 2014), as signed numbers: the odd step of its counter, and its two multipliers
+# splitmix64 (Steele, Lea and Flood 2014), as signed numbers: the odd increment of its counter, and its two multipliers
 _STEP, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
 
 
 def stream(seed: int, name: str) -> int:
-    """Where the random bits of a parameter begin: 64 bits, signed."""
+    """The start of a parameter's stream of random bits: 64 bits, signed."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little", signed=True)
 
 
@@ -34,31 +34,31 @@ def random_bits(first: int, step: Tensor, places: Tensor) -> Tensor:
     """64 random bits for each of ``places``, the same on every device and rank.
 
     Args:
-        first: from ``stream``.
-        step: number of the step, a scalar of any dtype; it is not read by the host.
-        places: int64 of any shape, of the elements in the whole parameter. Overwritten.
+        first: result of ``stream``.
+        step: number of the step, a scalar of any dtype. The host does not read it.
+        places: int64 of any shape: indices of the elements in the flattened whole parameter. Overwritten.
     """
     key = _mix((step.to(torch.int64) * _STEP).add_(first))
     return _mix(places.mul_(_STEP).add_(key.to(places.device, non_blocking=True)))
 
 
 def _mix(bits: Tensor) -> Tensor:
-    # the shifts of int64 repeat the sign; with that too each line can be undone, so that no two inputs meet
+    # int64 shifts repeat the sign bit; even so, each line is invertible, so different inputs give different outputs
     bits.bitwise_xor_(bits >> 30).mul_(_FIRST)
     bits.bitwise_xor_(bits >> 27).mul_(_SECOND)
     return bits.bitwise_xor_(bits >> 31)
 
 
 def round_to_bfloat16(values: Tensor, bits: Tensor, field: int) -> Tensor:
-    """``values`` rounded up or down at random; what bfloat16 has stays, infinities and NaN too.
+    """``values`` rounded up or down at random. Values that bfloat16 has, infinities and NaN stay.
 
     Args:
         values: float32, contiguous.
-        bits: from ``random_bits``, of the same shape.
-        field: which 16 of the 64 bits, 0 to 3: tensors of one step that share ``bits`` take different ones.
+        bits: result of ``random_bits``, of the same shape.
+        field: number, 0 to 3, of the group of 16 bits to use. Tensors that share ``bits`` use different groups.
     """
     noise = (bits >> NOISE_BITS * field).bitwise_and_((1 << NOISE_BITS) - 1).to(torch.int32)
-    # the integers of a sign-and-magnitude format: a carry out of the dropped bits goes away from zero
+    # as integers of a sign-and-magnitude format: a carry out of the dropped bits rounds away from zero
     rounded = noise.add_(values.view(torch.int32)).bitwise_and_(-1 << NOISE_BITS).view(torch.float32)
     return torch.where(values.isfinite(), rounded, values).to(torch.bfloat16)
 
@@ -66,18 +66,18 @@ def round_to_bfloat16(values: Tensor, bits: Tensor, field: int) -> Tensor:
 def places_of(
     start: int, stop: int, shape: Sequence[int], offset: Sequence[int], whole: Sequence[int], device: torch.device
 ) -> Tensor:
-    """Places in the flattened whole of the elements ``[start, stop)`` of a flattened shard, int64.
+    """Indices in the flattened whole of the elements ``[start, stop)`` of a flattened shard, int64.
 
     Args:
         start: first element of the shard.
         stop: element after the last.
-        shape: of the shard.
-        offset: where the shard starts in the whole, for each dim.
+        shape: shape of the shard.
+        offset: start of the shard in the whole, for each dim.
         whole: shape of the whole.
-        device: of the result.
+        device: device of the result.
     """
     index = torch.arange(start, stop, device=device)
-    if tuple(shape[1:]) == tuple(whole[1:]):  # whole rows, which lie one after the other in the whole too
+    if tuple(shape[1:]) == tuple(whole[1:]):  # whole rows, which are contiguous in the whole too
         return index.add_(offset[0] * math.prod(whole[1:]) if whole else 0)
     places = torch.zeros_like(index)
     for dim in reversed(range(len(shape))):
@@ -89,39 +89,40 @@ def places_of(
 StateDtype = Literal["float32", "bfloat16", "8bit"]
 
 BLOCK = 256
-"""Neighbouring numbers of a shard that share a scale in 8 bits (Dettmers et al. 2022, arXiv:2110.02861: 2048; torchao
-and bitsandbytes take 256)."""
+"""Neighbouring numbers of a shard that share a scale in 8 bits. Dettmers et al. 2022 (arXiv:2110.02861) use 2048,
+torchao and bitsandbytes use 256.
+"""
 
 MIN_QUANTIZED = 4096
-"""Parameters with fewer numbers, in the whole and not on one rank, keep float32 moments, as in bitsandbytes."""
+"""A parameter with fewer numbers in all (not per rank) keeps float32 moments, as in bitsandbytes."""
 
-CHUNK = 1 << 23  # numbers raised at a time, a multiple of BLOCK: about 0.3 GiB of temporaries
+CHUNK = 1 << 23  # numbers converted at a time, a multiple of BLOCK: about 0.3 GiB of temporary memory
 
 
 @dataclass(frozen=True)
 class Plain:
-    """What is kept of one shard, flat, in float32 or bfloat16.
+    """Stored numbers of one shard, flat, in float32 or bfloat16.
 
     Attributes:
         kept: the numbers.
-        field: which of the random bits it takes.
+        field: field of the random bits, see ``round_to_bfloat16``.
     """
 
     kept: Tensor
     field: int
 
     def load(self, part: slice) -> Tensor:
-        """The numbers of ``part`` in float32; a view where they are kept so."""
+        """The numbers of ``part`` in float32; a view if they are stored in float32."""
         return self.kept[part].float()
 
     def save(self, part: slice, values: Tensor, bits: Tensor | None, skip: Tensor | None) -> None:
-        """Keep what ``load`` gave and the step changed in place.
+        """Store numbers that came from ``load`` and were changed in place by a step.
 
         Args:
             part: the same as for ``load``.
-            values: the numbers; those of a skipped step are those that were loaded, and come out as they were.
-            bits: for stochastic rounding.
-            skip: not 0 where the step is skipped, a scalar.
+            values: the numbers; in a skipped step they are unchanged, and so stored unchanged.
+            bits: random bits for stochastic rounding.
+            skip: scalar that is not 0 in a skipped step.
         """
         if self.kept.dtype != torch.float32:
             rounded = values if bits is None else round_to_bfloat16(values, bits, self.field)
@@ -130,15 +131,15 @@ class Plain:
 
 @dataclass(frozen=True)
 class EightBit:
-    """What is kept of one shard, flat, as codes into a table of 256 numbers, times a scale for each block.
+    """Stored numbers of one shard, flat: codes into a table of 256 numbers, times one scale per block.
 
     Numbers are rounded to nearest.
 
     Attributes:
         codes: uint8, padded to whole blocks.
-        scale: float32, one for each block.
+        scale: float32, one per block.
         signed: whether numbers may be negative.
-        table: from ``code_table``.
+        table: result of ``code_table``.
     """
 
     codes: Tensor
@@ -161,7 +162,7 @@ class EightBit:
         blocks = self._blocks(part)
         before = blocks.codes.clone(), blocks.scale.clone()
         blocks.copy_(F.pad(values, (0, -values.numel() % BLOCK)))
-        if skip is not None:  # a number that goes through the codes twice may move
+        if skip is not None:  # a number may change when it is converted to a code a second time
             for kept, old in zip((blocks.codes, blocks.scale), before, strict=True):
                 kept.copy_(torch.where(skip.bool(), old, kept))
 
@@ -186,29 +187,29 @@ def _numbers(signed: bool) -> tuple[float, ...]:
 
 
 def code_table(signed: bool, device: torch.device) -> Tensor:
-    """The numbers that codes stand for, float32 ``(256,)``. The host waits for a GPU that they are copied to."""
+    """The numbers that codes stand for, float32 ``(256,)``. The host waits if they are copied to a GPU."""
     return torch.tensor(_numbers(signed), device=device)
 
 
 class Storage:
-    """How the weights and moments of an optimizer are kept.
+    """Storage of the weights and moments of an optimizer.
 
     Args:
-        names: of the parameters in the whole model; random bits depend on them.
-        state_dtype: of the moments.
-        stochastic: round stochastically to bfloat16; if not, to nearest.
-        seed: of the random bits.
+        names: names of the parameters in the whole model; random bits depend on them.
+        state_dtype: dtype of the moments.
+        stochastic: round to bfloat16 stochastically; else to nearest.
+        seed: seed of the random bits.
     """
 
     def __init__(self, names: Mapping[nn.Parameter, str], state_dtype: StateDtype, stochastic: bool, seed: int) -> None:
         self._state_dtype = state_dtype
         self._stochastic = stochastic
-        self._offsets: dict[nn.Parameter, tuple[int, ...]] = {}  # of this rank's shards in the whole
+        self._offsets: dict[nn.Parameter, tuple[int, ...]] = {}  # start of this rank's shard in the whole
         self._streams = {parameter: stream(seed, name) for parameter, name in names.items()}
         self._tables: dict[tuple[bool, torch.device], Tensor] = {}
 
     def is_quantized(self, parameter: Tensor) -> bool:
-        """Whether the moments of a parameter are kept in 8 bits."""
+        """Whether the moments of a parameter are stored in 8 bits."""
         return self._state_dtype == "8bit" and parameter.numel() >= MIN_QUANTIZED
 
     def state_bytes(self, parameter: Tensor, num_moments: int) -> int:
@@ -223,23 +224,23 @@ class Storage:
         return torch.bfloat16 if self._state_dtype == "bfloat16" else torch.float32
 
     def start(self, state: dict[str, Tensor], parameter: nn.Parameter, moments: tuple[str, ...]) -> None:
-        """Moments that are 0. Those in 8 bits are flat, of this rank's shard; others are laid out as the parameter."""
+        """Make moments of 0. 8-bit moments are flat, for this rank's shard; others are laid out as the parameter."""
         for moment in moments:
             if self.is_quantized(parameter):
                 local = local_tensor(parameter)
                 blocks = -(-local.numel() // BLOCK)
-                # any code is 0 times the scale 0
+                # a scale of 0 makes any code 0
                 state[moment] = torch.zeros(blocks * BLOCK, dtype=torch.uint8, device=local.device)
                 state[f"{moment}_scale"] = torch.zeros(blocks, device=local.device)
             else:
                 state[moment] = torch.zeros_like(parameter, dtype=self._moment_dtype, requires_grad=False)
 
     def weight(self, parameter: nn.Parameter) -> Kept:
-        """A parameter's own numbers."""
+        """The stored numbers of the parameter itself."""
         return Plain(local_tensor(parameter).view(-1), field=0)
 
     def moment(self, state: Mapping[str, Tensor], name: str, *, field: int, signed: bool) -> Kept:
-        """A moment that ``start`` made."""
+        """The stored numbers of a moment, from ``start``."""
         kept = state[name]
         if kept.dtype == torch.uint8:
             key = (signed, kept.device)
@@ -249,7 +250,7 @@ class Storage:
         return Plain(local_tensor(kept).view(-1), field)
 
     def bits(self, parameter: nn.Parameter, step: Tensor, part: slice) -> Tensor | None:
-        """Random bits for a stretch of a parameter's shard in the step after ``step``; None where none are needed."""
+        """Random bits for ``part`` of a parameter's shard in the step after ``step``; None if none are needed."""
         is_bfloat16 = parameter.dtype == torch.bfloat16 or self._state_dtype == "bfloat16"
         if not (self._stochastic and is_bfloat16):
             return None
@@ -261,10 +262,10 @@ class Storage:
 
 
 def chunks(numel: int) -> Iterator[slice]:
-    """Stretches of a flat shard that are worked on one after the other, so that temporaries stay small."""
+    """Ranges of a flat shard that are updated one after the other, to bound temporary memory."""
     return (slice(start, min(start + CHUNK, numel)) for start in range(0, numel, CHUNK))
 
 
 def nbytes(tensors: Iterator[Tensor]) -> int:
-    """Bytes that this rank holds of ``tensors``."""
+    """Bytes of ``tensors`` on this rank."""
     return sum(math.prod(local.shape) * local.element_size() for local in map(local_tensor, tensors))

@@ -1,1 +1,1 @@
-"""The mesh and what is done to a model on it. ``torch.distributed`` lives here and nowhere else."""
+"""The mesh, and the passes that lay a model out on it. ``torch.distributed`` is used in this package only."""

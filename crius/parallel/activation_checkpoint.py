@@ -1,8 +1,8 @@
-"""Activation checkpointing: what a block keeps for its backward, and what it computes again there.
+"""Activation checkpointing: a block keeps some results for its backward and computes the others again there.
 
-A block's ``forward`` is wrapped, not the block: parameter names stay, and the hooks of FSDP, which hang on the call of
-the module, run once. Recomputation runs the same kernels on the same inputs, so that losses and gradients stay the same
-to the last bit (eager).
+The ``forward`` of a block is wrapped, not the block. So parameter names stay, and FSDP's hooks, which are attached to
+the call of the module, run once. Recomputation runs the same kernels on the same inputs, so losses and gradients stay
+the same to the last bit (eager).
 """
 
 import difflib
@@ -41,7 +41,7 @@ _MATMULS = (
     *("aten._scaled_mm.default", "aten._scaled_mm_v2.default"),
     *("aten._grouped_mm.default", "aten._scaled_grouped_mm.default", "aten._scaled_grouped_mm_v2.default"),
 )
-# by name, not by object: some exist in some versions of torch only, or once a module of it is imported
+# names, not objects: some ops exist only in some versions of torch, or only after one of its modules is imported
 CATEGORIES: Mapping[str, tuple[str, ...]] = {
     "attention": (
         "crius.attend.default",
@@ -67,21 +67,21 @@ _COUNTS = (
     *("_c10d_functional.all_to_all_single.default", "_c10d_functional.wait_tensor.default"),
     *("_c10d_functional.all_reduce.default", "aten._to_copy.default"),
 )
-"""A layer with experts keeps its choices in every mode, and what ops of ``_COUNTS`` make of whole numbers. Routed in
-another way, a recomputed layer would have other shapes, or silently another gradient; and the host would wait for the
-numbers of rows once more. Rows themselves travel again."""
+"""A layer with experts keeps its choices in every mode, and the integer results of the ops of ``_COUNTS``. A layer that
+is recomputed with another routing would have other shapes, or silently another gradient. The host would also wait once
+more for the numbers of rows. Rows themselves are exchanged again."""
 
 _OP_NAME = re.compile(r"(\w+)\.(\w+)\.(\w+)")
 
 
 @dataclass(frozen=True)
 class CheckpointedBlocks:
-    """What was checkpointed.
+    """The result of activation checkpointing.
 
     Attributes:
-        count: blocks that recompute something; in mode memory_budget those that the compiler may let do so.
+        count: blocks that recompute something; in mode memory_budget, blocks in which the compiler may recompute.
         total: blocks of this part of the model.
-        description: what stays and what is recomputed.
+        description: text for the log: the results that are kept and recomputed.
     """
 
     count: int
@@ -90,9 +90,9 @@ class CheckpointedBlocks:
     _matches: Counter[str] = field(default_factory=Counter, repr=False, compare=False)
 
     def matches(self) -> dict[str, int]:
-        """Entry of ``save_ops`` to how many results of it a block keeps, the most over blocks; empty in other modes.
+        """For each entry of ``save_ops``, the most results that a block keeps for it; empty in other modes.
 
-        All are 0 before the first forward with gradients. A compiled block counts when it is traced.
+        All are 0 before the first forward with gradients. A compiled block is counted when it is traced.
         """
         return dict(self._matches)
 
@@ -100,20 +100,19 @@ class CheckpointedBlocks:
 def apply_activation_checkpoint(
     model: nn.Module, plan: ShardingPlan, config: ActivationCheckpointConfig, compile_enabled: bool
 ) -> CheckpointedBlocks:
-    """Wrap the ``forward`` of the modules that ``plan.block`` names, in place.
+    """Wrap the ``forward`` of the modules that match ``plan.block``, in place.
 
-    Comes after tensor and context parallelism, whose communication is recomputed with the rest, and before compile and
-    FSDP.
+    Call this after tensor and context parallelism, whose communication is recomputed too, and before compile and FSDP.
 
     Args:
-        model: the whole model, or one pipeline stage of it; blocks are counted from 1 over all stages.
-        plan: names the block.
-        config: the section, its mode decided.
-        compile_enabled: blocks are compiled afterwards.
+        model: the whole model, or one pipeline stage of it. Blocks are counted from 1 over all stages.
+        plan: sharding plan with the pattern of the blocks.
+        config: the section, with a resolved mode.
+        compile_enabled: whether blocks are compiled afterwards.
 
     Raises:
-        ConfigError: an entry of ``save_ops`` is no category and no op of this torch, or mode memory_budget without
-            compile.
+        ConfigError: an entry of ``save_ops`` is neither a category nor an op of this torch, or the mode is
+            memory_budget without compile.
     """
     numbered = {name: module for name, module in model.named_modules() if match(plan.block, name)}
     blocks = list(numbered.values())
@@ -124,34 +123,34 @@ def apply_activation_checkpoint(
     if is_budget:
         return _memory_budget(len(blocks), config.memory_budget, compile_enabled)
     attention_stays = compile_enabled and any(_is_split_on_cpu(block) for block in blocks)
-    note = "; attention stays too, which torch cannot recompute in such a graph on a CPU" * attention_stays
+    note = "; attention is kept too: torch cannot recompute it in such a graph on a CPU" * attention_stays
     routed = {block for block in blocks if any(isinstance(part, MixtureOfExperts) for part in block.modules())}
-    choices = "; choices and counts of experts stay too" * bool(routed)
+    choices = "; choices and counts of experts are kept too" * bool(routed)
     if config.mode == "selective" and config.selective_option == "op":
         matches = Counter(dict.fromkeys(config.save_ops, 0))
         for block in blocks:
             _wrap(block, _selective_contexts(config.save_ops, matches, attention_stays, routes=block in routed))
         kept = ", ".join(config.save_ops) or "nothing"
         note *= "attention" not in config.save_ops
-        return CheckpointedBlocks(len(blocks), len(blocks), f"of each block stay: {kept}{note}{choices}", matches)
-    assert config.mode in ("full", "selective"), config.mode  # auto is one of the others by now: choices.decide
+        return CheckpointedBlocks(len(blocks), len(blocks), f"each block keeps: {kept}{note}{choices}", matches)
+    assert config.mode in ("full", "selective"), config.mode  # auto was resolved before: choices.decide
     every = 1 if config.mode == "full" else int(config.selective_option)
-    # by its number in the whole model, so that it is the same block under every layout
+    # by the number in the whole model, so that the same blocks are wrapped under every layout
     wrapped = [block for name, block in numbered.items() if (int(name.rpartition(".")[2]) + 1) % every == 0]
     for block in wrapped:
         routes = block in routed
         keeps = routes or attention_stays
         _wrap(block, _selective_contexts((), Counter(), attention_stays, routes=routes) if keeps else None)
     which = "every block" if every == 1 else f"one block of {every}"
-    return CheckpointedBlocks(len(wrapped), len(blocks), f"{which} keeps its input only{note}{choices}")
+    return CheckpointedBlocks(len(wrapped), len(blocks), f"{which} keeps only its input{note}{choices}")
 
 
 def _is_split_on_cpu(block: nn.Module) -> bool:
     """Whether tensor or expert parallelism on CPUs splits ``block``.
 
-    The attention of such a block, compiled, cannot be recomputed: in torch 2.13 at least, the partitioner takes the
-    kernel for one that draws random numbers, and adds the state of the CPU's generator to the outputs of the graph
-    behind the mesh of the DTensors, where the runtime does not expect a tensor.
+    The attention of such a block cannot be recomputed when it is compiled. In torch 2.13 at least, the partitioner
+    takes its kernel for an op with random numbers and adds the state of the CPU's generator to the outputs of the
+    graph. It adds it after the mesh of the DTensors, where the runtime does not expect a tensor.
     """
     split = (parameter for parameter in block.parameters() if isinstance(parameter, DTensor))
     return any(parameter.device_mesh.device_type == "cpu" for parameter in split)
@@ -166,9 +165,9 @@ def _memory_budget(num_blocks: int, budget: float, compile_enabled: bool) -> Che
             fix="--compile.enable",
         )
     if hasattr(functorch_config, "unsafe_treat_script_objects_as_zero_size"):
-        # under tensor parallelism it would end at the device mesh, the only such object, whose size it cannot compute
+        # under tensor parallelism the partitioner would fail at the device mesh, whose size it cannot compute
         functorch_config.unsafe_treat_script_objects_as_zero_size = True
-    # at 1 the partitioner keeps whatever is cheaper to keep
+    # with a budget of 1 the partitioner recomputes nothing
     return CheckpointedBlocks(
         num_blocks * (budget < 1), num_blocks, f"the compiler keeps {budget:g} of the activations"
     )
@@ -181,7 +180,7 @@ def _wrap(block: nn.Module, context_fn: ContextFn | None) -> None:
     if context_fn is not None:
         options["context_fn"] = context_fn
     block._checkpoint_options = options  # type: ignore[assignment]
-    # a method, not a closure: torch.compile shares one graph among all blocks whose attributes are alike
+    # a method, not a closure: torch.compile shares one graph among all blocks with equal attributes
     block.forward = types.MethodType(_checkpointed_forward, block)
 
 
@@ -192,13 +191,13 @@ def _checkpointed_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def _selective_contexts(
     save_ops: Sequence[str], matches: Counter[str], attention_stays: bool, *, routes: bool = False
 ) -> ContextFn:
-    """What ``checkpoint`` calls before each forward of a block; counts into ``matches``.
+    """The function that ``checkpoint`` calls before each forward of a block. It counts kept results into ``matches``.
 
     Args:
-        save_ops: what stays.
-        matches: how many results each entry of it keeps.
-        attention_stays: attention, too.
-        routes: the block has experts.
+        save_ops: entries of ``save_ops``, whose results are kept.
+        matches: number of kept results of each entry.
+        attention_stays: whether results of attention are kept too.
+        routes: whether the block has experts.
 
     Raises:
         ConfigError: see ``resolve_save_ops``.
@@ -209,15 +208,15 @@ def _selective_contexts(
     def contexts() -> Contexts:
         return create_selective_checkpoint_contexts(_Policy(categories, matches, routes=routes))
 
-    # no cache_hash on it: from its cache, torch would take a graph without asking the policy, which then counts nothing
+    # without cache_hash: with it, torch would take a graph from its cache without calling the policy, which counts
     return contexts
 
 
 class _Policy:
-    """What stays in one forward of one block.
+    """Decides which results are kept in one forward of one block.
 
-    Up to torch 2.12 it is asked again in the recomputation, whose matmuls are counted apart: early stopping may end it
-    sooner, but not reorder it.
+    Up to torch 2.12 it is called again in the recomputation. Matmuls are counted separately there: early stopping may
+    end the recomputation sooner, but does not change its order.
     """
 
     def __init__(self, categories: Mapping[str, str], matches: Counter[str], *, routes: bool) -> None:
@@ -234,7 +233,7 @@ class _Policy:
         again = bool(getattr(context, "is_recompute", False))
         if category == EVERY_OTHER:
             self._matmuls[again] += 1
-            if self._matmuls[again] % 2 == 0:  # the first stays, the second is recomputed, the third stays, ...
+            if self._matmuls[again] % 2 == 0:  # the first is kept, the second is recomputed, the third is kept, ...
                 return CheckpointPolicy.PREFER_RECOMPUTE
         if category and not again:
             self._found[category] += 1
@@ -243,16 +242,16 @@ class _Policy:
 
 
 def _is_routing(op: str, args: Sequence[Any]) -> bool:
-    """Whether an op of a layer with experts chooses experts or counts their rows."""
+    """Whether an op of a layer with experts chooses experts or counts rows."""
     is_whole = bool(args) and isinstance(args[0], torch.Tensor) and not args[0].is_floating_point()
     return op in _CHOICES or (op in _COUNTS and is_whole)
 
 
 def resolve_save_ops(save_ops: Sequence[str]) -> dict[str, str]:
-    """Name of each op whose result stays, to the entry of ``save_ops`` that says so.
+    """Map the name of each op whose result is kept to its entry of ``save_ops``.
 
     Raises:
-        ConfigError: an entry is no category and no op of this torch, is there twice, or is covered by another.
+        ConfigError: an entry is neither a category nor an op of this torch, is repeated, or is part of another entry.
     """
     resolved: dict[str, str] = {}
     for entry in save_ops:
@@ -284,8 +283,9 @@ def _unknown(entry: str) -> ConfigError:
     overloads = [name for name in known if name.startswith(f"{entry}.")]
     near = sorted(overloads, key=len)[:3] or difflib.get_close_matches(entry, known, n=3, cutoff=0.6)
     return ConfigError(
-        f"activation_checkpoint.save_ops has {entry}, which is no category and no op of torch {torch.__version__}.",
+        f"activation_checkpoint.save_ops has {entry}, which is neither a category nor an op of torch "
+        f"{torch.__version__}.",
         where="--activation_checkpoint.save_ops",
-        why=f"categories are {', '.join(CATEGORIES)}; ops are written as namespace.name.overload",
+        why=f"categories are {', '.join(CATEGORIES)}; an op is written as namespace.name.overload",
         fix=f"did you mean {' or '.join(near)}?" if near else "e.g. aten.mm.default",
     )

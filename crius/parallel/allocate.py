@@ -1,4 +1,4 @@
-"""Memory for a model that has its shapes only."""
+"""Allocates memory for a model that is built on the meta device."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,9 +9,9 @@ from torch import nn
 
 @contextmanager
 def keeping_ties(model: nn.Module) -> Iterator[None]:
-    """Parameters of ``model`` that are one tensor before are one tensor, the first of them, after.
+    """Keep ties: parameters of ``model`` that are one tensor on entry are one tensor again on exit.
 
-    torch's functions over a model's parameters replace them one by one.
+    Functions of torch that convert a model replace its parameters one by one. The first parameter of each tie is kept.
     """
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -24,15 +24,15 @@ def keeping_ties(model: nn.Module) -> Iterator[None]:
 
 
 def allocate(model: nn.Module, device: torch.device | str, *, buffers: torch.device | str | None = None) -> None:
-    """Memory for the parameters and buffers of a meta-device model, in place, whatever is in it.
+    """Allocate uninitialised parameters and buffers for a model on the meta device, in place.
 
     Args:
-        model: has its shapes.
-        device: of the parameters.
-        buffers: device of the buffers, where that is another.
+        model: the model, which has shapes only.
+        device: device of the parameters.
+        buffers: device of the buffers; None: as the parameters.
     """
     with keeping_ties(model):
-        # to_empty, but for the format: to keep that of a tensor of the meta device, torch imports sympy
+        # as to_empty, but with a fixed memory format: to preserve the format of a meta tensor, torch imports sympy
         model._apply(lambda t: torch.empty_like(t, device=device, memory_format=torch.contiguous_format))
     for name, buffer in list(model.named_buffers()):
         owner, _, attribute = name.rpartition(".")

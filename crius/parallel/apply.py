@@ -1,4 +1,4 @@
-"""``parallelize``: the passes over a model, in an order to read aloud."""
+"""``parallelize``: the passes over a model, in their order."""
 
 import logging
 from collections.abc import Iterable, Iterator
@@ -27,7 +27,7 @@ log = logging.getLogger("crius.parallel")
 
 @dataclass(frozen=True)
 class Applied:
-    """What the passes did to one stage of the model.
+    """Result of the passes over one stage of the model.
 
     Attributes:
         checkpointed: blocks that recompute activations.
@@ -39,7 +39,7 @@ class Applied:
 
 
 def parallelize(model: nn.Module, facts: ModelDescription, mesh: Mesh, config: RunConfig) -> Applied:
-    """Lay a meta-device model, or the pipeline stage that is left of it, out on ``mesh``, in place.
+    """Lay out a meta-device model, or one pipeline stage of it, on ``mesh``, in place.
 
     Raises:
         PlanError: the plan and the model do not match.
@@ -63,7 +63,7 @@ def _shard(model: nn.Module, plan: ShardingPlan, mesh: Mesh, config: RunConfig) 
     layout, training = mesh.layout, config.training
     if not needs_fsdp(layout, config):
         dtype = training.mixed_precision_param if config.lora.is_on else f"their {training.dtype}"
-        yield f"fsdp: none: one rank holds all weights, computes in {dtype}, and sums with nobody"
+        yield f"fsdp: off: one rank holds all weights, computes in {dtype}, and does not communicate"
         return
     units = plan_units(plan, model, config.parallelism)
     experts = experts_of(model, plan)
@@ -76,7 +76,7 @@ def _shard(model: nn.Module, plan: ShardingPlan, mesh: Mesh, config: RunConfig) 
         f"param {training.mixed_precision_param}, reduce {training.mixed_precision_reduce}{offloaded}"
     )
     if experts and mesh.experts:
-        yield f"fsdp: weights of experts split over {layout.efsdp} ranks that have the same experts"
+        yield f"fsdp: weights of experts are split over {layout.efsdp} ranks that have the same experts"
     yield from describe_units(units, layout, config.parallelism, training)
 
 
@@ -88,13 +88,13 @@ def _say(lines: Iterable[str]) -> None:
 def materialize(
     model: nn.Module, rules: list[tuple[str, Init]], world: World, config: RunConfig, *, draws: bool
 ) -> None:
-    """Allocate this rank's shards and start them from ``debug.seed``, alike under every layout.
+    """Allocate this rank's shards and initialise them from ``debug.seed``, equally under every layout.
 
     Args:
-        model: laid out, on the meta device.
-        rules: of the whole model.
+        model: the model, laid out on the meta device.
+        rules: initialisation rules of the whole model.
         world: all ranks.
-        config: of the run.
+        config: config of the run.
         draws: see ``init_parameters``.
     """
     allocate(model, "cpu" if config.training.enable_cpu_offload else world.device, buffers=world.device)

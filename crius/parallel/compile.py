@@ -1,7 +1,7 @@
-"""torch.compile of each block, the folder of compiled kernels, and a report of what was really compiled.
+"""torch.compile of each block, the cache folder of compiled kernels, and a report of what torch compiled.
 
-A block's ``forward`` is compiled, not the block: parameter names stay, and the hooks of FSDP, which hang on the call of
-the module, stay outside the graph. Blocks of one kind share one code object and so one graph.
+The ``forward`` of a block is compiled, not the block. So parameter names stay, and FSDP's hooks, which are attached to
+the call of the module, stay outside of the graph. Blocks of one class share one code object and so one graph.
 """
 
 import hashlib
@@ -29,12 +29,12 @@ from crius.models.plan import ShardingPlan, match
 
 log = logging.getLogger("crius.parallel")
 
-WARM_STEPS = 3  # steps in which compiling is normal: a shape or a flag of the first steps may still change
+WARM_STEPS = 3  # compiling is normal in the first steps: a shape or a flag may still change
 
-# torch's own 8 counts the graphs of one code object, of which all activation-checkpointed blocks share one; with
-# fullgraph the one too many ends the run
+# torch's default of 8 counts the graphs of one code object, which all activation-checkpointed blocks share. With
+# fullgraph, exceeding the limit ends the run.
 RECOMPILE_LIMIT = 64
-METRICS_KEPT = 1024  # torch's own 64 events are fewer than the graphs of a large pipeline stage and their backwards
+METRICS_KEPT = 1024  # torch's default of 64 events is less than the graphs and backwards of a large pipeline stage
 
 _SIZE = re.compile(r"tensor '(?P<name>.+?)' size mismatch at index (?P<dim>\d+)\. expected (\d+), actual (?P<size>\d+)")
 _GRAD_MODE = "grad_mode"
@@ -50,17 +50,17 @@ def prepare_compile(
     Args:
         config: the section.
         cache_root: the user's cache folder of Crius; None: ``crius`` below ``XDG_CACHE_HOME``, else below ~/.cache.
-        local_ranks: processes that share the cores of this host, and so the threads that compile.
-        for_cpu: set up what only pays there (docs/kernels.md). What a matmul of the backward reads, such as SwiGLU's
-            product, is not kept where pointwise work makes it again.
+        local_ranks: processes that share the cores of this host, and so the compiler threads.
+        for_cpu: also apply settings that pay on a CPU only (docs/kernels.md). An input of a backward matmul, such as
+            SwiGLU's product, is then not kept if pointwise operations can compute it again.
 
     Returns:
-        The folder of compiled kernels: ``config.cache_dir``, else ``TORCHINDUCTOR_CACHE_DIR`` of the user's
-        environment, else ``compile/torch-<version>`` below ``cache_root``, which only its owner may enter.
+        The cache folder: ``config.cache_dir``, else ``TORCHINDUCTOR_CACHE_DIR`` from the user's environment, else
+        ``compile/torch-<version>`` below ``cache_root``, which only its owner may enter.
 
     Raises:
-        EnvironmentError: the folder cannot be written; or it is the last of these three, and another user owns it or
-            may write into it.
+        EnvironmentError: the folder cannot be written, or it is the last of the three and another user owns it or may
+            write into it.
     """
     folder, is_own = _cache_folder(config, cache_root)
     try:
@@ -85,7 +85,7 @@ def prepare_compile(
     else:
         os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
     if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
-        # inductor would start as many threads in every rank; the variable alone is read too early, on import
+        # inductor would start that many threads in every rank; the variable alone is not enough: it is read on import
         threads = max(1, min(32, _num_cores() // max(1, local_ranks)))
         inductor_config.compile_threads = threads
         os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = str(threads)
@@ -95,23 +95,23 @@ def prepare_compile(
 
         suit_cpu()
     elif torch.are_deterministic_algorithms_enabled():
-        inductor_config.deterministic = True  # kernels are not timed against each other: one may add in another order
+        inductor_config.deterministic = True  # no kernel is chosen by timing: another kernel may add in another order
     dynamo_config.recompile_limit = max(RECOMPILE_LIMIT, dynamo_config.recompile_limit)
     return folder
 
 
 def compile_blocks(model: nn.Module, plan: ShardingPlan, config: CompileConfig) -> int:
-    """Compile the ``forward`` of each module that ``plan.block`` names, in place.
+    """Compile the ``forward`` of each module that matches ``plan.block``, in place.
 
-    Comes after tensor parallelism and activation checkpointing, whose work belongs into the graph, and before FSDP,
-    whose hooks do not.
+    Call this after tensor parallelism and activation checkpointing, whose operations belong in the graph, and before
+    FSDP, whose hooks do not.
 
     Returns:
-        Number of blocks, compiled or, where the environment disables torch.compile, left alone (the report says so); 0
-        where this part of the model has none (a pipeline stage of the embedding alone).
+        Number of blocks. It is 0 if this part of the model has no blocks, as a pipeline stage of the embedding alone.
+        If the environment disables torch.compile, blocks are counted but not compiled, and the report says so.
     """
     blocks = [module for name, module in model.named_modules() if match(plan.block, name)]
-    for block in () if _is_disabled() else blocks:  # torch 2.13 fails at the first call of what it must not compile
+    for block in () if _is_disabled() else blocks:  # torch 2.13 fails in the first call if compiling is disabled
         block.forward = torch.compile(block.forward, backend=config.backend, fullgraph=True)
     return len(blocks)
 
@@ -124,23 +124,23 @@ def compile_loss(loss_fn: Function, config: CompileConfig) -> Function:
 
 
 class CompileReport:
-    """What torch compiled, by its own account, and what it compiled again.
+    """Counts the graphs that torch compiled, and the recompilations.
 
-    ``start()`` before the first step, ``lines()`` after it, ``step(n)`` after every step.
+    Call ``start()`` before the first step, ``lines()`` after it, and ``step(n)`` after every step.
 
     Attributes:
-        graphs: forward graphs since ``start()``, those of validation and of the loss too.
-        recompiles: graphs that were compiled after step 3 for a guard that failed.
+        graphs: forward graphs since ``start()``, including those of validation and of the loss.
+        recompiles: graphs that were compiled after step 3 because a guard failed.
     """
 
     def __init__(self, config: CompileConfig) -> None:
         self._config = config
-        self._spans: list[tuple[int, int]] = []  # begin and end of each compilation, microseconds
+        self._spans: list[tuple[int, int]] = []  # begin and end of each compilation in microseconds
         self._functions: Counter[str] = Counter()  # graphs by function
-        self._validation: Counter[str] = Counter()  # those that only a change of grad mode called for
+        self._validation: Counter[str] = Counter()  # graphs by function that were compiled only for another grad mode
         self._culprits: Counter[str] = Counter()
         self._sizes: dict[str, list[str]] = {}
-        self._why: dict[str, str] = {}  # by function, why it has more than one graph
+        self._why: dict[str, str] = {}  # by function, why it has several graphs
         self._last: Any = None
         self._counters: Counter[str] = Counter()
         self._warned = False
@@ -148,14 +148,14 @@ class CompileReport:
         self.recompiles = 0
 
     def start(self) -> None:
-        """Count from here on."""
+        """Start counting."""
         dynamo.set_compilation_metrics_limit(METRICS_KEPT)
         self._last = next(reversed(dynamo.get_compilation_metrics()), None)
         self._counters = _cache_counters()
 
     @property
     def seconds(self) -> float:
-        """Wall seconds in which this rank compiled."""
+        """Wall-clock seconds in which this rank compiled."""
         total, done = 0, 0
         for begin, end in sorted(self._spans):
             total += max(0, end - max(begin, done))
@@ -164,16 +164,16 @@ class CompileReport:
 
     @property
     def reason(self) -> str:
-        """Why nothing was compiled; empty when the blocks were.
+        """Why nothing was compiled; empty if blocks were compiled.
 
-        There is no half of it: a block that cannot be compiled whole ends the run with torch's error (fullgraph).
+        A block is compiled whole or not at all: if it cannot be, the run ends with torch's error (fullgraph).
         """
         if _is_disabled():
             return f"switched off by {' or '.join(COMPILE_SWITCHES)}"
-        return "" if self.graphs else "torch.compile was called and did nothing; see TORCH_LOGS=+dynamo"
+        return "" if self.graphs else "torch.compile was called but compiled nothing; see TORCH_LOGS=+dynamo"
 
     def lines(self) -> list[str]:
-        """One line with graphs, seconds and cache, and one for each function with several training graphs."""
+        """One line with graphs, seconds and cache, then one line per function with several training graphs."""
         self._read(is_warm=True)
         if not self.graphs:
             return [f"compile: 0 graphs, the model runs eager ({self.reason})"]
@@ -187,14 +187,14 @@ class CompileReport:
         ]
 
     def step(self, number: int) -> None:
-        """Log what was compiled since the last call, once step ``number`` is past the first three."""
+        """Log graphs compiled since the last call, if ``number`` is past the first three steps."""
         self._read(is_warm=number <= WARM_STEPS, step=number)
         if self.recompiles > self._config.max_recompiles and not self._warned:
             self._warned = True
             log.warning("%s", self._advice())
 
     def _read(self, is_warm: bool, step: int = 0) -> None:
-        """Take in the events since the last call. A backward has no function name and is no graph of its own."""
+        """Read the events since the last call. A backward has no function name and does not count as a graph."""
         events = dynamo.get_compilation_metrics()
         if not events or events[-1] is self._last:
             return
@@ -206,7 +206,7 @@ class CompileReport:
                 self._spans.append((begin, end))
             if event.co_name is None:
                 continue
-            if not event.has_guarded_code:  # failed, and the error went to the caller; or nothing to compile in it
+            if not event.has_guarded_code:  # compilation failed and the caller got the error, or nothing to compile
                 continue
             place = "/".join(Path(event.co_filename or "?").parts[-2:])
             function = f"{event.co_name} ({place}:{event.co_firstlineno})"
@@ -215,15 +215,15 @@ class CompileReport:
             self._note_graph(function, reason, is_warm, step)
 
     def _note_graph(self, function: str, reason: str, is_warm: bool, step: int) -> None:
-        """Validation has its graphs without gradient: one for each of training is expected, whenever it comes."""
+        """Count a graph. Validation runs without gradients, so each training graph may have one more for it."""
         if _GRAD_MODE in reason and self._validation[function] < self._functions[function]:
             self._validation[function] += 1
             if not is_warm:
-                log.info("compile: %s once more for validation, which needs no gradient", function)
+                log.info("compile: %s compiled once more for validation, which needs no gradient", function)
             return
         self._functions[function] += 1
         if self._functions[function] > 1:
-            self._why[function] = reason or "a guard that torch does not name"
+            self._why[function] = reason or "a guard that torch does not report"
         if is_warm or self._functions[function] == 1:
             return
         self.recompiles += 1
@@ -232,22 +232,22 @@ class CompileReport:
             culprit = f"size of dim {size['dim']} of {size['name']}"
             self._sizes.setdefault(culprit, [size[3]]).append(size["size"])
         self._culprits[culprit] += 1
-        log.info("compile: step %d compiled %s again: %s", step, function, reason or "torch names no guard")
+        log.info("compile: step %d compiled %s again: %s", step, function, reason or "torch reports no guard")
 
     def _advice(self) -> str:
-        """The warning about too many recompilations: the guard that failed most, and what helps."""
+        """The warning about too many recompilations, with the guard that failed most often and a remedy."""
         culprit, count = self._culprits.most_common(1)[0]
         text = (
             f"compile: {self.recompiles} recompilations after step {WARM_STEPS}, more than compile.max_recompiles "
-            f"{self._config.max_recompiles}; {count} of them by one guard: {culprit or 'torch names none'}"
+            f"{self._config.max_recompiles}; {count} of them by one guard: {culprit or 'torch reports none'}"
         )
         if culprit in self._sizes:
             sizes = ", ".join(dict.fromkeys(self._sizes[culprit]))
             return (
-                f"{text} (was {sizes}). Bring every batch in one shape: the same --training.local_batch_size and "
-                "--training.seq_len in every step, short rows padded."
+                f"{text} (was {sizes}). Give every batch the same shape: the same --training.local_batch_size and "
+                "--training.seq_len in every step, with short rows padded."
             )
-        return f"{text}. TORCH_LOGS=recompiles shows each; --compile.no_enable runs without."
+        return f"{text}. TORCH_LOGS=recompiles shows each; --compile.no_enable runs without compiling."
 
     def _cache(self) -> str:
         if self._config.backend != "inductor":
@@ -264,26 +264,26 @@ class CompileReport:
 
 
 def _cache_folder(config: CompileConfig, cache_root: Path | None) -> tuple[Path, bool]:
-    """The folder of compiled kernels, and whether Crius chose it."""
+    """The cache folder of compiled kernels, and whether it is Crius's default."""
     if config.cache_dir:
         return Path(config.cache_dir).expanduser().absolute(), False
     from_user = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    if from_user and from_user != default_cache_dir():  # which inductor writes there when it is imported
+    if from_user and from_user != default_cache_dir():  # inductor sets the variable to its default on import
         return Path(from_user).absolute(), False
     return ((cache_root or user_cache()) / "compile" / f"torch-{torch.__version__}").absolute(), True
 
 
 def _keep_private(folder: Path) -> None:
-    """Close ``folder`` to other users: inductor unpickles what lies in it, and loads its libraries.
+    """Close ``folder`` to other users: inductor unpickles its files and loads its libraries.
 
     Raises:
-        EnvironmentError: other users could write into it until now.
+        EnvironmentError: other users could write into it before.
     """
     status = folder.stat()
     if status.st_uid != os.geteuid() or status.st_mode & 0o022:
         raise EnvironmentError(
             f"other users may write into the folder of compiled kernels {folder}.",
-            why="what lies in it is executed",
+            why="the files in it are executed",
             fix=f"rm -r {shlex.quote(str(folder))}, or --compile.cache_dir DIR, a folder that you trust",
         )
     if status.st_mode & 0o077:
@@ -291,8 +291,8 @@ def _keep_private(folder: Path) -> None:
 
 
 def _kernels_tag(package: Path = Path(__file__).parents[1]) -> str:
-    """A digest of what compiled code knows of our operators and torch's key does not: the shapes that they return, and
-    what inductor writes in their place. Code of an older Crius would be called by a newer one and fail."""
+    """A digest of our kernels for the cache key, which torch's own key lacks. Compiled code depends on the shapes that
+    our operators return, and on inductor's code for them. Cached code of an older Crius would fail in a newer Crius."""
     files = sorted((package / "kernels").rglob("*.py"))
     return "crius-" + hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
@@ -307,7 +307,7 @@ def _num_cores() -> int:
 
 
 def _cache_counters() -> Counter[str]:
-    """Graphs that inductor found in its cache (hit), compiled (miss) or could not cache (bypass), since the start."""
+    """Graphs so far by inductor's cache: found (hit), compiled (miss) or not cacheable (bypass)."""
     counts = dynamo.counters["inductor"]
     return Counter({end: counts[f"fxgraph_cache_{end}"] for end in ("hit", "miss", "bypass")})
 

@@ -1,11 +1,12 @@
-"""Context parallelism: the tokens of a sequence are split over ranks; only attention looks past a rank's own.
+"""Context parallelism: the tokens of a sequence are split over ranks. Only attention needs tokens of other ranks.
 
-Two methods. ``all_gather``: a rank keeps its queries and gathers all keys and values. Later queries see more keys, so
-the sequence is cut into ``2 * cp`` chunks and rank ``r`` takes chunks ``r`` and ``2 * cp - 1 - r`` (zigzag): all ranks
-then do the same work (Llama 3, arXiv:2407.21783, section 3.3.2). ``ulysses``: an all-to-all trades tokens for heads, so
-that a rank has all tokens of ``N / cp`` heads, and a second one trades back (arXiv:2309.14509).
+There are two methods. ``all_gather``: a rank keeps its queries and gathers all keys and values. Later queries see more
+keys, so the sequence is cut into ``2 * cp`` chunks, and rank ``r`` takes chunks ``r`` and ``2 * cp - 1 - r`` (zigzag).
+Then all ranks do the same work (Llama 3, arXiv:2407.21783, section 3.3.2). ``ulysses``: an all-to-all exchanges tokens
+for heads, so that a rank has all tokens of ``N / cp`` heads. A second all-to-all exchanges them back
+(arXiv:2309.14509).
 
-The rest of the model computes token by token and runs as it is on ``(B, T / cp)``.
+The rest of the model computes token by token and runs unchanged on ``(B, T / cp)``.
 
 B batch, T tokens of the sequence, L = T / cp tokens of a rank, N query heads, K key/value heads, H head dim
 """
@@ -25,7 +26,7 @@ Method = Literal["all_gather", "ulysses"]
 
 
 def _chunks(degree: int, method: Method) -> list[tuple[int, ...]]:
-    """Which chunks of the sequence each rank holds, in its order."""
+    """The chunks of the sequence that each rank holds, in the order of the ranks."""
     if method == "all_gather" and degree > 1:
         return [(rank, 2 * degree - 1 - rank) for rank in range(degree)]
     return [(rank,) for rank in range(degree)]
@@ -35,12 +36,12 @@ class ContextShard:
     """This rank's part of every sequence.
 
     Args:
-        cp_mesh: the ranks that share a sequence, one axis; None where a rank has all of it.
+        cp_mesh: ranks that share a sequence, one axis; None: a rank has the whole sequence.
         method: how attention sees the whole sequence.
 
     Attributes:
-        degree: number of those ranks.
-        chunks: the chunks of the sequence that this rank holds, ascending; two for ``all_gather``.
+        degree: number of ranks that share a sequence.
+        chunks: chunks of the sequence that this rank holds, ascending; two for ``all_gather``.
     """
 
     def __init__(self, cp_mesh: DeviceMesh | None, method: Method) -> None:
@@ -52,7 +53,7 @@ class ContextShard:
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The ranks that share a sequence; there are several."""
+        """Ranks that share a sequence, if there are several."""
         assert self._mesh is not None
         return self._mesh
 
@@ -70,7 +71,7 @@ class ContextShard:
     def gather(self, tensor_BL: Tensor) -> Tensor:
         """The whole ``(B, T, ...)`` in natural order from the parts ``(B, L, ...)`` of all ranks.
 
-        The gradient of a part is the sum of those of all ranks. At degree 1 the tensor itself.
+        The gradient of a part is the sum of its gradients on all ranks. At degree 1 the tensor itself.
         """
         if self.degree == 1:
             return tensor_BL
@@ -88,14 +89,14 @@ def _split(tensor: Tensor, num_parts: int, dim: int) -> tuple[Tensor, ...]:
     if tensor.shape[dim] % num_parts:
         raise LayoutError(
             f"a sequence of {tensor.shape[dim]} tokens does not split into {num_parts} equal parts.",
-            why="each context-parallel rank holds as many tokens",
+            why="each context-parallel rank holds the same number of tokens",
             fix=f"use a multiple of {num_parts}",
         )
     return tensor.chunk(num_parts, dim=dim)
 
 
 class _OfShard(nn.Module):
-    """What takes the place of a module that looks past a rank's own tokens."""
+    """Replacement of a module that needs tokens of other ranks."""
 
     def __init__(self, shard: ContextShard) -> None:
         super().__init__()
@@ -109,18 +110,18 @@ class GatheredAttention(_OfShard, CausalAttention):
     def forward(self, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, mask: Mask | None) -> Tensor:
         """``(B, L, N, H)``, tokens in this rank's order.
 
-        Each chunk of queries meets the keys up to its own end, no later ones: over a rank's two chunks that is half of
-        the full product. A row of the mask without any key gives zeros.
+        Each chunk of queries meets only the keys up to its own end. Over a rank's two chunks this is half of the full
+        product. A row of the mask without any key gives zeros.
 
         Args:
             q_BLNH: queries of this rank.
             k_BLKH: keys of this rank.
             v_BLKH: values of this rank; their head dim may differ.
-            mask: bool ``(B, 1, L, T)``, queries in this rank's order, keys in natural order, all of them no later than
-                the query; None for plain causal attention.
+            mask: bool ``(B, 1, L, T)``, queries in this rank's order, keys in natural order; no key is later than its
+                query. None: plain causal attention.
         """
-        assert mask is None or isinstance(mask, Tensor)  # GatheredDocumentMask makes no other
-        keys_values = self._shard.gather(torch.cat((k_BLKH, v_BLKH), dim=-1))  # together: one collective
+        assert mask is None or isinstance(mask, Tensor)  # GatheredDocumentMask makes no other kind
+        keys_values = self._shard.gather(torch.cat((k_BLKH, v_BLKH), dim=-1))  # joined, for one collective
         k_BTKH, v_BTKH = keys_values.split((k_BLKH.shape[-1], v_BLKH.shape[-1]), dim=-1)
         chunks = self._shard.chunks
         queries = q_BLNH.chunk(len(chunks), dim=1)
@@ -134,13 +135,13 @@ class GatheredAttention(_OfShard, CausalAttention):
 
 
 def _attend(q_BCNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, mask: Mask | None, has_flash: bool) -> Tensor:
-    """Attention of the last ``C`` queries of a sequence over all its keys, ``(B, C, N, H)``; no mask: causal."""
+    """Attention of the last ``C`` queries of a sequence to all its keys, ``(B, C, N, H)``; without a mask causal."""
     num_queries, num_keys = q_BCNH.shape[1], k_BTKH.shape[1]
     q, k, v = (x.transpose(1, 2) for x in (q_BCNH, k_BTKH, v_BTKH))
     if mask is None and num_queries == num_keys:
         y = causal_attention(q, k, v)
     elif mask is None and has_flash and _fits_flash(q, v):
-        # causal of this op is aligned to the last query; the public way there, CausalBias, cannot be compiled
+        # this op aligns causality to the last query; CausalBias, the public way to do so, cannot be compiled
         y = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True)[0]
     else:
         if mask is None:
@@ -150,7 +151,7 @@ def _attend(q_BCNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, mask: Mask | None, h
 
 
 def _fits_flash(q: Tensor, v: Tensor) -> bool:
-    """Whether dtype and head dim are such that the flash kernel takes them without padding."""
+    """Whether the flash kernel takes this dtype and head dim without padding."""
     width = q.shape[-1]
     return q.is_cuda and q.itemsize == 2 and width == v.shape[-1] and width % 8 == 0 and width <= 256
 
@@ -168,8 +169,8 @@ class HeadsAttention(_OfShard, CausalAttention):
     def forward(self, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, mask: Mask | None) -> Tensor:
         """``(B, L, N, H)``, tokens in natural order on every rank.
 
-        Key/value heads fewer than ranks are repeated, ``cp / K`` times each, so that every rank has the one its query
-        heads need; their gradients are summed again.
+        If there are fewer key/value heads than ranks, each is repeated ``cp / K`` times, so that every rank has the
+        head that its query heads need. Their gradients are summed.
 
         Args:
             q_BLNH: queries of this rank; ``cp`` divides ``N``.
@@ -209,7 +210,7 @@ class HeadsAttention(_OfShard, CausalAttention):
 
 
 class GatheredDocumentMask(_OfShard, DocumentMask):
-    """The mask of this rank's queries over the keys of the whole sequence."""
+    """The mask of this rank's queries and the keys of the whole sequence."""
 
     def forward(self, positions_BL: Tensor, ends_BM: Tensor | None = None) -> Tensor:
         """Bool ``(B, 1, L, T)``: queries in this rank's order, keys in natural order."""
@@ -222,7 +223,7 @@ class GatheredDocumentMask(_OfShard, DocumentMask):
 
 
 class WholeDocumentMask(_OfShard, DocumentMask):
-    """The mask of the whole sequence, the same on all its ranks."""
+    """The mask of the whole sequence, the same on all ranks that share it."""
 
     def forward(self, positions_BL: Tensor, ends_BM: Tensor | None = None) -> Mask:
         """Bool ``(B, 1, T, T)``, queries before keys."""
@@ -230,19 +231,19 @@ class WholeDocumentMask(_OfShard, DocumentMask):
 
 
 def apply_context_parallel(model: nn.Module, cp_mesh: DeviceMesh, method: Method) -> list[str]:
-    """Replace attention and document mask of ``model`` by those that see the whole sequence; returns what to log.
+    """Replace attention and document mask of ``model`` by modules that see the whole sequence. Returns log lines.
 
-    Comes after tensor parallelism and before activation checkpointing. The model is then called with this rank's tokens
-    and with their positions in the whole sequence (``ContextShard.slice`` of both): without positions it would count
-    from its own first token.
+    Call this after tensor parallelism and before activation checkpointing. The model is then called with this rank's
+    tokens and with their positions in the whole sequence (``ContextShard.slice`` of both). Without positions it would
+    count from the first token of this rank.
 
     Args:
         model: the whole model, or one pipeline stage of it.
-        cp_mesh: the ranks that share a sequence, one axis.
+        cp_mesh: ranks that share a sequence, one axis.
         method: how attention sees the whole sequence.
 
     Raises:
-        PlanError: the model has no ``CausalAttention``. A pipeline stage that is left without blocks may have none.
+        PlanError: the model has no ``CausalAttention``. Only a pipeline stage without blocks may have none.
     """
     shard = ContextShard(cp_mesh, method)
     attention = GatheredAttention if method == "all_gather" else HeadsAttention
@@ -253,19 +254,19 @@ def apply_context_parallel(model: nn.Module, cp_mesh: DeviceMesh, method: Method
     if not num_attentions and not emptied:
         raise PlanError(
             f"context parallelism found no CausalAttention in {type(model).__name__}.",
-            why="it takes the place of crius.models.layers.CausalAttention, by type",
-            fix="build the model's attention on it, or --parallelism.context_parallel_degree 1",
+            why="it replaces modules of type crius.models.layers.CausalAttention",
+            fix="use that class in the model's attention, or --parallelism.context_parallel_degree 1",
         )
     how = {
-        "all_gather": f"keys and values gathered, zigzag: 2 of {2 * shard.degree} chunks of the sequence a rank",
-        "ulysses": f"all-to-all, 1/{shard.degree} of the heads a rank during attention",
+        "all_gather": f"keys and values gathered, zigzag: 2 of {2 * shard.degree} chunks of the sequence per rank",
+        "ulysses": f"all-to-all, 1/{shard.degree} of the heads per rank during attention",
     }[method]
     masked = ", document mask" if num_masks else ""
     return [f"context parallel: {shard.degree} ranks, {num_attentions} attention{masked}, {method} ({how})"]
 
 
 def _replace(model: nn.Module, kind: type[nn.Module], replacement: nn.Module) -> int:
-    """Put ``replacement`` in the place of each module that is a ``kind`` itself, no subclass; returns how many."""
+    """Replace each module whose type is exactly ``kind``, not a subclass, by ``replacement``. Returns their number."""
     names = [name for name, module in model.named_modules(remove_duplicate=False) if type(module) is kind]
     for name in names:
         owner, _, attribute = name.rpartition(".")

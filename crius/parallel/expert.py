@@ -24,11 +24,11 @@ from crius.parallel.runtime import all_reduce, all_to_all, all_to_all_rows
 
 
 def read_splits(splits: Tensor, rows: int) -> list[list[int]]:
-    """The numbers of rows on the host, the one time that a layer waits for its device. A dry run answers in its place.
+    """Read numbers of rows to the host. This is the only time that a layer waits for its device. A dry run replaces it.
 
     Args:
         splits: rows sent to each rank, and received from it, int64 ``(2, S)``.
-        rows: that are sent, all together.
+        rows: number of all rows that are sent.
     """
     found: list[list[int]] = splits.tolist()
     for counts in found:
@@ -72,10 +72,10 @@ class AllToAllDispatch(Dispatch):
 
 
 class SharedSequenceCounts(SequenceCounts):
-    """Sums over the ranks that have parts of the same sequences.
+    """Sums counts over the ranks that have parts of the same sequences.
 
     Args:
-        meshes: one axis each; together they are those ranks.
+        meshes: meshes of one axis each, which together span these ranks.
     """
 
     def __init__(self, *meshes: DeviceMesh) -> None:
@@ -91,7 +91,7 @@ class SharedSequenceCounts(SequenceCounts):
 
 
 def _own_experts(experts: Experts, x_MD: Tensor, ends_E: Tensor) -> Tensor:
-    """What the experts of this rank make of ``x``; their weights are parts of the layer's."""
+    """Output of this rank's experts for the rows ``x``; their weights are shards of the layer's weights."""
     own = (
         weight.to_local() if isinstance(weight, DTensor) else weight for weight in (experts.w1, experts.w2, experts.w3)
     )
@@ -99,11 +99,11 @@ def _own_experts(experts: Experts, x_MD: Tensor, ends_E: Tensor) -> Tensor:
 
 
 def apply_expert_parallel(model: nn.Module, plan: ShardingPlan, mesh: Mesh) -> list[str]:
-    """Give each layer of ``model``, on the meta device, the experts of this rank; returns what to log.
+    """Keep only this rank's experts in each layer of ``model``, which is on the meta device. Returns log lines.
 
     Args:
         model: the whole model, or the modules of one pipeline stage.
-        plan: names the experts.
+        plan: sharding plan, which names the experts.
         mesh: all ranks.
     """
     shared = [axis for axis in (mesh.cp, mesh.tp) if axis]

@@ -1,7 +1,7 @@
 """FSDP2 for every data-parallel layout: shards, replicas of shards (HSDP), plain replicas (DDP) and one process.
 
-DDP is a mesh of replicas with one shard each, one process a mesh of one: ``fully_shard`` serves all of them. As the
-other passes it leaves alone what it would not change: one rank whose weights need no cast.
+DDP is a mesh of replicas with one shard each, and one process is a mesh of one rank: ``fully_shard`` serves all
+layouts. Like the other passes it is left out where it would change nothing: for one rank whose weights need no cast.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -33,13 +33,13 @@ from crius.shards import local_tensor, num_shards
 
 @dataclass(frozen=True)
 class FsdpUnit:
-    """Modules that are gathered together, and what happens to their weights after the forward.
+    """Modules that are gathered together, and what FSDP does with their gathered weights after the forward.
 
     Attributes:
         modules: names of the modules.
-        reshard_after_forward: freed (True), kept (False), or resharded to so many ranks.
-        reason: why, in a few words.
-        numel: numbers in its weights, as a tensor-parallel rank holds them when they are gathered.
+        reshard_after_forward: True: weights are freed; False: kept; a number: resharded to that many ranks.
+        reason: reason of the choice, in a few words.
+        numel: number of elements of its gathered weights on one tensor-parallel rank.
     """
 
     modules: tuple[str, ...]
@@ -49,15 +49,15 @@ class FsdpUnit:
 
 
 def needs_fsdp(layout: Layout, config: RunConfig) -> bool:
-    """Whether FSDP does anything: splits, sums, casts or offloads weights, rounds or shows their gradients.
+    """Whether FSDP has anything to do: split, sum, cast or offload weights, or round or expose their gradients.
 
-    Where it does not, it would still copy every weight twice a microbatch and every gradient once.
+    Otherwise it would still copy every weight twice per microbatch and every gradient once.
     """
     training = config.training
-    casts = training.mixed_precision_param != training.dtype and not config.lora.is_on  # which keeps its base so
+    casts = training.mixed_precision_param != training.dtype and not config.lora.is_on  # LoRA casts its base before
     stored, reduce = (getattr(torch, name) for name in (training.dtype, training.mixed_precision_reduce))
     accumulates_apart = training.gradient_sync == "deferred" and reduce != stored
-    rounds_gradients = reduce.itemsize < stored.itemsize  # a wider one is cast back before it is added
+    rounds_gradients = reduce.itemsize < stored.itemsize  # a wider gradient is cast back before it is added
     return (
         layout.num_ranks > 1
         or casts
@@ -71,7 +71,7 @@ def needs_fsdp(layout: Layout, config: RunConfig) -> bool:
 
 
 def plan_units(plan: ShardingPlan, model: nn.Module, parallelism: ParallelismConfig) -> list[FsdpUnit]:
-    """The FSDP units of ``model``, or of the pipeline stage that is left of it, with the reshard decision of each."""
+    """The FSDP units of ``model``, which may be one pipeline stage, with the reshard choice of each."""
     groups = []
     for group in plan.expand_units(name for name, _ in model.named_modules() if name):
         here = tuple(name for name in group if next(model.get_submodule(name).parameters(), None) is not None)
@@ -89,7 +89,7 @@ def _numel(model: nn.Module, names: tuple[str, ...]) -> int:
 def describe_units(
     units: list[FsdpUnit], layout: Layout, parallelism: ParallelismConfig, training: TrainingConfig
 ) -> list[str]:
-    """For each decision on resharding a line: why, for which units, and what it costs."""
+    """One log line for each reshard choice: its units, its cost and its reason."""
     groups: dict[tuple[bool | int, str], list[FsdpUnit]] = {}
     mode = parallelism.reshard_after_forward_mode
     if layout.fsdp == 1:
@@ -102,11 +102,11 @@ def describe_units(
         shown = ", ".join(names if len(names) <= 4 else [*names[:2], "...", names[-1]])
         size = sum(unit.numel for unit in members) * getattr(torch, training.mixed_precision_param).itemsize / 2**20
         cost = {
-            True: "gathered twice a microbatch, no gathered weights stay",
-            False: f"gathered once a {'step' if mode == 'never' or layout.pp > 1 else 'microbatch'}, "
-            f"{size:,.1f} MiB stay gathered",
+            True: "gathered twice per microbatch, no gathered weights are kept",
+            False: f"gathered once per {'step' if mode == 'never' or layout.pp > 1 else 'microbatch'}, "
+            f"{size:,.1f} MiB are kept gathered",
         }
-        what = cost[kept] if isinstance(kept, bool) else f"gathered twice, {size / kept:,.1f} MiB stay in {kept} parts"
+        what = cost[kept] if isinstance(kept, bool) else f"gathered twice, {size / kept:,.1f} MiB kept in {kept} parts"
         lines.append(f"reshard_after_forward {mode}: {shown}: {what} ({reason})")
     return lines
 
@@ -114,9 +114,9 @@ def describe_units(
 def _reshard(parallelism: ParallelismConfig, is_last: bool) -> tuple[bool | int, str]:
     mode = parallelism.reshard_after_forward_mode
     if isinstance(mode, int):
-        return mode, f"asked for groups of {mode} ranks"
+        return mode, f"the config asks for groups of {mode} ranks"
     if mode != "default":
-        return mode == "always", f"asked for {mode}"
+        return mode == "always", f"the config asks for {mode}"
     if parallelism.pipeline_parallel_degree > 1:
         return False, "a pipeline would gather them again for every microbatch"
     if is_last:
@@ -135,14 +135,14 @@ def shard(
 ) -> None:
     """Shard ``model`` in place. Gradients are summed over ranks, never averaged: the loss is already normalised.
 
-    Without ``casts`` weights are gathered as they are: a frozen base is in the dtype of the activations, and the layers
-    cast their adapters. Under ``training.reproducible`` FSDP knows nothing of the replicas, over which
-    ``GradientSync`` sums. ``experts`` are parameters that have a mesh of their own where the layout has one.
+    Without ``casts``, weights are gathered in their own dtype: a frozen base has the dtype of the activations, and the
+    layers cast their adapters. Under ``training.reproducible``, FSDP does not know the replicas, and ``GradientSync``
+    sums over them. ``experts`` are parameters that are sharded over a mesh of their own if the layout has one.
     """
     precision = MixedPrecisionPolicy(
         param_dtype=getattr(torch, training.mixed_precision_param) if casts else None,
         reduce_dtype=getattr(torch, training.mixed_precision_reduce),
-        cast_forward_inputs=False,  # the only float inputs of a block are its activations and the rotary cos and sin
+        cast_forward_inputs=False,  # the only float inputs of a block are activations and cos and sin of the angles
     )
     axes = mesh.shards if training.reproducible else mesh.fsdp
     on_gpu = axes.device_type == "cuda"
@@ -159,13 +159,13 @@ def shard(
         )
     fully_shard(model, mesh=axes, mp_policy=precision, offload_policy=offload)
     sizes = [mesh.size() for mesh in (axes, mesh.experts) if mesh]
-    for module in fsdp_modules(model) if max(sizes) > 1 else ():  # one rank would divide by the factor it is given
+    for module in fsdp_modules(model) if max(sizes) > 1 else ():  # with one rank, FSDP would divide by the factor
         module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)  # Gloo cannot pre-multiply; a plain sum is NCCL's fast path too
+        module.set_force_sum_reduction_for_comms(True)  # Gloo cannot pre-multiply; a sum is NCCL's fast path too
 
 
 def _placement(experts: Collection[nn.Parameter], mesh: Mesh) -> Callable[[nn.Parameter], Any]:
-    """How FSDP splits each parameter of a unit: ``experts`` over ``mesh.experts``, inside where there are too few."""
+    """How FSDP splits each parameter of a unit: ``experts`` over ``mesh.experts``, along dim 1 if there are too few."""
     axes = mesh.experts
     info: fsdp_common.FSDPMeshInfo | None = None
     if axes is not None and axes.ndim == 2:
@@ -184,12 +184,13 @@ def _placement(experts: Collection[nn.Parameter], mesh: Mesh) -> Callable[[nn.Pa
 
 
 def end_backward_at_adapters(model: nn.Module, units: list[FsdpUnit], embedding: str) -> None:
-    """Have FSDP gather no unit again whose backward nobody needs: those below the first with a trained weight.
+    """Prevent FSDP from gathering units again whose backward is not needed: all units before the first trained weight.
 
     Args:
-        model: sharded; a stage without the embedding sends back the gradient of its input, so that all of it is passed.
-        units: of the model, in the order of the forward.
-        embedding: name of the module that token ids go to.
+        model: the sharded model. A stage without the embedding returns the gradient of its input, so it needs all of
+            its backward.
+        units: units of the model, in the order of the forward.
+        embedding: name of the embedding module.
     """
     if not any(embedding in unit.modules for unit in units):
         return
@@ -197,7 +198,7 @@ def end_backward_at_adapters(model: nn.Module, units: list[FsdpUnit], embedding:
         modules = [model.get_submodule(name) for name in unit.modules]
         if any(parameter.requires_grad for module in modules for parameter in module.parameters()):
             return
-        if len(unit.modules) == 1:  # else it is the embedding together with the output layer
+        if len(unit.modules) == 1:  # else the unit is the embedding together with the output layer
             assert isinstance(modules[0], FSDPModule)
             modules[0].set_unshard_in_backward(False)
 
@@ -205,38 +206,38 @@ def end_backward_at_adapters(model: nn.Module, units: list[FsdpUnit], embedding:
 def show_gradients(
     model: nn.Module, units: list[FsdpUnit], mesh: Mesh, training: TrainingConfig
 ) -> dict[str, HashedReduceScatter]:
-    """Have FSDP show the gradient of each unit of a sharded model, as this rank has it before it is summed.
+    """Make FSDP expose the gradient of each unit of a sharded model, as this rank has it before it is summed.
 
-    Returns what sums them now, by the names of the units' modules, in the order of the forward pass.
+    Returns the new reduce-scatters, by the names of the units' modules, in the order of the forward pass.
     """
     shown = {}
     for unit in units:
         inner = TreeReduceScatter(mesh.layout.cp) if training.reproducible else PlainReduceScatter()
-        name, module = "+".join(unit.modules), model.get_submodule(unit.modules[0])  # its modules share a state
+        name, module = "+".join(unit.modules), model.get_submodule(unit.modules[0])  # its modules share one state
         assert isinstance(module, FSDPModule)
-        for index, group in enumerate(param_groups(module)):  # experts may be a second one
+        for index, group in enumerate(param_groups(module)):  # experts may be in a second group
             shown[f"{name}/experts" if index else name] = scatter = HashedReduceScatter(inner)
             group._reduce_scatter_comm = scatter
     return shown
 
 
 def param_groups(module: FSDPModule) -> list[Any]:
-    """FSDP's groups of parameters of one unit: those on one mesh are gathered and summed together."""
+    """FSDP's parameter groups of one unit. Parameters on one mesh are one group, gathered and summed together."""
     state: Any = module._get_fsdp_state()
-    several = getattr(state, "_fsdp_param_groups", None)  # since torch has a mesh for each parameter
+    several = getattr(state, "_fsdp_param_groups", None)  # only in versions of torch with a mesh per parameter
     return list(several) if several is not None else [state._fsdp_param_group] if state._fsdp_param_group else []
 
 
 def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
-    """The modules of ``model`` that FSDP manages, the root among them."""
+    """The modules of ``model`` that FSDP manages, including the root."""
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
 class GradientSync:
-    """When the gradients of a step's microbatches are synchronised, and how long gathered weights stay.
+    """Decides when the gradients of a step's microbatches are synchronised, and how long gathered weights are kept.
 
     Args:
-        model: laid out on ``mesh``; without FSDP where ``needs_fsdp`` says so, which leaves nothing to synchronise.
+        model: the model, laid out on ``mesh``. Without FSDP (see ``needs_fsdp``) there is nothing to synchronise.
         parallelism: the section.
         training: the section.
         mesh: needed under ``training.reproducible``.
@@ -252,13 +253,13 @@ class GradientSync:
         if training.reproducible:
             assert mesh is not None
             self._trees = install_trees(model, mesh)
-            self._sharded = list(model.parameters())  # not those that are gathered, which take their names
+            self._sharded = list(model.parameters())  # listed now: gathered parameters later take their names
         self._mode = "auto" if training.gradient_sync == "default" else training.gradient_sync
         self._reduce_dtype = getattr(torch, training.mixed_precision_reduce)
         self._keep_weights = parallelism.reshard_after_forward_mode == "never"
 
     def describe(self, layout: Layout, num_microbatches: int) -> str:
-        """What the mode does to a step of ``num_microbatches`` on this layout, and what it costs."""
+        """The collectives of a step of ``num_microbatches`` on this layout, and their memory, for the log."""
         if self._trees:
             return describe_trees(layout, num_microbatches)
         scatters = 1 if self._mode == "deferred" else num_microbatches
@@ -270,21 +271,21 @@ class GradientSync:
             counts.append(f"{reduces} all-reduce")
         unsharded = self._numel * self._reduce_dtype.itemsize / 2**20
         kept = {
-            "immediate": "only sharded gradients stay",
-            "deferred": f"{unsharded:,.1f} MiB of unsharded gradients stay until the last microbatch",
-            "auto": "only sharded gradients stay (auto: least memory without repeated all-reduce)",
+            "immediate": "only sharded gradients are kept",
+            "deferred": f"{unsharded:,.1f} MiB of unsharded gradients are kept until the last microbatch",
+            "auto": "only sharded gradients are kept (auto: least memory without repeated all-reduce)",
         }[self._mode]
-        return f"{' + '.join(counts) or 'no collective'} a unit and step, {kept}"
+        return f"{' + '.join(counts) or 'no collective'} per unit and step, {kept}"
 
     def start_microbatch(self, is_last: bool) -> None:
-        """Call before the forward of each microbatch."""
+        """Call this before the forward of each microbatch."""
         if self._trees:
             for parameter in self._sharded:
-                parameter.grad = None  # what the microbatch before left is in the trees
+                parameter.grad = None  # the gradient of the previous microbatch is in the trees
             for tree in self._trees:
                 tree.is_last = is_last
         elif self._model is None:
-            return  # nobody to synchronise with
+            return  # one rank: nothing to synchronise
         elif self._mode == "deferred":
             self._model.set_requires_gradient_sync(is_last)
         elif self._mode == "auto":

@@ -1,4 +1,4 @@
-"""The global gradient norm and clipping, under every layout with one small sum over all ranks."""
+"""The global gradient norm and clipping. Under every layout they need one small sum over all ranks."""
 
 from collections.abc import Collection, Sequence
 
@@ -16,9 +16,9 @@ class Gradients:
 
     Args:
         parameters: all trained parameters of this rank.
-        num_holders: ranks that hold a part of each: all of the run, or of one pipeline stage.
-        device: where sums over ranks happen.
-        twice: those of which two stages have a copy each, so that twice as many ranks hold a part.
+        num_holders: ranks that hold a part of each parameter: all ranks of the run, or of one pipeline stage.
+        device: device of the sums over ranks.
+        twice: tied parameters that two stages have a copy of, so that twice as many ranks hold a part.
     """
 
     def __init__(
@@ -32,15 +32,15 @@ class Gradients:
         self._local_peak: Tensor | None = None
         self._device = device
         copies = set(twice)
-        # a parameter held by several ranks counts once: each of its copies brings its share
+        # a parameter held by several ranks counts once: each rank contributes its share
         shares = [num_shards(p) / num_holders / (2 if p in copies else 1) for p in self._parameters]
         self._share = torch.tensor(shares, dtype=torch.float64, device=device)
 
     def squared_norms(self) -> Tensor:
-        """Squared L2 norm of each parameter's gradient, this rank's share of it. float64 ``(num parameters,)``.
+        """This rank's share of the squared L2 norm of each parameter's gradient, float64 ``(num parameters,)``.
 
-        Summed over parameters and over all ranks it is the squared global norm: replicas are counted once. float64,
-        so that the order of the sums, which a layout changes, does not show.
+        The sum over parameters and all ranks is the squared global norm, with replicas counted once. It is float64, so
+        that the order of the sums, which depends on the layout, has no visible effect.
         """
         # frozen or unused parameters have no gradient
         return self._squared(
@@ -48,10 +48,11 @@ class Gradients:
         )
 
     def watch(self, model: nn.Module) -> None:
-        """Note the gradient that this rank's own backward passes bring to the embeddings of ``model``.
+        """Record the gradient that this rank's own backward passes bring to the embeddings of ``model``.
 
-        The gradients of parameters are sums over ranks when they can be seen: they do not tell where a value that is
-        not finite came from. Such a value spreads to all that is computed from it, and so down to the embeddings.
+        The gradients of parameters are already summed over ranks when they can be read, so they do not show which rank
+        a non-finite value came from. Such a value spreads to everything computed from it, and so down to the
+        embeddings.
         """
         for module in model.modules():
             if isinstance(module, nn.Embedding):
@@ -66,12 +67,12 @@ class Gradients:
         self._local_peak = peak if self._local_peak is None else torch.maximum(self._local_peak, peak)
 
     def take_local_peak(self) -> Tensor | None:
-        """The largest number in what ``watch`` notes, since the last call; a scalar. None where nothing is watched."""
+        """The largest absolute gradient that ``watch`` recorded since the last call, a scalar; None without one."""
         peak, self._local_peak = self._local_peak, None
         return peak
 
     def squared_weight_norms(self) -> Tensor:
-        """As ``squared_norms``, of the parameters themselves."""
+        """As ``squared_norms``, for the parameters themselves."""
         return self._squared([local_tensor(parameter) for parameter in self._parameters])
 
     def _squared(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -81,8 +82,9 @@ class Gradients:
         """Loss and squared gradient norm of a step, float64 ``(2,)``, the same on all ranks.
 
         Args:
-            losses: this rank's share of the loss by microbatch. Ranks of one tensor-parallel group have the same.
-            squared_norms: this rank's, from ``squared_norms``.
+            losses: this rank's share of the loss by microbatch. All ranks of a tensor-parallel group have the same
+                loss.
+            squared_norms: result of ``squared_norms`` on this rank.
             world: all ranks.
             layout: the degrees.
         """
@@ -93,7 +95,7 @@ class Gradients:
 
         Args:
             norm: global L2 norm, a float64 scalar on the device.
-            max_norm: largest norm that is left alone; 0 leaves every norm alone.
+            max_norm: largest norm that is not scaled; 0: nothing is scaled.
         """
         if max_norm > 0:
             factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -1,9 +1,9 @@
-"""Layout-independent start of the weights.
+"""Initial weights that do not depend on the layout.
 
-A DTensor on a CPU mesh has no random state of its own: every rank would draw the same shard. So each parameter is
-drawn in blocks of rows, every block from a generator seeded by (seed, parameter name, block number), and a rank draws
-only the blocks that its shard touches. Any layout then starts from the same bits. Stacked matrices, those of experts,
-are drawn one by one, each by its number: FSDP may split the rows of every one of them.
+A DTensor on a CPU mesh has no random state: every rank would draw the same shard. So each parameter is drawn in blocks
+of rows. Every block has a generator seeded by (seed, parameter name, block number), and a rank draws only the blocks
+that its shard touches. Any layout then starts from the same bits. The stacked matrices of experts are drawn one by one,
+each with its number in the name, since FSDP may split the rows of every matrix.
 """
 
 import hashlib
@@ -21,14 +21,14 @@ from crius.models.description import ModelDescription, Weight
 from crius.models.plan import match
 from crius.shards import all_parameters, local_shard
 
-BLOCK_NUMEL = 1 << 16  # elements drawn with one seed; seeding costs 10 us, a shard draws at most one block too many
+BLOCK_NUMEL = 1 << 16  # elements drawn with one seed; seeding takes 10 us, and a shard draws at most one block too many
 SHARES = 2
-"""Runs of blocks per thread: few, since handing one over costs, and more than one, since a core may be busy."""
+"""Tasks per thread. Few, since starting a task costs time, but more than one, since a core may be busy."""
 
 
 @dataclass(frozen=True)
 class Constant:
-    """Every element is ``value``."""
+    """Every element starts as ``value``."""
 
     value: float
 
@@ -52,11 +52,11 @@ Init = Constant | Normal | Uniform
 
 
 def init_rules(model: ModelDescription) -> list[tuple[str, Init]]:
-    """Name patterns and how those parameters and buffers start; the first that fits counts.
+    """Name patterns of parameters and buffers, each with its initialisation. The first pattern that fits counts.
 
-    Matrices start at std 0.02, those that write to the residual stream smaller by ``sqrt(2 * num_layers)``
-    (GPT-2, section 2.3), the output layer and an embedding that is tied to it by ``D ** -0.5``. Of adapters A starts
-    within ``in ** -0.5``, as PEFT's ``kaiming_uniform_(a=sqrt(5))``, and B at 0, so that they add nothing at first.
+    Matrices start with std 0.02. Matrices that write to the residual stream start smaller, by ``sqrt(2 * num_layers)``
+    (GPT-2, section 2.3). The output layer and a tied embedding start with std ``D ** -0.5``. In adapters, A is uniform
+    within ``in ** -0.5``, as PEFT's ``kaiming_uniform_(a=sqrt(5))``, and B is 0, so that they add nothing at first.
     """
     ends = Normal(model.dim**-0.5)
     residual = Normal(0.02 / (2 * model.num_layers) ** 0.5)
@@ -90,22 +90,22 @@ def init_parameters(model: nn.Module, rules: list[tuple[str, Init]], seed: int, 
     """Fill every parameter and buffer of ``model`` by the first rule whose pattern fits its name.
 
     Args:
-        model: its memory is allocated.
-        rules: for all names of the whole model.
+        model: the model, with allocated memory.
+        rules: rules for all names of the whole model.
         seed: seed of the run.
-        draws: whether to draw random numbers; without it such weights are NaN until a checkpoint is loaded into them.
+        draws: whether to draw random numbers. Without, random weights are NaN until a checkpoint is loaded into them.
 
     Raises:
         PlanError: no rule fits a parameter.
     """
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # one for all: starting threads takes as long as a weight
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # one pool for all: starting threads is slow
         for name, parameter in itertools.chain(all_parameters([model]), model.named_buffers()):
             rule = next((rule for pattern, rule in rules if match(pattern, name)), None)
             if rule is None and isinstance(parameter, nn.Parameter) and not parameter.requires_grad:
-                continue  # of a frozen layer in fewer bits, which is filled when its weight is known
+                continue  # a frozen layer in fewer bits, which is filled when its weight is known
             if rule is None:
                 raise PlanError(
-                    f"no init rule fits parameter {name}.", fix="describe it: a weight of the config's layer()"
+                    f"no init rule fits parameter {name}.", fix="describe it as a weight in the config's layer()"
                 )
             local, offset = local_shard(parameter)
             if isinstance(rule, Constant):
@@ -126,7 +126,7 @@ def _draw(
     rule: Normal | Uniform,
     pool: ThreadPoolExecutor | None = None,
 ) -> None:
-    """Draw the part ``place`` of a parameter of ``shape`` into ``out``."""
+    """Draw into ``out`` the part ``place`` of a parameter of ``shape``."""
     first, *columns = place
     if len(shape) == 3:
         for number, matrix in zip(range(first.start, first.stop), out, strict=True):
@@ -140,7 +140,7 @@ def _draw(
 
 
 def draw_weight(name: str, shape: tuple[int, ...], rules: list[tuple[str, Init]], seed: int) -> Tensor:
-    """The whole of a weight that no layer keeps as it is, as it starts by ``rules``; float32 on the CPU."""
+    """The whole initial value by ``rules`` of a weight that no layer stores unquantised; float32 on the CPU."""
     rule = next(rule for pattern, rule in rules if match(pattern, name))
     if isinstance(rule, Constant):
         return torch.full(shape, rule.value)
@@ -160,10 +160,10 @@ def draw_rows(
     out: Tensor | None = None,
     pool: ThreadPoolExecutor | None = None,
 ) -> Tensor:
-    """Rows ``[first, last)`` of a parameter that starts by ``rule``; float32 on the CPU.
+    """Rows ``[first, last)`` of a parameter that is initialised by ``rule``; float32 on the CPU.
 
-    A block is drawn whole, also where only some of its columns are wanted: one generator makes its numbers in turn
-    (docs/gpu.md).
+    A block is always drawn whole, even if only some of its columns are needed: one generator makes its numbers in
+    sequence (docs/gpu.md).
 
     Args:
         name: full name of the parameter.
@@ -173,8 +173,8 @@ def draw_rows(
         seed: seed of the run.
         rule: standard deviation and limit.
         columns: slices of the other dims; empty: all.
-        out: where the numbers are written; None for new memory.
-        pool: as many threads as torch has, which draw blocks; None: the caller draws.
+        out: memory for the result; None: new memory.
+        pool: threads that draw blocks, as many as torch has; None: the caller's thread draws.
     """
     width = math.prod(shape[1:])
     block_rows = max(1, BLOCK_NUMEL // width)
@@ -183,12 +183,12 @@ def draw_rows(
     target = out.numpy()
 
     def fill(blocks: range) -> None:
-        scratch = torch.empty((block_rows, *shape[1:]))  # stays in the thread's cache
+        scratch = torch.empty((block_rows, *shape[1:]))  # small enough for the cache of the thread's core
         for block in blocks:
             start, stop = block * block_rows, min((block + 1) * block_rows, shape[0])
             low, high = max(start, first), min(stop, last)
             drawn, generator = scratch[: stop - start], _generator(f"{seed}/{name}/{block}")
-            # numpy stays in this thread; torch's operators would call threads of their own
+            # numpy runs in this thread; torch's operators would start threads of their own
             wanted = scratch.numpy()[(slice(low - start, high - start), *columns)]
             if isinstance(rule, Uniform):
                 drawn.uniform_(-rule.limit, rule.limit, generator=generator)

@@ -1,4 +1,4 @@
-"""Which network interface Gloo binds: left alone it takes the address of the host's name, which may be 127.0.1.1."""
+"""The network interface for Gloo. Gloo's default is the address of the host's name, which may be 127.0.1.1."""
 
 import contextlib
 import fcntl
@@ -12,11 +12,11 @@ _SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 
 def choose_interface(environ: MutableMapping[str, str], master: str | None) -> str:
-    """Set ``GLOO_SOCKET_IFNAME`` where it is open, and name the interface with the reason; both may be empty.
+    """Set ``GLOO_SOCKET_IFNAME`` if it is unset. Returns the interface and the reason, or an empty text.
 
     Args:
-        environ: of this process.
-        master: host name or address of rank 0; None where all ranks are on this host, which then need no network.
+        environ: environment of this process.
+        master: host name or address of rank 0; None: all ranks are on this host and need no network.
     """
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     if master is None:
@@ -36,7 +36,7 @@ def choose_interface(environ: MutableMapping[str, str], master: str | None) -> s
 
 
 def _as_nccl(environ: Mapping[str, str]) -> str:
-    """The first interface that ``NCCL_SOCKET_IFNAME`` names, by the beginning of its name, or whole after ``=``."""
+    """The first interface that ``NCCL_SOCKET_IFNAME`` names: by a prefix, or after ``=`` by the full name."""
     asked = environ.get(NCCL, "")
     if not asked or asked.startswith("^"):
         return ""
@@ -54,10 +54,9 @@ _ELSEWHERE = "192.0.2.1"
 
 
 def _towards(host: str) -> str:
-    """The interface from which packets to ``host`` leave; empty where that cannot be told, which leaves it to Gloo.
+    """The interface that packets to ``host`` leave from; empty if unknown, which leaves the choice to Gloo.
 
-    The name of this very host may lead to its loopback, where no other host can reach it: then the default route
-    counts.
+    The name of this host may resolve to its loopback, which other hosts cannot reach. Then the default route is used.
     """
     source = _source(host)
     if source is not None and source.startswith("127."):
@@ -66,16 +65,16 @@ def _towards(host: str) -> str:
 
 
 def _source(host: str) -> str | None:
-    """The address from which this host would write to ``host``; None where there is no way to it."""
+    """The address that this host would send from to ``host``; None if there is no route."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 1))  # of UDP: nothing is sent
+        probe.connect((host, 1))  # UDP: nothing is sent
         source: str = probe.getsockname()[0]
         return source
     return None
 
 
 def _address(interface: str) -> str:
-    """IPv4 address of an interface; empty where it has none."""
+    """IPv4 address of an interface; empty if it has none."""
     request = struct.pack("256s", interface.encode()[:15])
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])

@@ -1,8 +1,8 @@
-"""The folder of compiled kernels stays whole, whatever is killed. Imports inductor: for runs that use it.
+"""Keeps the cache folder of compiled kernels intact when a process is killed. Imports inductor.
 
-Inductor lets the C++ compiler write straight to the name under which the next run looks for the kernel. Where both are
-killed, a part of the file stays there, and every later run fails to load it. A signal that only asks the run to stop
-does not reach the compiler, also where it is sent to the whole process group: the run takes its step and saves.
+Inductor lets the C++ compiler write directly to the file that the next run looks for. If both are killed, an incomplete
+file stays, and every later run fails to load it. A signal that only asks the run to stop must not reach the compiler,
+even if it is sent to the whole process group: the run finishes its step and saves.
 """
 
 import contextlib
@@ -26,20 +26,21 @@ from torch._inductor.cpu_vec_isa import VecISA
 from crius.signals import QUESTIONS, STOP_SIGNALS
 
 PARTIAL = ".crius-partial"
-"""End of the name of a file that a compiler is writing."""
+"""Suffix of a file that a compiler is still writing."""
 PROBE = "_probe_load" if hasattr(VecISA, "_probe_load") else "check_build"
-"""Method of ``VecISA`` that starts a process to try the CPU's instructions; torch 2.11 has it inside another one."""
+"""Method of ``VecISA`` that starts a process to test the CPU's instructions; torch 2.11 has it inside ``check_build``.
+"""
 _LEFT_SECONDS = 86_400
-"""A partial file of this age has no writer any more."""
+"""Age from which a partial file is considered abandoned by its writer."""
 _ELF = b"\x7fELF\x02\x01"
-"""Start of the libraries and objects of 64-bit little-endian machines, the ones that inductor compiles for."""
+"""First bytes of a 64-bit little-endian library or object, the only kind that inductor compiles."""
 
 
 def keep_whole(folder: Path) -> None:
-    """Remove files of ``folder`` that a killed compilation left incomplete, and let none become visible from now on.
+    """Remove files of ``folder`` that a killed compilation left incomplete, and write new files atomically from now on.
 
-    From now on no signal that stops or asks a run reaches a compiler, or the probe of the instructions that this CPU
-    has. Precompiled headers, which inductor keeps below /tmp for all programs of a user, go into ``folder`` too.
+    From now on, stop signals and question signals do not reach compilers or the probe of the CPU's instructions.
+    Precompiled headers, which inductor stores below /tmp for all programs of a user, are stored in ``folder`` too.
     """
     _remove_damage(folder)
     codecache._HEADER_DIR = str(folder / "precompiled_headers")
@@ -66,9 +67,10 @@ def _renamed_when_done(build: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def _undisturbed(call: Callable[..., Any]) -> Callable[..., Any]:
-    """``call``, whose processes get no signal that stops or asks a run: they inherit what the thread blocks.
+    """``call``, whose child processes do not get signals that stop or question a run.
 
-    What starts them is another thread than the caller's, which goes on to hear signals while it waits.
+    A child process inherits the blocked signals of the thread that starts it. So another thread starts it, and the
+    caller's thread still receives signals while it waits.
     """
 
     @functools.wraps(call)
@@ -81,11 +83,11 @@ def _undisturbed(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _remove_damage(folder: Path) -> None:
-    """Remove empty files, libraries and objects that are cut short, and partial files that were left long ago."""
+    """Remove empty files, truncated libraries and objects, and abandoned partial files."""
     for parent, _, names in os.walk(folder):
         for path in (Path(parent, name) for name in names if not name.endswith(".lock")):
-            with contextlib.suppress(FileNotFoundError):  # another process of this run was faster
-                if path.name.endswith((PARTIAL, ".tmp")):  # inductor writes sources to a .tmp, which is empty at first
+            with contextlib.suppress(FileNotFoundError):  # another process of this run removed it first
+                if path.name.endswith((PARTIAL, ".tmp")):  # inductor writes sources to a .tmp file, empty at first
                     if time.time() - path.stat().st_mtime > _LEFT_SECONDS:
                         path.unlink()
                 elif is_damaged(path) and _is_idle(folder, path):
@@ -93,9 +95,9 @@ def _remove_damage(folder: Path) -> None:
 
 
 def is_damaged(path: Path) -> bool:
-    """Whether a file of the cache is empty, or a library or an object that is cut short.
+    """Whether a file of the cache is empty, or is a truncated library or object.
 
-    The table of sections is what a linker writes last, at the end of the file.
+    A linker writes the section table last, at the end of the file.
     """
     size = path.stat().st_size
     if path.suffix not in (".so", ".o") or not size:
@@ -103,7 +105,7 @@ def is_damaged(path: Path) -> bool:
     with path.open("rb") as file:
         head = file.read(64)
     if not head.startswith(_ELF):
-        return sys.platform == "linux" and not head.startswith(_ELF[:4])  # other kinds are not judged
+        return sys.platform == "linux" and not head.startswith(_ELF[:4])  # other file formats are not checked
     if len(head) < 64:
         return True
     (table,) = struct.unpack_from("<Q", head, 40)
@@ -112,7 +114,7 @@ def is_damaged(path: Path) -> bool:
 
 
 def _is_idle(folder: Path, path: Path) -> bool:
-    """Whether no process holds inductor's lock for this kernel: one that is not Crius may be writing it now."""
+    """Whether no process holds inductor's lock for this kernel: another program may be writing it now."""
     lock = folder / "locks" / f"{path.name.partition('.')[0]}.lock"
     if not lock.exists():
         return True

@@ -1,4 +1,4 @@
-"""The device mesh and its named views. Built here and nowhere else."""
+"""The device mesh and its named views. Only this file builds it."""
 
 from dataclasses import dataclass
 
@@ -10,18 +10,18 @@ from crius.config.layout import Layout
 
 @dataclass(frozen=True)
 class Mesh:
-    """Views of the ranks, of which this rank is one.
+    """Views of the ranks, as seen from this rank.
 
     Attributes:
         layout: the degrees.
-        fsdp: what ``fully_shard`` takes: one axis of ``dp_shard * cp`` shards, or ``(dp_replicate, fsdp)``.
-        shards: the axis ``fsdp`` alone: ranks that weights are split over.
+        fsdp: mesh for ``fully_shard``: one axis of ``dp_shard * cp`` shards, or ``(dp_replicate, fsdp)``.
+        shards: axis ``fsdp`` alone: ranks that weights are split over.
         tp: ranks that share the matmuls of a layer; None at degree 1.
         cp: ranks that share a sequence; None at degree 1.
         pp: ranks that hold the stages of one pipeline; None at degree 1.
-        experts: what ``fully_shard`` takes for experts, with an axis ``efsdp``; None where that is ``fsdp``.
+        experts: mesh for ``fully_shard`` of experts, with an axis ``efsdp``; None: as ``fsdp``.
         ep: ranks that share the experts of a layer; None at degree 1.
-        batch_rank: which of the ``layout.batch`` slices of the global batch this rank reads.
+        batch_rank: index of the slice of the global batch that this rank reads, below ``layout.batch``.
     """
 
     layout: Layout
@@ -36,12 +36,12 @@ class Mesh:
 
 
 def build_mesh(layout: Layout, device_type: str, *, has_experts: bool = False) -> Mesh:
-    """The mesh of all ranks; axes of degree 1 are left out, but for ``fsdp``, which every layout has.
+    """The mesh of all ranks. Axes of degree 1 are left out, except ``fsdp``, which every layout has.
 
-    FSDP splits weights over the ranks of a sequence as well, so ``dp_shard`` and ``cp`` are one axis of the mesh that
-    ``fully_shard`` and tensor parallelism share; the ranks of one sequence, neighbours on it, have a mesh beside it.
-    Experts have a mesh beside it as well, where they are split over other ranks than the rest: over those of tensor
-    parallelism too, first by expert.
+    FSDP splits weights also over the ranks that share a sequence. So ``dp_shard`` and ``cp`` are one axis of the mesh,
+    which ``fully_shard`` and tensor parallelism share. The ranks of one sequence are neighbours on this axis and have a
+    second mesh. Experts have a third mesh if they are split over other ranks than the rest: also over the ranks of
+    tensor parallelism, and first by expert.
     """
     degrees = {
         "pp": layout.pp,
@@ -71,12 +71,12 @@ def build_mesh(layout: Layout, device_type: str, *, has_experts: bool = False) -
 
 
 def _with_replicas(mesh: DeviceMesh, shards: str) -> DeviceMesh:
-    """The axis ``shards``, behind that of the replicas if there are any."""
+    """The axis ``shards``, preceded by the axis of replicas if there are any."""
     return mesh["dp_replicate", shards] if "dp_replicate" in (mesh.mesh_dim_names or ()) else mesh[shards]
 
 
 def _expert_mesh(layout: Layout, device_type: str) -> DeviceMesh:
-    """All ranks as experts see them, those that share the experts of a layer next to each other."""
+    """All ranks for experts. Ranks that share the experts of a layer are neighbours."""
     degrees = {"pp": layout.pp, "dp_replicate": layout.dp_replicate, "efsdp": layout.efsdp, "ep": layout.ep}
     axes = {axis: degree for axis, degree in degrees.items() if degree > 1 or axis == "efsdp"}
     return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))

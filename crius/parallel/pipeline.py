@@ -1,4 +1,4 @@
-"""Pipeline parallelism: the steps of training and validation over the stages, on ``torch.distributed.pipelining``.
+"""Pipeline parallelism: training and validation steps over the stages, with ``torch.distributed.pipelining``.
 
 B batch, T tokens of this rank's part of a sequence
 """
@@ -29,9 +29,10 @@ from crius.shards import counters, local_tensor, zero
 
 
 class _Stage(PipelineStage):
-    """A stage that does not write to its own rank, which Gloo cannot.
+    """A stage that does not send to its own rank, which Gloo cannot do.
 
-    In torch 2.11 a schedule's first step tries the way to each neighbouring stage, in a V to one of the same rank too.
+    In torch 2.11, the first step of a schedule tests the connection to each neighbouring stage. In a V schedule a
+    neighbouring stage may be on the same rank.
     """
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
@@ -39,17 +40,17 @@ class _Stage(PipelineStage):
 
 
 class TiedStages:
-    """The two copies of each tied weight of a pipeline: on the first stage and on the last.
+    """The two copies of each tied weight of a pipeline, on the first and on the last stage.
 
-    The stages are gathered and reduced apart. So the rank at the other end of the pipeline has the same shard of the
-    copy as this one, and after the schedule the gradient of its own use of it. Both add the two; what follows is alike
-    on both, and the copies stay equal to the last bit.
+    Each stage gathers and reduces its own copy. So the rank at the other end of the pipeline has the same shard of its
+    copy as this rank. After the schedule, each rank has the gradient of its own use of the weight. Both ranks add the
+    two gradients. Everything after that is the same on both, so the copies stay equal to the last bit.
 
     Args:
-        parts: the stages of this rank by their places.
-        ranks: the stages of each rank of the pipeline.
-        group: those ranks.
-        device: where what is sent has to be.
+        parts: stages of this rank by their index.
+        ranks: stages of each rank of the pipeline.
+        group: process group of the pipeline.
+        device: device of communicated tensors.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class TiedStages:
 
     @torch.no_grad()
     def sum_gradients(self) -> None:
-        """Each copy's gradient becomes the sum of both. The ranks with either end call this, others may."""
+        """Set each copy's gradient to the sum of both. Ranks with the first or last stage must call it, others may."""
         for pair in self._pairs:
             if not any(parameter.requires_grad for parameter in pair):  # frozen
                 continue
@@ -82,7 +83,7 @@ class TiedStages:
                 gradients[0].add_(self._exchanged(gradients[0]))  # a + b and b + a have the same bits
 
     def _exchanged(self, gradient: Tensor) -> Tensor:
-        """The other end's gradient for this rank's."""
+        """Send this rank's gradient to the other end, and receive the gradient from there."""
         mine = gradient.to(self._device).contiguous()  # from the host, under CPU offload
         theirs = torch.empty_like(mine)
         ways = ((dist.isend, mine), (dist.irecv, theirs))
@@ -92,22 +93,23 @@ class TiedStages:
 
 
 class Pipeline:
-    """This rank's stages of a model, and the steps over all of them. All ranks of a pipeline bring the same batch.
+    """This rank's stages of a model, and the steps over all stages. All ranks of a pipeline pass the same batch.
 
-    Stages are told the shapes between them: to learn them, torch would run each on numbers that nobody wrote, which
-    experts would count. Each microbatch has receive buffers of its own.
+    Stages are given the shapes of the tensors between them. Otherwise torch would run each stage on uninitialised
+    numbers to learn the shapes, and experts would count them. Each microbatch has its own receive buffers.
 
     Args:
-        parts: the stages of this rank, laid out and materialised; their forward is ``part(x, positions_BT=...,
+        parts: stages of this rank, laid out and materialised. Their forward is ``part(x, positions_BT=...,
             labels_BT=..., ends_BM=...)``, where x is token ids ``(B, T)`` on the first stage and the hidden state
             ``(B, T / tp, D)`` elsewhere. The last stage returns the sum of the token losses, a float64 scalar.
-        indices: their places in the pipeline, ascending.
+        indices: indices of these stages in the pipeline, ascending.
         parallelism: degree and schedule.
-        num_microbatches: of a training step; the schedule takes so many (``config.pipeline.microbatches_allowed``).
-        mesh: the ranks of this pipeline, one axis.
-        device: of the tensors.
+        num_microbatches: microbatches per training step; must suit the schedule
+            (``config.pipeline.microbatches_allowed``).
+        mesh: ranks of this pipeline, one axis.
+        device: device of the tensors.
         dim: width of the hidden state.
-        dtype: of the hidden state.
+        dtype: dtype of the hidden state.
     """
 
     def __init__(
@@ -148,22 +150,22 @@ class Pipeline:
         valid_tokens: Tensor,
         ends_BM: Tensor | None = None,
     ) -> Tensor:
-        """Gradients of a batch, summed over its microbatches into the parts, and synchronised once.
+        """Compute the gradients of a batch, summed over its microbatches into the parts, and synchronise them once.
 
-        Those of a tied weight are the same on both stages that have it.
+        The gradient of a tied weight is the same on both stages that have it.
 
         Args:
-            tokens_BT: token ids; rows are dealt to the microbatches in order, evenly.
+            tokens_BT: token ids. Rows are divided over the microbatches in order, evenly.
             positions_BT: position of each token.
             labels_BT: label of each token.
-            valid_tokens: the global count of the step, which the loss is divided by; a float64 scalar.
-            ends_BM: where the documents of each row end, if attention goes by it.
+            valid_tokens: global number of tokens with a label in the step, which divides the loss; a float64 scalar.
+            ends_BM: ends of the documents of each row, if attention uses them.
 
         Returns:
             The loss sum of each microbatch divided by ``valid_tokens``, float64 ``(num_microbatches,)``; zeros on ranks
             without the last stage.
         """
-        if self._schedule is None or tokens_BT.shape != self._batch_shape:  # other shapes than its buffers abort Gloo
+        if self._schedule is None or tokens_BT.shape != self._batch_shape:  # buffers have one shape
             self._schedule, self._batch_shape = self._build(tokens_BT), tokens_BT.shape
         self._valid_tokens = valid_tokens
         zero(self._counters)
@@ -183,15 +185,15 @@ class Pipeline:
     ) -> Tensor:
         """The loss sum of a batch, a float64 scalar; 0 on ranks without the last stage.
 
-        Not ``schedule.eval``: it fails on schedules that have neighbouring stages on one rank, and its stages learn all
-        shapes anew, with a backward, at each change between training and validation.
+        This does not use ``schedule.eval``, which fails on schedules with neighbouring stages on one rank. Its stages
+        also infer all shapes again, with a backward, at each change between training and validation.
 
         Args:
-            tokens_BT: token ids, any number of rows, as many on each rank; split into as many microbatches as rows and
-                training's microbatches have as a common divisor.
+            tokens_BT: token ids. Any number of rows, the same on each rank. The number of microbatches is the greatest
+                common divisor of the number of rows and the microbatches of training.
             positions_BT: position of each token.
             labels_BT: label of each token.
-            ends_BM: where the documents of each row end, if attention goes by it.
+            ends_BM: ends of the documents of each row, if attention uses them.
         """
         count = math.gcd(len(tokens_BT), self._num_microbatches)
         batch = [tensor.chunk(count) for tensor in (tokens_BT, positions_BT, labels_BT)]
@@ -226,7 +228,7 @@ class Pipeline:
         return total
 
     def _build(self, tokens_BT: Tensor) -> _PipelineSchedule:
-        """The schedule with fresh stages, for batches like this one."""
+        """A schedule with new stages for batches of this shape."""
         tokens = tokens_BT.chunk(self._num_microbatches)[0].to("meta")
         hidden = self._hidden(tokens, torch.device("meta")).requires_grad_()
         loss = torch.empty((), dtype=torch.float64, device="meta", requires_grad=True)
@@ -254,11 +256,11 @@ class Pipeline:
         return kind(stages[0] if issubclass(kind, PipelineScheduleSingle) else stages, **options)
 
     def _scaled_loss(self, loss_sum: Tensor, labels_BT: Tensor) -> Tensor:
-        """What the schedule calls with the output of the last stage, and with labels that this has seen already."""
+        """Loss function for the schedule: scales the output of the last stage, which has used the labels already."""
         return loss_sum / self._valid_tokens
 
     def _hidden(self, tokens_BT: Tensor, device: torch.device) -> Tensor:
-        """Memory for the hidden state of a microbatch between stages, ``(B, T / tp, D)``."""
+        """Buffer for the hidden state of a microbatch between stages, ``(B, T / tp, D)``."""
         num_tokens = tokens_BT.shape[1] // self._parallelism.tensor_parallel_degree
         return torch.empty(tokens_BT.shape[0], num_tokens, self._dim, dtype=self._dtype, device=device)
 
@@ -268,14 +270,14 @@ class Pipeline:
 
 @functools.lru_cache(maxsize=8)
 def forward_steps(ranks: tuple[tuple[int, ...], ...], num_microbatches: int) -> list[list[tuple[int, int] | None]]:
-    """The forward pass in lockstep: for each step the ``(stage, microbatch)`` that each rank computes, or None.
+    """The forward pass in lockstep: for each step, the ``(stage, microbatch)`` that each rank computes, or None.
 
-    What a step computes is exchanged before the next one, all sends and receives of a rank together, so that no order
-    of them can block. A rank takes the latest stage that is ready.
+    After each step the results are exchanged, with all sends and receives of a rank together, so that no order of them
+    can deadlock. A rank takes the latest stage that is ready.
 
     Args:
-        ranks: the stages of each rank.
-        num_microbatches: each goes through all stages.
+        ranks: stages of each rank.
+        num_microbatches: microbatches, each of which passes all stages.
     """
     num_stages = sum(map(len, ranks))
     ready = {(0, number) for number in range(num_microbatches)}

@@ -1,12 +1,13 @@
 """Gradients, norms and losses whose bits do not depend on the number of data-parallel ranks.
 
-The global batch is cut into V virtual shards, whatever the ranks; each is one microbatch. Their gradients are the
-leaves of a binary tree over v = 0 ... V - 1, neighbours first. Rank b of n takes v = k * n + b as its microbatch k, so
-the n ranks hold an aligned block of leaves at a time: FSDP's ranks sum the lowest levels of its tree, replicas those
-above, and each rank adds the blocks that follow each other as a binary counter carries. Which rank adds two numbers
-does not change their sum; which two are added is the same on 1, 2, 4, ... V ranks.
+The global batch is cut into V virtual shards, a number that does not depend on the ranks. Each is one microbatch. Their
+gradients are the leaves of a binary tree over v = 0 ... V - 1, and neighbours are added first. Rank b of n takes
+v = k * n + b as its microbatch k, so in each microbatch the n ranks hold an aligned block of leaves. FSDP's ranks sum
+the lowest levels of the tree, replicas the levels above, and each rank adds consecutive blocks as a binary counter
+carries. The sum of two numbers does not depend on the rank that adds them, and the same pairs are added on 1, 2, 4, ...
+V ranks.
 
-Norms and losses are summed so that no order shows at all.
+Norms and losses are summed in a way that does not depend on any order.
 """
 
 from collections.abc import Sequence
@@ -26,20 +27,20 @@ from crius.parallel.runtime import World
 from crius.shards import is_first_holder
 
 CHUNK = {"cpu": 1 << 16}
-"""Numbers hashed at a time: on a CPU their places and products stay in its cache (2.7 GB/s on a core; 0.3 without)."""
+"""Numbers hashed at a time. On a CPU their places and products then fit its cache (2.7 GB/s per core, else 0.3)."""
 
-_CHUNK = 1 << 24  # on a GPU: few launches, 0.4 GiB of temporaries
+_CHUNK = 1 << 24  # on a GPU: few kernel launches, 0.4 GiB of temporary memory
 
 _INTS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_STEP = -0x61C8864680B583EB  # splitmix64's odd step, as a signed number
+_STEP = -0x61C8864680B583EB  # the odd increment of splitmix64, as a signed number
 
 
 def hash_bits(values: Tensor) -> Tensor:
-    """A hash of the bits of ``values`` in their order, int64 ``(2,)``; the host does not wait for a GPU.
+    """A hash of the bits of ``values`` in their order, int64 ``(2,)``. The host does not wait for a GPU.
 
-    The first number is the sum of the bits of each value, so that no change of a single value goes unseen; the second
-    weighs each with a multiplier of its place, in 64 bits that wrap. It is no protection against someone who wants two
-    tensors to have one hash.
+    The first number is the sum of the bits of each value, so that any change of a single value shows. The second number
+    multiplies each value by a factor of its place, in wrapping 64 bits. The hash does not protect against someone who
+    constructs two tensors with the same hash.
     """
     flat = values.detach().reshape(-1)
     bits = flat.view(_INTS[flat.element_size()])
@@ -55,30 +56,30 @@ def hash_bits(values: Tensor) -> Tensor:
 
 
 class PlainReduceScatter(ReduceScatter):
-    """FSDP's own, which is not part of its interface."""
+    """FSDP's default reduce-scatter, which FSDP does not export."""
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A buffer of FSDP's."""
+        """Allocate a buffer for FSDP."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
-        """``output_tensor``: this rank's part of the sum of all ranks' ``input_tensor``."""
+        """Write this rank's part of the sum of all ranks' ``input_tensor`` to ``output_tensor``."""
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # torch before 2.13
         work: dist.Work | None = scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
         return work
 
 
 class HashedReduceScatter(ReduceScatter):
-    """Another reduce-scatter, that while it is on hashes what this rank brings: its own gradient, before any sum.
+    """Wraps a reduce-scatter. While it is on, it hashes this rank's own gradient before it is summed.
 
-    It belongs to one FSDP unit. FSDP asks for two buffers in each backward pass: one for the gradient of this rank,
-    which is in it when FSDP asks for the other, for the result. Where the axis has one rank it asks for both, too, and
-    calls nothing.
+    It belongs to one FSDP unit. FSDP allocates two buffers in each backward pass: one for the gradient of this rank and
+    one for the result. The gradient is complete when the second buffer is allocated. On an axis with one rank FSDP also
+    allocates both, but does not call the reduce-scatter.
 
     Args:
-        inner: what sums.
+        inner: reduce-scatter that sums.
     """
 
     def __init__(self, inner: ReduceScatter) -> None:
@@ -86,10 +87,10 @@ class HashedReduceScatter(ReduceScatter):
         self._brought: Tensor | None = None
         self.is_on = False
         self.hashes: list[Tensor] = []
-        """One a backward pass while it is on, from ``hash_bits``."""
+        """Results of ``hash_bits``, one per backward pass while it is on."""
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A buffer of FSDP's."""
+        """Allocate a buffer for FSDP."""
         buffer = self._inner.allocate(size, dtype=dtype, device=device)
         if self.is_on:
             if self._brought is None:
@@ -100,7 +101,7 @@ class HashedReduceScatter(ReduceScatter):
         return buffer
 
     def __call__(self, *args: Any, **kwargs: Any) -> dist.Work | None:
-        """See ``inner``."""
+        """Call ``inner``."""
         return self._inner(*args, **kwargs)
 
 
@@ -108,16 +109,16 @@ SUMMED = 1 << 22
 """Numbers that are squared in float64 at a time."""
 
 BITS = 20
-"""Of one slice of a squared number; 2**33 of them add up exactly in the 53 bits of float64."""
+"""Bits of one slice of a squared number. 2**33 slices add up exactly in the 53 bits of float64."""
 
 SLICES = 3
 
 
 def tree_sum(parts: Tensor) -> Tensor:
-    """The sum over the first dim: neighbours are added, then the sums of neighbours. The order is part of the result.
+    """The sum over the first dim: neighbours are added, then their sums. The result's bits depend on this order.
 
     Args:
-        parts: ``(n, ...)``, n at least 1; where n is no power of two, the last one waits for its neighbour.
+        parts: ``(n, ...)``, n at least 1. If n is not a power of two, an odd last part is carried to the next level.
     """
     while len(parts) > 1:
         pairs = parts[0:-1:2] + parts[1::2]
@@ -126,10 +127,10 @@ def tree_sum(parts: Tensor) -> Tensor:
 
 
 class TreeReduceScatter(PlainReduceScatter):
-    """What ``FSDPModule.set_custom_reduce_scatter`` takes: the parts are exchanged, and added by the rank they are for.
+    """Reduce-scatter for ``FSDPModule.set_custom_reduce_scatter``: ranks exchange parts, and each rank adds its own.
 
     Args:
-        innermost: ranks that share a sequence, neighbours on the axis; their parts are added first, the others' next.
+        innermost: number of ranks that share a sequence, neighbours on the axis. Their parts are added first.
     """
 
     def __init__(self, innermost: int = 1) -> None:
@@ -138,7 +139,7 @@ class TreeReduceScatter(PlainReduceScatter):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        """``output_tensor``: this rank's part of the sum of all ranks' ``input_tensor``, n times as long."""
+        """Write this rank's part of the sum to ``output_tensor``; ``input_tensor`` is n times as long, for n ranks."""
         assert op == dist.ReduceOp.SUM and not async_op
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
@@ -147,7 +148,7 @@ class TreeReduceScatter(PlainReduceScatter):
 
 
 def tree_all_reduce(values: Tensor, group: dist.ProcessGroup) -> None:
-    """``values``, flat, summed over the ranks of ``group`` as ``tree_sum`` does, in place, with the bytes of a ring."""
+    """Sum the flat ``values`` in place over the ranks of ``group`` by ``tree_sum``, with the traffic of a ring."""
     size, numel = group.size(), values.numel()
     padded = F.pad(values, (0, -numel % size))
     received = torch.empty_like(padded)
@@ -160,12 +161,12 @@ def tree_all_reduce(values: Tensor, group: dist.ProcessGroup) -> None:
 class TreeAccumulation:
     """Adds the sharded gradient of an FSDP unit over replicas, then over microbatches, up the tree.
 
-    FSDP calls it with each microbatch's gradient, flat, on the stream of its all-reduces. That of the last microbatch
-    becomes the total; what the others leave in ``.grad`` is to be thrown away. It holds one more gradient for each
-    doubling of the microbatches, in the dtype that gradients are reduced in.
+    FSDP calls it with each microbatch's gradient, flat, on the stream of its all-reduces. The gradient of the last
+    microbatch becomes the total. The ``.grad`` of earlier microbatches must be discarded. It holds one more gradient
+    for each doubling of the microbatches, in the dtype that gradients are reduced in.
 
     Args:
-        replicas: ranks that hold the same shards; None where there are no others.
+        replicas: ranks that hold the same shards; None: there are no other such ranks.
     """
 
     def __init__(self, replicas: dist.ProcessGroup | None) -> None:
@@ -176,7 +177,7 @@ class TreeAccumulation:
         """Whether this microbatch is the last of the step."""
 
     def __call__(self, gradient: Tensor) -> None:
-        """``gradient``: summed over FSDP's ranks, flat; changed in place."""
+        """Add ``gradient``, flat and already summed over FSDP's ranks; it is changed in place."""
         if self._replicas is not None:
             tree_all_reduce(gradient, self._replicas)
         self._count += 1
@@ -187,14 +188,14 @@ class TreeAccumulation:
         if not self.is_last:
             self._waiting.append(total.clone() if total is gradient else total)
             return
-        assert not self._waiting, f"{self._count} microbatches are no power of two"
+        assert not self._waiting, f"{self._count} microbatches are not a power of two"
         self._count = 0
         if total is not gradient:
             gradient.copy_(total)
 
 
 def install_trees(model: nn.Module, mesh: Mesh) -> list[TreeAccumulation]:
-    """Have FSDP sum the gradients of ``model``, which is sharded over ``mesh.shards``, as trees."""
+    """Make FSDP sum the gradients of ``model``, which is sharded over ``mesh.shards``, as trees."""
     replicas = mesh.fsdp.get_group("dp_replicate") if mesh.layout.dp_replicate > 1 else None
     scatter = TreeReduceScatter(mesh.layout.cp)
     trees = []
@@ -207,34 +208,34 @@ def install_trees(model: nn.Module, mesh: Mesh) -> list[TreeAccumulation]:
 
 
 def describe_trees(layout: Layout, num_microbatches: int) -> str:
-    """What the trees do to a step of ``num_microbatches``, and what they cost, for the log."""
+    """The collectives of a step of ``num_microbatches`` with trees, and their memory, for the log."""
     counts = [f"{num_microbatches} all-to-all instead of a reduce-scatter"] if layout.fsdp > 1 else []
     if layout.dp_replicate > 1:
         counts.append(f"{num_microbatches} all-to-all and all-gather over replicas")
     levels = num_microbatches.bit_length() - 1
-    kept = f"{levels} sharded gradient{'' if levels == 1 else 's'} more {'stays' if levels == 1 else 'stay'}"
-    return f"{' + '.join(counts) or 'no collective'} a unit and step, {kept if levels else 'nothing more stays'}"
+    kept = f"{levels} more sharded gradient{'' if levels == 1 else 's'} {'is' if levels == 1 else 'are'} kept"
+    return f"{' + '.join(counts) or 'no collective'} per unit and step, {kept if levels else 'no more memory'}"
 
 
 class ReproducibleGradients(Gradients):
-    """Gradients whose norm has the same bits however they are sharded, and losses summed by virtual shard.
+    """Gradients whose norm has the same bits for every sharding, and losses summed by virtual shard.
 
     Args:
         parameters: all trained parameters of this rank.
-        mesh: what they are laid out on.
+        mesh: mesh that they are laid out on.
         world: all ranks.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], mesh: Mesh, world: World) -> None:
         super().__init__(parameters, world.size, world.device)
         self._world, self._layout = world, mesh.layout
-        # FSDP knows nothing of the replicas here, and so neither do the meshes of its parameters
+        # FSDP and the meshes of its parameters do not know the replicas here
         is_replica = mesh.layout.dp_replicate > 1 and mesh.fsdp.get_local_rank("dp_replicate") > 0
         counted = [not is_replica and is_first_holder(parameter) for parameter in self._parameters]
         self._is_counted = torch.tensor(counted, dtype=torch.float64, device=world.device)[:, None]
 
     def _squared(self, tensors: Sequence[Tensor]) -> Tensor:
-        """See ``Gradients``; the whole is rank 0's share. What is not finite is also in the share of who holds it."""
+        """See ``Gradients``. Rank 0's share is the whole; a non-finite value is also in the share of its holder."""
         largest = torch.stack(
             [t.abs().amax().double() if t.numel() else t.new_zeros((), dtype=torch.float64) for t in tensors]
         )
@@ -259,11 +260,12 @@ class ReproducibleGradients(Gradients):
 
 
 def slice_scales(largest: Tensor) -> Tensor:
-    """For numbers of at most ``largest``, float64 ``(n,)``: what cuts their squares into slices, ``(n, SLICES)``.
+    """Numbers that cut squares into slices, ``(n, SLICES)``, for values of at most ``largest``, float64 ``(n,)``.
 
     Adding and subtracting 1.5 * 2**(52 + e) rounds a float64 to a multiple of 2**e (Demmel and Nguyen 2013, "Fast
-    reproducible floating-point summation"). The first slice has the upper BITS bits of the largest square, the next the
-    BITS below. Those of all numbers are multiples of one power of two, so their sum is exact in any order.
+    reproducible floating-point summation"). The first slice has the upper BITS bits of the largest square, the next
+    slice the BITS bits below. A slice of every number is a multiple of the same power of two, so the sum of the slices
+    is exact in any order.
     """
     exponent = torch.frexp(largest).exponent.to(torch.int64).clamp(-149, 129)  # largest < 2**exponent
     steps = torch.arange(1, SLICES + 1, device=largest.device)
@@ -272,7 +274,7 @@ def slice_scales(largest: Tensor) -> Tensor:
 
 
 def sliced_squares(values: Tensor, scale: Tensor) -> Tensor:
-    """The squares of ``values``, cut into slices by ``scale``, and each slice summed: float64 ``(SLICES,)``."""
+    """Cut the squares of ``values`` into slices by ``scale``, and sum each slice: float64 ``(SLICES,)``."""
     sums = torch.zeros(SLICES, dtype=torch.float64, device=values.device)
     for part in values.reshape(-1).split(SUMMED) if values.numel() else ():
         rest = part.double().square_()

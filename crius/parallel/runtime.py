@@ -1,4 +1,4 @@
-"""The process group, for any number of processes: one process is a world of one, without a port."""
+"""The process group for any number of processes. One process is a world of one rank and needs no port."""
 
 import datetime
 import json
@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from crius.errors import EnvironmentError
 from crius.parallel.interface import GLOO, choose_interface
 
-# torch 2.13 deprecates these for names that 2.11 does not have
+# torch 2.13 deprecates these names; the new names do not exist in 2.11
 _all_gather = getattr(functional, "all_gather_single_autograd", None) or functional.all_gather_tensor_autograd
 _reduce_scatter = (
     getattr(functional, "reduce_scatter_single_autograd", None) or functional.reduce_scatter_tensor_autograd
@@ -31,14 +31,14 @@ _reduce_scatter = (
 def all_gather(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """The parts of all ranks of ``mesh``, one axis, joined along dim 0 in the order of the ranks.
 
-    The gradient of a part is summed over the ranks (reduce-scatter). Integers may be gathered too; they have none.
+    The gradient of a part is summed over the ranks (reduce-scatter). Integers may be gathered too, without a gradient.
     """
     gathered: Tensor = _all_gather(x.contiguous(), 0, mesh)
     return gathered
 
 
 def reduce_scatter(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The sum over the ranks of ``mesh``, one axis; each gets its part of dim 0, in the order of the ranks.
+    """The sum over the ranks of ``mesh``, one axis. Each rank gets its part of dim 0, in the order of the ranks.
 
     The gradients of the parts are gathered.
     """
@@ -49,7 +49,7 @@ def reduce_scatter(x: Tensor, mesh: DeviceMesh) -> Tensor:
 def all_to_all(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """Entry ``j`` of dim 0 goes to rank ``j`` of ``mesh``, one axis; entry ``i`` of the result came from rank ``i``.
 
-    The gradient takes the way back. Dim 0 is as long as the mesh.
+    The gradient is sent back. Dim 0 is as long as the mesh.
     """
     exchanged: Tensor = functional.all_to_all_single_autograd(x.contiguous(), None, None, mesh)
     return exchanged
@@ -58,12 +58,12 @@ def all_to_all(x: Tensor, mesh: DeviceMesh) -> Tensor:
 def all_to_all_rows(x: Tensor, to: list[int], of: list[int], mesh: DeviceMesh) -> Tensor:
     """The first ``to[0]`` rows go to rank 0 of ``mesh``, one axis, the next ones to rank 1, and so on.
 
-    The gradient takes the way back.
+    The gradient is sent back.
 
     Args:
-        x: rows, as many as ``to`` has.
-        to: rows for each rank.
-        of: rows that come from each rank, in whose order they lie in the result.
+        x: rows, as many as the sum of ``to``.
+        to: number of rows for each rank.
+        of: number of rows from each rank; the result has them in the order of the ranks.
         mesh: the ranks.
     """
     exchanged: Tensor = functional.all_to_all_single_autograd(x.contiguous(), of, to, mesh)
@@ -71,13 +71,13 @@ def all_to_all_rows(x: Tensor, to: list[int], of: list[int], mesh: DeviceMesh) -
 
 
 def all_reduce(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The sum over the ranks of ``mesh``, one axis, of whole numbers, which have no gradient."""
+    """The sum of integers over the ranks of ``mesh``, one axis, without a gradient."""
     total: Tensor = functional.wait_tensor(functional.all_reduce(x, "sum", mesh))
     return total
 
 
 _NO_PEERS = "fake"
-"""Backend of a rank that has no peers, or whose peers do not exist; registered by the import of its store."""
+"""Backend of a rank without peers, or with simulated peers. Importing its store registers it."""
 
 _LOOPBACK = ("127.0.0.1", "localhost")
 
@@ -90,7 +90,7 @@ class World:
     size: int
     device: torch.device
     store: dist.Store | None = None
-    """Key-value store of all ranks, for words between them that no collective carries; None on fake ranks."""
+    """Key-value store of all ranks, for messages outside of collectives; None on fake ranks."""
 
     def sum(self, values: Tensor) -> Tensor:
         """``values`` summed over all ranks, in place; any shape, the same on every rank."""
@@ -104,7 +104,7 @@ class World:
         return torch.stack(parts)
 
     def gather_json(self, value: Any) -> list[Any]:
-        """``value`` of all ranks, anything that JSON can say, in the order of the ranks. No pickle on the way."""
+        """``value`` of all ranks, in the order of the ranks. It may be anything that JSON can express; no pickle."""
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         sizes = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(sizes, torch.tensor([data.numel()]))
@@ -115,10 +115,10 @@ class World:
 
 
 def let_segments_grow(environ: MutableMapping[str, str]) -> None:
-    """Have the GPU's allocator map memory piece by piece, so that tensors of many sizes leave no gaps.
+    """Make the GPU's allocator map memory piece by piece, so that tensors of many sizes leave no gaps.
 
-    It reads its environment at its first allocation. What a user has set stays, by either name: torch 2.8 to 2.11 call
-    the older one deprecated.
+    The allocator reads its environment at the first allocation. A user's setting is kept, under either name: torch 2.8
+    to 2.11 call the older name deprecated.
     """
     if not any(name in environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
         environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
@@ -129,11 +129,11 @@ def pick_device(wanted: Literal["auto", "cpu", "cuda"], local_rank: int, *, sees
 
     Args:
         wanted: ``training.device``.
-        local_rank: counts the processes of this host; the index of the GPU.
-        sees_own_gpu: each process of this host is shown its own GPU alone, whose index is then 0.
+        local_rank: number of this process on its host; the index of the GPU.
+        sees_own_gpu: each process of this host sees only its own GPU, whose index is then 0.
 
     Raises:
-        EnvironmentError: cuda is asked for and torch cannot use a GPU, or has fewer than local ranks.
+        EnvironmentError: cuda is asked for, but torch cannot use a GPU or has fewer GPUs than local ranks.
     """
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
@@ -141,16 +141,16 @@ def pick_device(wanted: Literal["auto", "cpu", "cuda"], local_rank: int, *, sees
         return torch.device("cuda", 0)
     if local_rank >= torch.cuda.device_count():
         raise EnvironmentError(
-            f"local rank {local_rank} needs a GPU of its own, but torch {torch.__version__} can use "
+            f"local rank {local_rank} needs its own GPU, but torch {torch.__version__} can use "
             f"{torch.cuda.device_count()}.",
             where="training.device",
-            fix="start fewer ranks here, or --training.device cpu; crius doctor says what is missing",
+            fix="start fewer ranks here, or --training.device cpu; crius doctor shows what is missing",
         )
     return torch.device("cuda", local_rank)
 
 
 def _store(rendezvous: str, rank: int, size: int, timeout: datetime.timedelta) -> dist.Store:
-    """The key-value store that ranks meet in."""
+    """The key-value store through which the ranks find each other."""
     kind, _, place = rendezvous.partition(":")
     if size == 1:
         return dist.HashStore()
@@ -160,22 +160,22 @@ def _store(rendezvous: str, rank: int, size: int, timeout: datetime.timedelta) -
         host, _, port = place.rpartition(":")
         return _tcp_store(host, int(port), rank, size, timeout)
     store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
-    # torchrun keeps its store over a restart, and with it the addresses of the ranks that are gone
+    # torchrun keeps its store across a restart, with the addresses of ranks that no longer exist
     return dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _tcp_store(host: str, port: int, rank: int, size: int, timeout: datetime.timedelta) -> dist.Store:
     """A store that rank 0 serves at ``host``.
 
-    Its server would listen on all interfaces whatever the host, and it asks nobody for a password: where all ranks
-    are on one machine it gets a socket that only this machine can reach.
+    Its server would listen on all interfaces for any host, and it asks for no password. If all ranks are on one
+    machine, it gets a socket that only this machine can reach.
     """
     listener = socket.create_server((host, port)).detach() if rank == 0 and host in _LOOPBACK else None
     return dist.TCPStore(host, port, size, is_master=rank == 0, timeout=timeout, master_listen_fd=listener)
 
 
 def _master(rendezvous: str, size: int) -> str | None:
-    """Host of rank 0; None where all ranks are on this host, as far as their meeting place says."""
+    """Host of rank 0; None if all ranks are on this host, as far as the rendezvous shows."""
     kind, _, place = rendezvous.partition(":")
     host = place.rpartition(":")[0] if kind == "tcp" else os.environ.get("MASTER_ADDR", "") if kind == "env" else ""
     return None if size == 1 or kind == "file" or host in _LOOPBACK else host
@@ -183,9 +183,9 @@ def _master(rendezvous: str, size: int) -> str | None:
 
 @contextmanager
 def _default_timeout(timeout: datetime.timedelta) -> Iterator[None]:
-    """Give ``timeout`` to each process group that is made inside without one: the axes of a mesh, and FSDP's own.
+    """Give ``timeout`` to each process group that is created inside without a timeout: the axes of a mesh, and FSDP's.
 
-    Otherwise torch gives them 10 or 30 minutes, whatever the default group has.
+    Otherwise torch gives them 10 or 30 minutes, whatever the timeout of the default group is.
     """
     before = c10d.default_pg_timeout, c10d.default_pg_nccl_timeout
     c10d.default_pg_timeout = timeout
@@ -200,20 +200,20 @@ def _default_timeout(timeout: datetime.timedelta) -> Iterator[None]:
 def world(rank: int, size: int, device: torch.device, rendezvous: str, timeout_seconds: int) -> Iterator[World]:
     """The default process group while the context is open.
 
-    One process on a CPU takes PyTorch's ``fake`` backend, whose collectives copy what they are given to where their
-    results belong: all that they mean among one rank. Gloo's thread would look for words of others a hundred times a
-    second (docs/LOG.md). Before torch 2.13 some of these collectives copied nothing.
+    One process on a CPU uses PyTorch's ``fake`` backend. Its collectives copy their input to their output, which is
+    correct for one rank. Gloo's thread would poll for messages a hundred times per second (docs/LOG.md). Before torch
+    2.13 some of these collectives copied nothing.
 
     Args:
-        rank: this process, of ``size``.
+        rank: number of this process, below ``size``.
         size: number of processes.
-        device: where tensors live; cuda communicates by NCCL and, for host tensors, Gloo.
+        device: device of the tensors; cuda communicates by NCCL and, for host tensors, by Gloo.
         rendezvous: ``""`` for one process, ``file:PATH``, ``tcp:HOST:PORT``, or ``env``.
-        timeout_seconds: after which a collective or the rendezvous fails.
+        timeout_seconds: seconds after which a collective or the rendezvous fails.
 
     Raises:
-        EnvironmentError: there is no network interface to meet on, not even the loopback; or another rank has the same
-            GPU.
+        EnvironmentError: there is no network interface for the rendezvous, not even the loopback; or another rank has
+            the same GPU.
     """
     timeout = datetime.timedelta(seconds=timeout_seconds)
     on_gpu = device.type == "cuda"
@@ -243,15 +243,15 @@ def world(rank: int, size: int, device: torch.device, rendezvous: str, timeout_s
     except BaseException:
         if size == 1:
             dist.destroy_process_group()
-        raise  # with peers, destroying could wait for their collectives: the failed process ends without
+        raise  # with peers, destroying could wait for their collectives: the failed process ends without it
     dist.destroy_process_group()
 
 
 def claim_gpu(store: dist.Store, uuid: str, rank: int) -> None:
-    """Note in ``store`` that ``rank`` has the GPU ``uuid``.
+    """Record in ``store`` that ``rank`` has the GPU ``uuid``.
 
     Raises:
-        EnvironmentError: another rank has it, as where every process is shown the same one.
+        EnvironmentError: another rank has this GPU, for example since every process sees only the same one.
     """
     holder = store.compare_set(f"crius/gpu/{uuid}", "", str(rank)).decode()
     if holder != str(rank):
@@ -263,12 +263,12 @@ def _same_gpu(why: str) -> EnvironmentError:
         "two ranks have the same GPU.",
         where="CUDA_VISIBLE_DEVICES",
         why=why,
-        fix="show each process a GPU of its own (srun --gpus-per-task=1), or all of them to every process",
+        fix="give each process its own GPU (srun --gpus-per-task=1), or show all GPUs to every process",
     )
 
 
 def _no_meeting(error: RuntimeError, interface: str) -> EnvironmentError | None:
-    """Why the process group cannot be made; None where its error does not tell."""
+    """Why the process group cannot be created; None if its error does not say."""
     text = next(iter(str(error).strip().splitlines()), "")
     if "Duplicate GPU" in str(error):
         return _same_gpu(text)
@@ -290,7 +290,7 @@ def _no_meeting(error: RuntimeError, interface: str) -> EnvironmentError | None:
 
 @contextmanager
 def fake_world(rank: int, size: int) -> Iterator[World]:
-    """A process group of ``size`` ranks of which only this one, ``rank``, exists; collectives do nothing."""
+    """A process group of ``size`` ranks. Only this one, ``rank``, exists; collectives do nothing."""
     dist.init_process_group(_NO_PEERS, rank=rank, world_size=size, store=FakeStore())
     try:
         yield World(rank, size, torch.device("cpu"))

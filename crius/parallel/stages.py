@@ -1,4 +1,4 @@
-"""The stages of a pipeline: what each rank holds and does, and how long it waits."""
+"""The stages of a pipeline: the modules and actions of each rank, and its idle time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ TORCH_SCHEDULES = {
     "zbv_zero_bubble": "ZBVZeroBubble",
     "dualpipev": "DualPipeV",
 }
-"""Our name of a schedule to that of ``torch.distributed.pipelining``."""
+"""Our name of a schedule, mapped to the name in ``torch.distributed.pipelining``."""
 
 
 def stage_indices(parallelism: ParallelismConfig, pp_rank: int) -> list[int]:
@@ -30,13 +30,14 @@ def stage_indices(parallelism: ParallelismConfig, pp_rank: int) -> list[int]:
 
 
 def prune(model: nn.Module, names: Sequence[str]) -> None:
-    """Make a whole model on the meta device into the stage that has only the modules ``names``, in place.
+    """Turn a whole model on the meta device into the stage that has only the modules ``names``, in place.
 
-    Other layers leave their container, other modules become ``nn.Identity``: the model's own forward then takes token
-    ids on the first stage and the hidden state ``(B, T, D)`` elsewhere, and parameters keep their names.
+    Other layers are removed from their container, and other modules become ``nn.Identity``. The model's own forward
+    then takes token ids on the first stage and the hidden state ``(B, T, D)`` elsewhere, and parameters keep their
+    names.
     """
     for name, child in list(model.named_children()):
-        if name in names or next(child.parameters(), None) is None:  # masks and the like serve every stage
+        if name in names or next(child.parameters(), None) is None:  # every stage keeps modules such as masks
             continue
         if not isinstance(child, nn.ModuleDict):
             setattr(model, name, nn.Identity())
@@ -47,11 +48,11 @@ def prune(model: nn.Module, names: Sequence[str]) -> None:
 
 
 def order_of(parallelism: ParallelismConfig, num_microbatches: int) -> Order:
-    """What each rank of the pipeline computes in a step, without a process group.
+    """The actions of each rank of the pipeline in a step, without a process group.
 
     Raises:
-        LayoutError: of a schedule file, see ``read_schedule``.
-        ValueError: the schedule does not take so many microbatches.
+        LayoutError: the schedule file is not valid, see ``read_schedule``.
+        ValueError: the schedule does not support this number of microbatches.
     """
     degree, schedule = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
     if parallelism.pipeline_parallel_schedule_csv:
@@ -73,7 +74,7 @@ def order_of(parallelism: ParallelismConfig, num_microbatches: int) -> Order:
 
 
 def _single(schedule: str, rank: int, degree: int, num_microbatches: int) -> list[Action]:
-    """One stage a rank: as many forwards ahead as there are stages behind, or all of them."""
+    """One stage per rank. A rank runs ahead by one forward per stage from its own on; under gpipe by all forwards."""
     ahead = num_microbatches if schedule == "gpipe" else min(num_microbatches, degree - rank)
     forwards = [Action(rank, "F", microbatch) for microbatch in range(num_microbatches)]
     order = forwards[:ahead]
@@ -83,19 +84,19 @@ def _single(schedule: str, rank: int, degree: int, num_microbatches: int) -> lis
 
 
 def _flat(cell: Any) -> list[Action]:
-    """A torch action as ours; a forward that overlaps a backward as the two, which is how torch runs them."""
+    """A torch action as our actions. A forward that overlaps a backward becomes two actions: torch runs them so."""
     parts = getattr(cell, "sub_actions", None) or (cell,)
     return [Action(part.stage_index, part.computation_type.value, part.microbatch_index) for part in parts]
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """A step of the pipeline, simulated without the time that communication takes.
+    """A simulated step of the pipeline, without time for communication.
 
     Attributes:
-        order: what each rank does.
+        order: actions of each rank.
         bubble: share of the step that a rank idles, the mean over the ranks, in [0, 1).
-        in_flight: for each stage the most microbatches whose activations it holds at once.
+        in_flight: for each stage, the most microbatches whose activations it holds at once.
         step: length of the step, in the unit of the costs.
     """
 
@@ -105,7 +106,7 @@ class Timeline:
     step: float
 
     def peak(self, rank: int, held: Sequence[float]) -> float:
-        """The most that ``rank`` holds at once, where each microbatch in flight holds ``held[stage]``."""
+        """The most that ``rank`` holds at once if each microbatch in flight takes ``held[stage]``."""
         now = most = 0.0
         for stage, kind, _ in self.order[rank]:
             now += {"F": 1, "I": 0}.get(kind, -1) * held[stage]
@@ -114,11 +115,11 @@ class Timeline:
 
 
 def simulate(order: Order, costs: Sequence[float]) -> Timeline:
-    """Run ``order`` on paper: a forward takes a stage's cost, the gradients of inputs and of weights that much each.
+    """Simulate ``order``. A forward takes a stage's cost; the gradients of inputs and of weights take as much each.
 
     Args:
-        order: of ``order_of``.
-        costs: of each stage; any unit.
+        order: result of ``order_of``.
+        costs: cost of each stage, in any unit.
     """
     last = len(costs) - 1
     free = [0.0] * len(order)
@@ -138,7 +139,7 @@ def simulate(order: Order, costs: Sequence[float]) -> Timeline:
 
 
 def stage_costs(modules: Sequence[Module], stages: Sequence[Sequence[str]]) -> list[float]:
-    """What each stage weighs, in FLOPs a token; see ``crius.config.pipeline.cost``."""
+    """The cost of each stage in FLOPs per token; see ``crius.config.pipeline.cost``."""
     weights = {module.name: cost(module) for module in modules}
     return [sum(weights[name] for name in stage) for stage in stages]
 
@@ -149,10 +150,10 @@ def stage_table(
     """Aligned lines: rank, modules, layers, parameters and share of the cost of each stage, then totals and bubble.
 
     Args:
-        modules: of the whole model.
-        stages: the modules of each stage, of ``split_stages``.
-        ranks: the stages of each rank, of ``placement``.
-        timeline: of the schedule with the costs of these stages.
+        modules: modules of the whole model.
+        stages: modules of each stage, from ``split_stages``.
+        ranks: stages of each rank, from ``placement``.
+        timeline: simulation of the schedule with the costs of these stages.
     """
     rank_of = {stage: rank for rank, held in enumerate(ranks) for stage in held}
     parameters = {module.name: module.parameters for module in modules}
@@ -172,5 +173,5 @@ def stage_table(
         )
     num_layers = sum(is_layer(name) for names in stages for name in names)
     rows.append(("total", "", "", f"{num_layers}", f"{sum(parameters.values()):,}", "100.0%", ""))
-    waits = f"bubble {timeline.bubble:.1%}: the share of a step that a rank waits, communication not counted"
+    waits = f"bubble {timeline.bubble:.1%}: share of a step that a rank waits, without communication"
     return [*aligned(rows, left=(2,)), waits]

@@ -1,1 +1,1 @@
-"""Low-precision matmuls: which device has them, and linear layers that use them. torchao is the backend."""
+"""Low-precision matmuls: a check of the device, and linear layers that use them. torchao is the backend."""

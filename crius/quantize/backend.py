@@ -1,6 +1,6 @@
 """Low-precision linear layers on torchao's matmuls. Import it inside ``crius.quantize.convert.usable_torchao``.
 
-Scales are of the tensors that a rank multiplies: of its tokens, and of its part of a weight.
+Scales come from the tensors that a rank multiplies: its own tokens, and its part of a weight.
 """
 
 import functools
@@ -34,13 +34,13 @@ from crius.models.layers import Linear
 
 
 class _Padded(Linear):
-    """What float8 and MXFP8 share: the weight is taken over, and dims are padded with zeros to whole blocks if asked.
+    """Base of float8 and MXFP8 layers: it takes over a weight and, if asked, pads dims with zeros to whole blocks.
 
-    Zeros change no largest magnitude and no sum, so that padding is exact.
+    Zeros change no largest magnitude and no sum, so padding is exact.
 
     Args:
-        linear: whose weight it takes.
-        unit: numbers of a block; 0 where nothing is padded.
+        linear: layer whose weight is taken over.
+        unit: numbers per block; 0: no padding.
     """
 
     def __init__(self, linear: nn.Linear, unit: int) -> None:
@@ -49,7 +49,7 @@ class _Padded(Linear):
         self._unit = unit
 
     def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
-        """See ``Linear``. A padded layer's tokens are padded too: its weight's gradient sums over them."""
+        """See ``Linear``. With padding, tokens are padded too, since the gradient of the weight sums over tokens."""
         if not self._unit:
             return self._matmul(x, weight)
         (out_features, in_features), tokens = weight.shape, x.shape[:-1].numel()
@@ -57,7 +57,7 @@ class _Padded(Linear):
         if not (extra_out or extra_in or extra_tokens):
             return self._matmul(x, weight)
         rows = F.pad(x.reshape(tokens, in_features), (0, extra_in, 0, extra_tokens))
-        if extra_out or extra_in:  # else it may be one that was gathered in float8, which cannot be padded
+        if extra_out or extra_in:  # else the weight may be gathered in float8, which cannot be padded
             weight = F.pad(weight, (0, extra_in, 0, extra_out))
         y = self._matmul(rows, weight)
         return y[:tokens, :out_features].reshape(*x.shape[:-1], out_features)
@@ -67,7 +67,7 @@ class _Padded(Linear):
 
 
 class Float8Linear(_Padded):
-    """A linear layer whose three matmuls run in float8, as torchao's recipe says."""
+    """A linear layer whose three matmuls run in float8, by a recipe of torchao."""
 
     def __init__(self, linear: nn.Linear, unit: int, config: Float8LinearConfig) -> None:
         super().__init__(linear, unit)
@@ -80,18 +80,19 @@ class Float8Linear(_Padded):
 
     @property
     def rounds_whole_input(self) -> bool:
-        """Whether the input is rounded with one scale, so that it can be gathered as it is multiplied."""
+        """Whether the input is rounded with a single scale, so that it can be rounded before it is gathered."""
         return not self._unit and self._config.cast_config_input.scaling_granularity is ScalingGranularity.TENSORWISE
 
     def gather_rounded(self, x: Tensor, group_name: str, num_ranks: int) -> Tensor:
-        """The sequence of all ranks, rounded for ``multiply`` before it is gathered: fewer bytes, the same numbers.
+        """The whole sequence, gathered after it is rounded for ``multiply``: fewer bytes are sent, the numbers are
+        equal.
 
-        The scale is that of the whole sequence: a maximum over the ranks.
+        The scale comes from the whole sequence, by a maximum over the ranks.
 
         Args:
             x: this rank's part of the sequence, ``(B, T / ranks, in)``.
-            group_name: the process group of the ranks.
-            num_ranks: how many they are.
+            group_name: process group of the ranks.
+            num_ranks: number of ranks.
         """
         ops, dtype = torch.ops._c10d_functional, self._config.cast_config_input.target_dtype
         amax = ops.wait_tensor(ops.all_reduce(x.detach().abs().amax(), "max", group_name))
@@ -102,7 +103,7 @@ class Float8Linear(_Padded):
         return y
 
     def gather_in_float8(self) -> None:
-        """Wrap the weight, so that FSDP gathers it in float8. Before it is sharded."""
+        """Wrap the weight so that FSDP gathers it in float8. Call before the weight is sharded."""
         dtype = self._config.cast_config_weight.target_dtype
         wrapped = WeightWithDynamicFloat8CastTensor(self.weight.detach(), self.mm_config, dtype)
         self.weight = nn.Parameter(wrapped, requires_grad=self.weight.requires_grad)
@@ -110,10 +111,10 @@ class Float8Linear(_Padded):
 
 @torch._dynamo.allow_in_graph
 class _GatherFloat8(torch.autograd.Function):
-    """Gathers a float8 sequence, as bytes where Gloo does it; the gradient is scattered in high precision.
+    """Gathers a float8 sequence, as bytes where Gloo does it. The gradient is scattered in high precision.
 
-    Between the gather and the result stands what ``torch.distributed`` has there, a concatenation of bytes: the
-    micro-pipeline pass of async tensor parallelism knows it so.
+    Between the gather and the result is a concatenation of bytes, as in ``torch.distributed``, since the micro-pipeline
+    pass of async tensor parallelism matches this code.
     """
 
     @staticmethod
@@ -137,9 +138,9 @@ class _GatherFloat8(torch.autograd.Function):
 
 
 class MXFP8Linear(_Padded):
-    """A linear layer whose three matmuls run in MXFP8: E4M3 elements, an E8M0 scale for 32 of them.
+    """A linear layer whose three matmuls run in MXFP8: E4M3 elements with one E8M0 scale per 32 elements.
 
-    Scales are rounded up, so that nothing saturates; the OCP specification (1.0, section 6.3) rounds down and leaves
+    Scales are rounded up, so that nothing saturates. The OCP specification (1.0, section 6.3) rounds down and leaves
     the choice open. Arithmetic and reasons: arXiv:2506.08027.
     """
 
@@ -152,18 +153,18 @@ class MXFP8Linear(_Padded):
         y: Tensor = _to_mxfp8_then_scaled_mm(
             x, weight.contiguous(), self._kernel, ScaleCalculationMode.RCEIL, wgrad_with_hp=False
         )
-        return y.to(x.dtype)  # the kernel's is bfloat16
+        return y.to(x.dtype)  # the kernel returns bfloat16
 
 
 def maker(dense: DenseQuantizeConfig, *, emulate: bool) -> Callable[[nn.Linear], Any]:
-    """What makes a low-precision layer of a linear one, by the section."""
+    """The function that turns a linear layer into a low-precision layer, by the section."""
     _patch_inductor_min_max_codegen()  # Triton writes garbage for some float8 stores (triton-lang/triton#11111)
     unit = block(dense) if dense.pad_inner_dim else 0
     if kind(dense) == "mxfp8":
         return functools.partial(MXFP8Linear, unit=unit, emulate=emulate)
     recipe = Float8LinearConfig.from_recipe_name(dense.float8.recipe)
     if not emulate and dense.float8.recipe != "tensorwise":
-        # compiled, a scale of a row that was recomputed without the rounding between can be NaN (pytorch#150859)
+        # compiled, the scale of a recomputed row can be NaN if the intermediate rounding is skipped (pytorch#150859)
         inductor_config.emulate_precision_casts = True
     gathers = dense.float8.enable_fsdp_float8_all_gather
     config = replace(recipe, emulate=emulate, enable_fsdp_float8_all_gather=gathers)
@@ -171,14 +172,14 @@ def maker(dense: DenseQuantizeConfig, *, emulate: bool) -> Callable[[nn.Linear],
 
 
 def gathered_weights(model: nn.Module) -> list[Any]:
-    """This rank's shards, torchao's wrappers, of the weights of ``model`` that FSDP gathers in float8."""
-    # not detached: FSDP reads the scale from this very object
+    """This rank's shards of the weights of ``model`` that FSDP gathers in float8, as torchao's wrappers."""
+    # not detached: FSDP reads the scale from this object itself
     local = [weight._local_tensor for weight in model.parameters() if isinstance(weight, DTensor)]
     return [tensor for tensor in local if isinstance(tensor, WeightWithDynamicFloat8CastTensor)]
 
 
 def set_scales(weights: Sequence[Any], amax: Tensor) -> None:
-    """Give ``weights`` the scales of their largest magnitudes ``amax``, float32 ``(num weights,)``."""
+    """Set the scales of ``weights`` from their largest magnitudes ``amax``, float32 ``(num weights,)``."""
     if weights:
         scales = amax_to_scale(amax, weights[0]._dtype)
         for weight, scale in zip(weights, scales.unbind(), strict=True):

@@ -1,4 +1,4 @@
-"""Linear layers swapped for low-precision ones, on the meta device and before anything is sharded; and which
+"""Replaces linear layers by low-precision layers, on the meta device and before sharding. Also checks which
 low-precision matmuls a device has.
 """
 
@@ -26,18 +26,18 @@ from crius.silence import quiet_torchao
 _NEED = REQUIREMENTS["torchao"]  # docs/decisions/014-torchao.md
 OLDEST_TORCHAO = tuple(map(int, _NEED.partition(">=")[2].split(".")))
 
-FLOAT8_CAPABILITY = (8, 9)  # Ada; torch._scaled_mm refuses older ones
-MXFP8_CAPABILITY = (10, 0)  # Blackwell, whose tensor cores apply scales of 32 elements
+FLOAT8_CAPABILITY = (8, 9)  # Ada; torch._scaled_mm refuses older GPUs
+MXFP8_CAPABILITY = (10, 0)  # Blackwell, whose tensor cores apply one scale per 32 elements
 _ROCM_FLOAT8 = ("gfx94", "gfx95", "gfx12")  # MI300, MI350, RDNA 4
 
 
 @dataclass(frozen=True)
 class Converted:
-    """What became of the linear layers of one part of a model.
+    """Numbers of replaced linear layers in one part of a model.
 
     Attributes:
-        linears: layers swapped.
-        gathered: those of them whose weights FSDP gathers in float8.
+        linears: replaced layers.
+        gathered: replaced layers whose weights FSDP gathers in float8.
     """
 
     linears: int
@@ -52,19 +52,19 @@ def convert(
     emulate: bool,
     shard_degree: int = 1,
 ) -> Converted:
-    """Swap the chosen linear layers of ``model``, in place; their parameters stay, or are wrapped for a float8 gather.
+    """Replace the chosen linear layers of ``model``, in place. Parameters stay, or are wrapped for a float8 gather.
 
     Args:
-        model: on the meta device; the whole model, or what is left of it in a pipeline stage.
-        choices: of all linear layers of the whole model.
+        model: the whole model or one pipeline stage, on the meta device.
+        choices: choices for all linear layers of the whole model.
         dense: the section.
-        emulate: multiply in high precision what was rounded, where the device has no such matmuls.
-        shard_degree: ranks over which FSDP will split each weight. torchao gathers no weight in float8 whose rows they
-            do not divide: such a one is gathered as it is.
+        emulate: round, but multiply in high precision, since the device lacks such matmuls.
+        shard_degree: ranks over which FSDP will split each weight. If it does not divide the rows of a weight, torchao
+            cannot gather the weight in float8, and it is gathered in high precision.
 
     Raises:
-        EnvironmentError: torchao is missing, or too old.
-        PlanError: the model has a linear layer that ``choices`` does not know, or has it in another shape.
+        EnvironmentError: torchao is missing or too old.
+        PlanError: a linear layer of the model is not in ``choices``, or has another shape there.
     """
     known = {choice.name: choice for choice in choices}
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
@@ -72,7 +72,7 @@ def convert(
         if name not in known or known[name].shape != tuple(linear.weight.shape) or linear.bias is not None:
             raise PlanError(
                 f"linear layer {name} of shape {tuple(linear.weight.shape)} is not in linears() of the model's config.",
-                fix="name it there, with its shape; low precision takes layers without a bias",
+                fix="add it there with its shape; low precision only supports layers without a bias",
             )
     chosen = {name: linear for name, linear in linears.items() if known[name].is_converted}
     if not chosen:
@@ -96,16 +96,16 @@ def convert(
 
 
 def precompute_scales(parts: Sequence[nn.Module], shards: dist.ProcessGroup) -> None:
-    """Compute the scales of all weights that will be gathered in float8, with one small all-reduce a part.
+    """Compute the scales of all weights that are gathered in float8, with one small all-reduce per part.
 
-    Call on all ranks after each update of the weights, while they are sharded; without it each weight has an all-reduce
-    of its own before its gather. Before the first step there is nothing to call: FSDP may still replace the weights.
+    Call on all ranks after each update of the weights, while they are sharded. Without this call, each weight has its
+    own all-reduce before its gather. Do not call before the first step: FSDP may still replace the weights.
 
     Args:
         parts: this rank's stages of the model, sharded.
-        shards: the ranks that hold one copy of each weight as tensor parallelism left it.
+        shards: ranks that together hold one copy of each weight, or of its tensor-parallel part.
     """
-    with usable_torchao():  # a stage without a layer to convert imports it here
+    with usable_torchao():  # on a stage without converted layers this is the first import
         from crius.quantize.backend import gathered_weights, set_scales  # noqa: PLC0415
 
     with torch.no_grad():
@@ -119,10 +119,10 @@ def precompute_scales(parts: Sequence[nn.Module], shards: dist.ProcessGroup) -> 
 
 @contextmanager
 def usable_torchao() -> Iterator[None]:
-    """Import ``crius.quantize.backend``, which imports torchao, inside.
+    """Import ``crius.quantize.backend``, and with it torchao, inside of this context.
 
     Raises:
-        EnvironmentError: torchao is missing, or too old.
+        EnvironmentError: torchao is missing or too old.
     """
     version = _torchao_version()
     if tuple(map(int, re.findall(r"\d+", version)[:2])) < OLDEST_TORCHAO:
@@ -137,10 +137,10 @@ def usable_torchao() -> Iterator[None]:
 
 @contextmanager
 def _unknown_keys_dropped() -> Iterator[None]:
-    """Import kernels of Triton inside that are tuned by arguments which they do not have.
+    """Allow imports of Triton kernels that are tuned by arguments which the kernels lack.
 
-    torchao 0.18 has such kernels, for experts. Triton drops what it does not know; 3.9, of torch 2.15, refuses it, and
-    with it all of torchao's layers on a GPU.
+    torchao 0.18 has such kernels, for experts. Older Triton drops unknown arguments. Triton 3.9, of torch 2.15, refuses
+    them, and then all of torchao's layers fail on a GPU.
     """
     if not torch.cuda.is_available() or find_spec("triton") is None:  # without a GPU torchao defines no kernels
         yield
@@ -156,7 +156,7 @@ def _unknown_keys_dropped() -> Iterator[None]:
 
 
 def _torchao_version() -> str:
-    """As installed; empty where it is not."""
+    """The installed version; empty if torchao is not installed."""
     try:
         return metadata.version("torchao")
     except metadata.PackageNotFoundError:
@@ -164,18 +164,18 @@ def _torchao_version() -> str:
 
 
 def missing_matmuls(kind: Literal["float8", "mxfp8"], device_type: str) -> str:
-    """What keeps the device of this process from matmuls of ``kind``; empty where nothing does.
+    """Why the device of this process lacks matmuls of ``kind``; empty if it has them.
 
     Args:
-        kind: of number.
-        device_type: ``cpu`` or ``cuda``, which ROCm calls itself too.
+        kind: number format.
+        device_type: ``cpu`` or ``cuda``, which is also ROCm's name.
     """
     words = {"float8": "float8", "mxfp8": "MXFP8"}[kind]
     if device_type != "cuda":
         return f"this device has no {words} matmuls"
     if torch.version.hip is not None:
         name = torch.cuda.get_device_properties().gcnArchName.split(":")[0]
-        # torchao's MXFP8 casts for AMD need a package of their own, which it does not choose by itself
+        # torchao's MXFP8 casts for AMD need an extra package, which torchao does not choose by itself
         return "" if kind == "float8" and name.startswith(_ROCM_FLOAT8) else f"{name} has no {words} matmuls"
     capability = torch.cuda.get_device_capability()
     needed = FLOAT8_CAPABILITY if kind == "float8" else MXFP8_CAPABILITY

@@ -1,7 +1,7 @@
-"""Frozen linear layers whose weight is kept in 8 or 4 bits, by torchao's roundings: the base of LoRA.
+"""Frozen linear layers whose weight is stored in 8 or 4 bits, rounded by torchao: the base of LoRA.
 
-A weight is rounded whole, once, when it is loaded, so that every layout has the same numbers. What is kept are plain
-tensors of integers and factors, which FSDP splits and gathers like any others, wherever it cuts them.
+A weight is rounded whole, once, when it is loaded, so that every layout has the same numbers. It is stored as plain
+tensors of integers and factors. FSDP splits and gathers them like any other tensor, at any place.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,15 +18,15 @@ from crius.models.layers import Linear
 from crius.quantize.convert import usable_torchao
 from crius.shards import local_shard
 
-_CODES = 16  # numbers that 4 bits stand for
+_CODES = 16  # numbers that 4 bits can encode
 
 
 class _Product(torch.autograd.Function):
-    """``x`` times a weight that is unpacked for the forward and again for the backward, and kept for neither."""
+    """``x`` times a weight that is unpacked for the forward and again for the backward, and not kept in between."""
 
     @staticmethod
     def unpacked(kept: tuple[Tensor, ...], width: int) -> Tensor:
-        """The weight ``(out, width)`` in float32."""
+        """The unpacked weight ``(out, width)`` in float32."""
         raise NotImplementedError
 
 
@@ -53,7 +53,7 @@ class _Nf4Product(_Product):
     def unpacked(kept: tuple[Tensor, ...], width: int) -> Tensor:
         codes, scales, factors = kept
         numbers, mean, per_block = factors[:_CODES], factors[_CODES], factors[_CODES + 1 :]
-        pairs = torch.stack((numbers.repeat_interleave(_CODES), numbers.repeat(_CODES)), dim=1)  # of each byte
+        pairs = torch.stack((numbers.repeat_interleave(_CODES), numbers.repeat(_CODES)), dim=1)  # one pair per byte
         scale = (scales.view(-1, NF4_SCALES) / per_block[:, None]).add_(mean)
         weight = F.embedding(codes.to(torch.int32), pairs)
         return weight.view(-1, NF4_BLOCK).mul_(scale.view(-1, 1)).view(-1, width)
@@ -71,7 +71,7 @@ class _Nf4Product(_Product):
 
 
 class QuantizedLinear(nn.Module):
-    """A linear layer ``(out, in)`` without a bias whose weight is integers and factors, none of them trained."""
+    """A linear layer ``(out, in)`` without a bias whose weight is integers and factors. None of them is trained."""
 
     product: type[_Product]
 
@@ -83,19 +83,19 @@ class QuantizedLinear(nn.Module):
             setattr(self, name, nn.Parameter(empty, requires_grad=False))
 
     def layout(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of what is kept, by name."""
+        """Shapes and dtypes of the stored tensors, by name."""
         raise NotImplementedError
 
     def rounded(self, weight: Tensor) -> tuple[Tensor, ...]:
-        """What is kept of ``weight`` ``(out, in)`` in float32, in the order of ``layout``."""
+        """The stored tensors of ``weight`` ``(out, in)`` in float32, in the order of ``layout``."""
         raise NotImplementedError
 
     def kept(self) -> tuple[Tensor, ...]:
-        """What is kept, gathered or this rank's part of it."""
+        """The stored tensors, gathered or this rank's parts of them."""
         return tuple(getattr(self, name) for name in self.layout())
 
     def multiply(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
-        """``x`` ``(..., in)`` to ``(..., out)``, in its dtype; ``weight`` is there as ``Linear.multiply`` has it."""
+        """``x`` ``(..., in)`` to ``(..., out)`` in its dtype; ``weight`` exists to match ``Linear.multiply``."""
         y: Tensor = self.product.apply(x, self.in_features, *self.kept())
         return y
 
@@ -105,7 +105,7 @@ class QuantizedLinear(nn.Module):
 
 
 class Int8Linear(QuantizedLinear):
-    """In int8, with the largest magnitude of each row as 127."""
+    """A weight in int8. The largest magnitude of each row is 127."""
 
     product = _Int8Product
 
@@ -123,9 +123,9 @@ class Int8Linear(QuantizedLinear):
 
 
 class Nf4Linear(QuantizedLinear):
-    """In nf4, two numbers in a byte, with scales that are rounded to 8 bits in their turn.
+    """A weight in nf4, with two numbers per byte and scales that are rounded to 8 bits.
 
-    ``factors`` has the 16 numbers that codes stand for, the mean of the scales, and a factor for each 256 of them.
+    ``factors`` has the 16 numbers that codes stand for, the mean of the scales, and one factor per 256 scales.
     """
 
     product = _Nf4Product
@@ -153,11 +153,11 @@ _KINDS: Mapping[str, type[QuantizedLinear]] = {"int8": Int8Linear, "nf4": Nf4Lin
 
 
 def quantize_base(model: nn.Module, facts: ModelDescription, lora: LoraConfig) -> int:
-    """Swap the linear layers of the blocks that are kept in fewer bits, in place, on the meta device; how many.
+    """Replace the block linears that are stored in fewer bits, in place, on the meta device. Returns their number.
 
     Args:
         model: the whole model, or the modules of one pipeline stage.
-        facts: of the whole model.
+        facts: description of the whole model.
         lora: the section.
     """
     names = [name for name, shape in block_linears(facts).items() if is_quantized(lora, shape)]
@@ -170,16 +170,16 @@ def quantize_base(model: nn.Module, facts: ModelDescription, lora: LoraConfig) -
 
 
 def quantized_linears(model: nn.Module) -> Iterator[tuple[str, QuantizedLinear]]:
-    """The layers of ``model`` that are kept in fewer bits, by name."""
+    """The layers of ``model`` that are stored in fewer bits, with their names."""
     return ((name, module) for name, module in model.named_modules() if isinstance(module, QuantizedLinear))
 
 
 @torch.no_grad()
 def fill(name: str, linear: QuantizedLinear, weight: Tensor) -> None:
-    """Round ``weight`` ``(out, in)``, the whole of it, and keep this rank's part.
+    """Round the whole ``weight`` ``(out, in)`` and store this rank's part.
 
     Raises:
-        CheckpointError: it has numbers that are not finite, or a range that no scale stands for.
+        CheckpointError: the weight has numbers that are not finite, or a range that no scale covers.
     """
     device = local_shard(linear.kept()[0])[0].device
     parts = linear.rounded(weight.to(device, torch.float32))

@@ -124,5 +124,5 @@ def test_fused_collectives_of_a_cached_graph_count_too(fused_runs):
         assert (
             found["cold reason"]
             == found["warm reason"]
-            == "the others stand next to no matmul that Inductor can fuse them with"
+            == "the others are not next to a matmul that Inductor can fuse them with"
         )

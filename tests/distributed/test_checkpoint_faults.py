@@ -51,7 +51,7 @@ def test_a_disk_that_fails_costs_a_checkpoint_and_not_the_run(mode, error, tmp_p
     assert [record["step"] for record in steps_of(records)] == list(range(1, 8))
     assert steps_there(tmp_path) == [step_name(2), step_name(6), step_name(7)]
     warning = re.search(
-        r"checkpoint: step 4 could not be saved \((.*)\); failure 1 in a row of at most 3", log_of(tmp_path)
+        r"checkpoint: step 4 could not be saved \((.*)\); consecutive failure 1 of at most 3", log_of(tmp_path)
     )
     assert "rank 1" in warning[1]
     # said before the step after the next one is done, not at the next save

@@ -207,7 +207,7 @@ def fall_back(folder, cause, placement):
 
 @pytest.mark.parametrize(
     ("cause", "reason"),
-    [("setting", "TORCH_COMPILE_DISABLE"), ("variable", "TORCHDYNAMO_DISABLE"), ("stance", "did nothing")],
+    [("setting", "TORCH_COMPILE_DISABLE"), ("variable", "TORCHDYNAMO_DISABLE"), ("stance", "compiled nothing")],
 )
 def test_a_silent_fallback_to_eager_shows(cause, reason, tmp_path):
     (found,) = in_workers(1, functools.partial(fall_back, tmp_path, cause), tmp_path)

@@ -56,5 +56,5 @@ def test_strict_does_not_stop_a_run_whose_optimisations_work(tmp_path):
     flags = ["--activation_checkpoint.mode", "full", "--compile.enable", "--compile.backend", "aot_eager", "--strict"]
     done = run(flags, {}, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "activation_checkpoint: 2 of 2 blocks (every block keeps its input only)" in done.stdout
+    assert "activation_checkpoint: 2 of 2 blocks (every block keeps only its input)" in done.stdout
     assert "compile: 2 of 2 blocks, 1 graph" in done.stdout

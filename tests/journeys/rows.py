@@ -92,7 +92,7 @@ J2 = [
     Row(
         "crius train --data.source tokens --data.path mydata --training.epochs 2 --model.num_layers 2",
         needs="fine-tuning",
-        says=(r"= [\d.]+ steps an epoch", r"step (\d+)/\1 "),
+        says=(r"= [\d.]+ steps per epoch", r"step (\d+)/\1 "),
     ),
     Row("crius generate runs/mine --prompt Once", says=("^Once",)),
     Row(

@@ -45,7 +45,7 @@ def test_a_process_that_sees_its_own_gpu_alone_takes_that(cards):
 
 def test_a_process_without_a_gpu_of_its_own_is_refused(cards):
     cards(1)
-    with pytest.raises(EnvironmentError, match="local rank 3 needs a GPU of its own, but torch .* can use 1"):
+    with pytest.raises(EnvironmentError, match="local rank 3 needs its own GPU, but torch .* can use 1"):
         pick_device("auto", 3)
 
 
@@ -86,7 +86,7 @@ def test_every_rank_of_torchrun_and_slurm_takes_a_gpu_that_it_is_shown(launcher,
             pick_device, "auto", placement.local_rank, sees_own_gpu=sees_own_gpu(placement, environ)
         )
         if index is None and rank % 4 >= shown:
-            with pytest.raises(EnvironmentError, match="needs a GPU of its own"):
+            with pytest.raises(EnvironmentError, match="needs its own GPU"):
                 pick()
         else:
             assert pick().index == int((index or "{local}").format(**here))

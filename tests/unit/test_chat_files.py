@@ -110,9 +110,9 @@ BAD = {
     "a content of a number": (row_with(content=5), "the content of message 2 is a number (5), not text"),
     "no content": ({"messages": [HI[0], {"role": "assistant"}]}, "message 2 has no content"),
     "an image": (row_with(content=[{"type": "image", "url": "x"}]), "a part that is not text: image"),
-    "an unknown role": (row_with(role="asistant"), "'asistant', which is not known"),
+    "an unknown role": (row_with(role="asistant"), "unknown role 'asistant'"),
     "no role": ({"messages": [{"content": "x"}, *HI]}, "message 1 has no role"),
-    "a role of a list": (row_with(role=["assistant"]), "which is not known"),
+    "a role of a list": (row_with(role=["assistant"]), "unknown role"),
     "a strange weight": (row_with(weight=0.5), "weight 0.5"),
     "calls that are no list": (row_with(tool_calls={"a": 1}), "tool_calls of message 2"),
     "half a character": (row_with(content="\ud83d"), "lone surrogate \\ud83d"),
@@ -121,7 +121,7 @@ BAD = {
     "tools that are no list": (GOOD | {"tools": {"a": 1}}, "'tools' is an object"),
     "tools of broken text": (GOOD | {"tools": "[{"}, "not JSON"),
     "a list for a row": ([GOOD], "the row is a list"),
-    "no column": ({"text": "Hi"}, "cannot be told; the columns: text"),
+    "no column": ({"text": "Hi"}, "are not clear; the columns are: text"),
     "two pairs": ({"prompt": "a", "completion": "b", "response": "c"}, "prompt and completion or prompt and response"),
     "a pair of a number": ({"prompt": "a", "completion": 5}, "'completion' is a number (5), not text"),
     **{
@@ -145,10 +145,10 @@ def test_a_bad_row_is_one_error_with_file_and_row(what, tmp_path):
 
 def test_a_column_that_is_missing_is_named_with_those_that_are_there(tmp_path):
     file = write(tmp_path / "a.jsonl", {"chat": HI})
-    with pytest.raises(DataError, match="no column 'chats'; the columns: chat") as caught:
+    with pytest.raises(DataError, match="no column 'chats'; the columns are: chat") as caught:
         read(file, columns=("chats",))
     assert caught.value.fix == "--data.columns chat"
-    with pytest.raises(DataError, match="no column 'chats'; the columns: chat"):
+    with pytest.raises(DataError, match="no column 'chats'; the columns are: chat"):
         read(parquet(tmp_path / "a.parquet", [{"chat": HI}]), source="parquet", columns=("chats",))
 
 
@@ -184,7 +184,7 @@ def test_compressed_files_are_read_and_a_cut_or_damaged_one_is_an_error(kind, tm
 def test_a_file_and_the_same_one_compressed_are_refused(tmp_path):
     write(tmp_path / "a.jsonl", GOOD)
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"{}"))
-    with pytest.raises(DataError, match="one file twice"):
+    with pytest.raises(DataError, match="the same file twice"):
         read(tmp_path)
 
 

@@ -255,12 +255,12 @@ def test_a_header_is_not_taken_for_what_is_said_in_it(content, encode, targets):
 def test_blocks_without_turns_cannot_be_told_apart(encode):
     template = "{% generation %}{{ messages[1].content }}{% endgeneration %}"
     assert encode(template, CHAT)[0].is_target.all()
-    with pytest.raises(DataError, match="told apart"):
+    with pytest.raises(DataError, match="cannot be assigned"):
         encode(template, CHAT, train_on="last")
 
 
 def test_a_template_that_marks_nothing_is_refused(encode):
-    with pytest.raises(DataError, match="marks nothing") as caught:
+    with pytest.raises(DataError, match="marks no text") as caught:
         encode("{% if false %}{% generation %}{% endgeneration %}{% endif %}x", CHAT)
     assert caught.value.where == "row 1"
 
@@ -391,7 +391,7 @@ def a_pipe(file):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (a_pipe, "no regular file"),
+        (a_pipe, "not a regular file"),
         (lambda file: os.truncate(file.open("wb").name, (1 << 24) + 1), "more than"),
         (lambda file: file.write_bytes(b'"caf\xe9"'), "not UTF-8|not JSON"),
     ],

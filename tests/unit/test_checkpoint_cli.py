@@ -113,9 +113,9 @@ def test_verify_and_ls_report_a_checkpoint_that_lost_its_manifest_or_became_a_li
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (("verify", "{run}/nowhere"), 2, "is no folder"),
+        (("verify", "{run}/nowhere"), 2, "is not a folder"),
         (("verify", "{run}/empty"), 1, "no checkpoints"),
-        (("ls", "foo://x"), 2, "no kind of URL"),
+        (("ls", "foo://x"), 2, "does not know the URL scheme foo://"),
         (("prune", "{run}", "--keep_last", "1"), 2, "--keep_last 2"),
         (("prune", "{run}", "--keep-every", "-1"), 2, "--keep_every 0"),
         (("prune", "{run}/checkpoints/step-00000010"), 2, "one checkpoint"),

@@ -239,7 +239,7 @@ def test_what_is_no_plain_file_is_not_waited_for(tmp_path):
     (tmp_path / "step-00000020" / "state.json").mkdir()
     found = problems(disk, "step-00000020")
     assert [line.split(":")[0] for line in found] == ["rank-00000.safetensors", "state.json"]
-    assert all("no plain file" in line for line in found)
+    assert all("not a regular file" in line for line in found)
 
 
 def test_free_space_is_known_before_the_folder_is_there(tmp_path):

@@ -85,7 +85,7 @@ def test_only_dead_saves_are_collected(tmp_path):
     write(folder.disk, 20, "mine")
     kept = folder.disk.set_aside(step_name(10))
     (tmp_path / "notes").mkdir()
-    assert folder.collect("mine") == ["removed step-00000020.tmp-dead, which a save that never ended left"]
+    assert folder.collect("mine") == ["removed step-00000020.tmp-dead, left over from a save that did not finish"]
     assert sorted(os.listdir(tmp_path)) == ["notes", kept, "step-00000020.tmp-mine"]
     assert (folder.steps(), folder.asides()) == ([], [kept])
 
@@ -94,7 +94,9 @@ def test_what_a_save_was_about_to_replace_is_put_back(tmp_path):
     folder = CheckpointFolder(local(tmp_path, 10))
     (tmp_path / step_name(10)).rename(tmp_path / "step-00000010.replaced-ab")
     assert folder.leftovers() == ["step-00000010.replaced-ab"]
-    assert folder.collect("two") == ["put step-00000010.replaced-ab back, which a save that never ended was to replace"]
+    assert folder.collect("two") == [
+        "put step-00000010.replaced-ab back, which a save that did not finish was replacing"
+    ]
     assert seed_of(folder.disk, 10) == 0
 
 

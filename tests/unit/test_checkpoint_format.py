@@ -75,9 +75,9 @@ def test_a_file_is_written_and_read_in_blocks_with_a_beat_for_each(tmp_path):
 @pytest.mark.parametrize(
     ("parts", "words"),
     [
-        ([Part("w", "F32", (2,), lambda: memoryview(b"1234"))], "4 bytes, 8 were announced"),
-        ([Part("w", "U8", (1,), lambda: memoryview(b"1"))] * 2, "two parts"),
-        ([Part("__metadata__", "U8", (1,), lambda: memoryview(b"1"))], "two parts"),
+        ([Part("w", "F32", (2,), lambda: memoryview(b"1234"))], "4 bytes instead of 8"),
+        ([Part("w", "U8", (1,), lambda: memoryview(b"1"))] * 2, "two tensors of a file"),
+        ([Part("__metadata__", "U8", (1,), lambda: memoryview(b"1"))], "two tensors of a file"),
     ],
 )
 def test_a_part_that_is_not_as_announced_is_not_written(parts, words, tmp_path):

@@ -150,7 +150,7 @@ def test_secrets_of_a_url_are_not_shown(monkeypatch):
 
 
 def test_a_url_that_nobody_knows_is_refused_with_the_reason(monkeypatch):
-    with pytest.raises(ConfigError, match="foo:// is no kind of URL"):
+    with pytest.raises(ConfigError, match="does not know the URL scheme foo://"):
         open_disk("foo://bucket/run")
 
 

@@ -90,7 +90,7 @@ def test_a_prepared_folder_is_the_same_corpus(tmp_path):
     prepared = DataConfig(source="tokens", path=(str(tmp_path / "out"),))
     one, two = corpus(data), corpus(prepared)
     assert one.train.identity == two.train.identity
-    with pytest.raises(DataError, match="one folder, got 0"):
+    with pytest.raises(DataError, match="one folder, but got 0"):
         corpus(DataConfig(source="tokens"))
 
 
@@ -99,7 +99,7 @@ def test_a_prepared_folder_of_another_tokenizer_is_refused(tmp_path):
     meta = json.loads((tmp_path / "out" / "meta.json").read_text())
     meta |= {"tokenizer_name": "llama", "tokenizer_fingerprint": "other"}
     (tmp_path / "out" / "meta.json").write_text(json.dumps(meta))
-    with pytest.raises(DataError, match=r"tokenizer llama, the run has byte(?s:.)*--tokenizer.path llama"):
+    with pytest.raises(DataError, match=r"tokenizer llama, but the run has byte(?s:.)*--tokenizer.path llama"):
         corpus(DataConfig(source="tokens", path=(str(tmp_path / "out"),)))
 
 
@@ -109,7 +109,7 @@ def test_token_bytes_have_a_row_for_every_id_of_the_model(tmp_path):
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path):
-    with pytest.raises(DataError, match=r"257 ids, the model has rows for 256(?s:.)*--model.vocab_size 257"):
+    with pytest.raises(DataError, match=r"257 ids, but the model has rows for 256(?s:.)*--model.vocab_size 257"):
         corpus(jsonl(tmp_path, documents(50)), vocab_size=256)
 
 

@@ -237,7 +237,7 @@ def test_a_prepared_folder_of_conversations_is_the_same_data(chat, tmp_path, wor
     assert meta.is_chat and meta.num_documents == 60
     prepared = DataConfig(source="tokens", format="chat", path=(str(tmp_path / "out"),))
     assert corpus(chat, prepared).train.identity == corpus(chat).train.identity
-    with pytest.raises(DataError, match=r"holds conversations, .* documents(?s:.)*--data.format chat"):
+    with pytest.raises(DataError, match=r"has conversations, .* documents(?s:.)*--data.format chat"):
         corpus(chat, DataConfig(source="tokens", path=prepared.path))
 
 

@@ -124,7 +124,7 @@ def test_a_shard_without_text_is_an_error_not_a_loop(texts):
 def test_a_document_that_shrank_since_the_checkpoint_is_named():
     reader = Flaky(["abc", "d"]).reader()
     reader.restore((0, 0, 9))
-    with pytest.raises(DataError, match=r"4 tokens, the checkpoint was at token 9(?s:.)*document 0"):
+    with pytest.raises(DataError, match=r"4 tokens, but the checkpoint was at token 9(?s:.)*document 0"):
         reader.next_window()
 
 
@@ -236,7 +236,7 @@ def test_what_cannot_be_opened_is_one_error(tmp_path):
         data, ByteTokenizer(), BOUNDARY, ValidationConfig(**v), seq_len=8, sleep=lambda seconds: None
     )
     data = folder_of(tmp_path, 1)
-    with pytest.raises(DataError, match="takes one dataset, got 0"):
+    with pytest.raises(DataError, match="takes one dataset, but got 0"):
         open_(DataConfig(source="huggingface"))
     with pytest.raises(DataError, match=r"no-such-folder(?s:.)*--data.path"):
         open_(DataConfig(source="huggingface", path=(str(tmp_path / "no-such-folder"),)))

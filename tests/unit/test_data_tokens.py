@@ -141,7 +141,7 @@ def test_an_id_that_was_edited_in_is_named_with_file_sample_and_position(folder)
 
 def test_a_folder_with_ids_the_model_lacks_is_refused_by_its_meta(folder):
     TokenFile(folder).check_vocab(257)
-    with pytest.raises(DataError, match=r"token id 256, the model has 256(?s:.)*--model.vocab_size 257"):
+    with pytest.raises(DataError, match=r"token id 256, but the model has 256(?s:.)*--model.vocab_size 257"):
         TokenFile(folder).check_vocab(256)
 
 
@@ -159,27 +159,27 @@ def test_a_cut_or_missing_file_is_named(folder, name):
 def test_meta_of_another_version_or_shape_is_refused(folder):
     meta = json.loads((folder / "meta.json").read_text())
     for change, want in {
-        ("version", 3): "format version 3, this Crius reads versions 1 and 2",
+        ("version", 3): "format version 3; this Crius reads versions 1 and 2",
         ("version", 2): "targets.bin is missing",
-        ("num_tokens", "7"): "'7' for num_tokens",
+        ("num_tokens", "7"): "'7' as num_tokens",
         ("num_tokens", 0): "no tokens",
-        ("num_tokens", meta["num_tokens"] + 1): r"tokens.bin has [\d,]+ bytes, meta.json says",
-        ("dtype", "float32"): "'float32' for dtype",
-        ("sha256", None): "None for sha256",
-        ("num_tokens", True): "True for num_tokens",
-        ("num_tokens", -1): "-1 for num_tokens",
-        ("vocab_size", 10**30): r"10{30} for vocab_size",
-        ("vocab_size", 0): "256 for eos_id",
-        ("eos_id", 257): "257 for eos_id",
-        ("block_bytes", 10**30): r"10{30} for block_bytes",
-        ("source", 10**200): r"10{99}\.\.\. for source",
+        ("num_tokens", meta["num_tokens"] + 1): r"tokens.bin has [\d,]+ bytes instead of",
+        ("dtype", "float32"): "'float32' as dtype",
+        ("sha256", None): "None as sha256",
+        ("num_tokens", True): "True as num_tokens",
+        ("num_tokens", -1): "-1 as num_tokens",
+        ("vocab_size", 10**30): r"10{30} as vocab_size",
+        ("vocab_size", 0): "256 as eos_id",
+        ("eos_id", 257): "257 as eos_id",
+        ("block_bytes", 10**30): r"10{30} as block_bytes",
+        ("source", 10**200): r"10{99}\.\.\. as source",
     }.items():
         (folder / "meta.json").write_text(json.dumps(meta | dict([change])))
         with pytest.raises(DataError, match=want):
             TokenFile(folder)
     for digest in ([], "", "g" * 64, None):
         (folder / "meta.json").write_text(json.dumps(meta | {"block_bytes": 0, "sha256": {"tokens.bin": digest}}))
-        with pytest.raises(DataError, match=r"for the sha256 of 'tokens.bin'"):
+        with pytest.raises(DataError, match=r"as the sha256 of 'tokens.bin'"):
             TokenFile(folder)
     for content, want in {
         "[]": "not JSON: it is no object",
@@ -206,7 +206,7 @@ def test_documents_in_disorder_with_right_hashes_are_refused(folder, whole_bytes
         (folder / "hashes.bin").write_bytes(table)
         meta["hashes_xxh3"] = xxhash.xxh3_128_hexdigest(table)
         (folder / "meta.json").write_text(json.dumps(meta))
-        with pytest.raises(DataError, match=r"documents.bin is not the places of documents one after the other"):
+        with pytest.raises(DataError, match=r"documents.bin does not have ascending starts of documents"):
             data = source(folder)
             data.read(range(data.num_samples))
 

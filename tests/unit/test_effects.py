@@ -140,7 +140,7 @@ def test_a_filter_that_leaves_nothing_says_how_to_convert_all_the_same():
 def test_no_graph_means_that_no_block_is_compiled():
     effect = compiled(8, 0)
     assert effect.is_inactive
-    assert str(effect).startswith("compile: 0 of 8 blocks, 0 graphs (torch.compile was called and did nothing")
+    assert str(effect).startswith("compile: 0 of 8 blocks, 0 graphs (torch.compile was called but compiled nothing")
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ def test_only_what_is_asked_for_gets_a_gradient():
 @pytest.mark.parametrize("ends", [[3, 4], [3, 6], [4, 3, 5], [-1, 5]], ids=str)
 def test_ends_that_are_not_those_of_the_rows_are_refused(ends):
     x, weight, *_ = inputs((5, *[0] * (len(ends) - 1)))
-    with pytest.raises(ValueError, match=r"must ascend to the number of rows, 5, and are \["):
+    with pytest.raises(ValueError, match=r"must ascend to the number of rows, 5, but are \["):
         grouped_linear(x, weight, torch.tensor(ends, dtype=torch.int32))
 
 

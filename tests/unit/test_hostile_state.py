@@ -166,7 +166,7 @@ def test_no_state_is_saved_that_a_resume_would_refuse():
 def test_verify_reports_a_state_that_a_resume_would_refuse(folder, capsys):
     put(folder, changed("train.step", 10**12))
     assert main(["checkpoint", "verify", str(folder.disk._root)]) == 1
-    assert "train.step is 1000000000000, the manifest is of step 20" in capsys.readouterr().out
+    assert "train.step is 1000000000000, but the manifest has step 20" in capsys.readouterr().out
 
 
 def test_a_window_of_other_values_starts_anew():

@@ -104,8 +104,8 @@ HOSTILE = {
     "no_bytes_of_a_shard": (lambda folder: os.truncate(shard(folder), 0), 1, "header"),
     "missing_file": (lambda folder: shard(folder).unlink(), 1, FIRST),
     "index_names_a_missing_file": (to_index("model-9.safetensors"), 1, "model-9.safetensors"),
-    "path_traversal": (to_index("../model.safetensors"), 1, "is no name of a file"),
-    "absolute_path": (to_index("/etc/passwd"), 1, "is no name of a file"),
+    "path_traversal": (to_index("../model.safetensors"), 1, "is not a name of a file"),
+    "absolute_path": (to_index("/etc/passwd"), 1, "is not a name of a file"),
     "index_that_lies": (to_index("model-00002-of-00014.safetensors"), 1, "not"),
     "index_without_a_map": (lambda folder: (folder / INDEX).write_text('{"weight_map": 1}'), 1, "weight_map"),
     "wrong_shapes": (reshaped, 1, "[64, 384] in the source, [384, 64] in the model"),
@@ -184,7 +184,7 @@ def test_what_transformers_saves_of_another_architecture_is_refused_by_name(name
     assert main(["import", str(tmp_path / "model"), str(tmp_path / "run")]) == 2
     error = capsys.readouterr().err
     assert (
-        f'of model_type "{family.lower()}"' in error
+        f'has model_type "{family.lower()}"' in error
         and "fix    use a config.json of llama, mixtral, qwen3 or qwen3_moe" in error
     )
     assert error.count("Error: ") == 1 and not (tmp_path / "run").exists()
@@ -192,16 +192,16 @@ def test_what_transformers_saves_of_another_architecture_is_refused_by_name(name
 
 ROPE = {"rope_theta": 10_000.0, "factor": 4.0}
 SETTINGS = {
-    "linear": ({"rope_parameters": ROPE | {"rope_type": "linear"}}, 'rope_type "linear" is not built, only llama3'),
-    "dynamic": ({"rope_parameters": ROPE | {"rope_type": "dynamic"}}, 'rope_type "dynamic" is not built'),
-    "yarn": ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, 'rope_type "yarn" is not built'),
-    "partial": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not built, only 1 is"),
-    "biases": ({"attention_bias": True, "mlp_bias": True}, "mlp_bias true is not built, only false is"),
-    "gelu": ({"hidden_act": "gelu"}, 'hidden_act "gelu" is not built, only "silu" is'),
+    "linear": ({"rope_parameters": ROPE | {"rope_type": "linear"}}, 'rope_type "linear" is not supported, only llama3'),
+    "dynamic": ({"rope_parameters": ROPE | {"rope_type": "dynamic"}}, 'rope_type "dynamic" is not supported'),
+    "yarn": ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, 'rope_type "yarn" is not supported'),
+    "partial": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported, only 1 is"),
+    "biases": ({"attention_bias": True, "mlp_bias": True}, "mlp_bias true is not supported, only false is"),
+    "gelu": ({"hidden_act": "gelu"}, 'hidden_act "gelu" is not supported, only "silu" is'),
     "gptq": ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, 'quantised by "gptq" are not read'),
     "awq": ({"quantization_config": {"quant_method": "awq"}}, 'quantised by "awq" are not read'),
     "bitsandbytes": ({"quantization_config": {"quant_method": "bitsandbytes"}}, 'by "bitsandbytes" are not'),
-    "headless": ({"architectures": ["LlamaModel"]}, 'what is built is ["LlamaForCausalLM"]'),
+    "headless": ({"architectures": ["LlamaModel"]}, 'only ["LlamaForCausalLM"] is supported'),
 }
 
 

@@ -59,10 +59,10 @@ def test_a_named_module_is_trained_recorded_and_named_again(folder):
         (["--import", "nowhere"], "module nowhere cannot be imported: ModuleNotFoundError"),
         (["--import", "broken"], "broken.py, line 2"),
         (["--import=empty"], "module empty has no model: SPEC is int"),
-        (["--import", "taken"], "module taken calls its model llama3, which is one of Crius"),
+        (["--import", "taken"], "module taken calls its model llama3, which is the name of a Crius model"),
         (["--import", "none"], "module none: flavors is empty."),
-        (["--import", "other"], "flavor small is of dict"),
-        (["--import", "reserved"], "the flavor custom is that of sizes"),
+        (["--import", "other"], "flavor small is of type dict"),
+        (["--import", "reserved"], "the flavor name custom is reserved"),
         (["--import", "unplanned"], "plan is NoneType"),
         (["--import", "planless"], "its plan is NoneType"),
         (["--import", "raising"], "cannot be read: ZeroDivisionError"),
@@ -79,7 +79,7 @@ def test_what_is_wrong_with_a_module_is_one_error(folder, flags, said):
 
 def test_a_dry_run_holds_a_block_against_its_description(folder):
     done = crius("train", "--import", "bare", "--model.name", "bare", *SHORT, "--dry_run", cwd=folder)
-    assert done.returncode == 1 and "bare/tiny is not as it is described" in done.stderr, done.stderr
+    assert done.returncode == 1 and "bare/tiny does not match its description" in done.stderr, done.stderr
 
 
 def test_a_block_that_cannot_be_built_is_one_error():

@@ -303,7 +303,7 @@ def test_a_base_that_is_gone_or_another_one_is_refused_with_its_place(tuned, bas
             open_weights(str(tmp_path / "run"))
         assert "put it back there" in gone.value.fix
         done = crius("train", *TUNE, "--job.run_dir", str(tmp_path / "run"), "--checkpoint.init_from", str(base))
-        assert done.returncode == 2 and "--checkpoint.init_from with the place where it is now" in done.stderr
+        assert done.returncode == 2 and "--checkpoint.init_from with its new path" in done.stderr
         given = ["--job.run_dir", str(tmp_path / "run"), "--checkpoint.init_from", str(tmp_path / "elsewhere")]
         done = crius("train", *TUNE, *given, "--training.steps", "3")
         assert done.returncode == 0, done.stderr
@@ -327,7 +327,7 @@ def test_adapters_that_are_not_those_of_the_settings_are_refused(key, tuned):
         (good | {"layers.0.attention.wq.weight": good[key]}, adapters.base),
         (good, {"path": "x"}),
     ):
-        with pytest.raises(CheckpointError, match="are not the adapters that its settings say"):
+        with pytest.raises(CheckpointError, match="do not match the adapters in its settings"):
             read_adapters(adapters.lora, wrong, facts, base, "here")
 
 

@@ -262,7 +262,7 @@ def test_a_counter_has_a_dtype_whose_sums_no_layout_changes():
             self.register_buffer("seen", torch.zeros(2), persistent=False)
 
     model = with_buffers(STATE, COUNTER._replace(dtype="float32"), block=Rounding)
-    with pytest.raises(PlanError, match=r"layers\.0\.seen counts in torch\.float32"):
+    with pytest.raises(PlanError, match=r"layers\.0\.seen is a counter of torch\.float32"):
         check_decoder(meta_model(model), model)
 
 
@@ -362,7 +362,7 @@ def test_weights_in_another_order_are_no_description():
     facts = llama(num_layers=1)
     [(count, layer)] = facts.layers
     swapped = replace(facts, layers=((count, replace(layer, weights=layer.weights[::-1])),))
-    with pytest.raises(PlanError, match=r"layers\.0\.attention_norm\.weight stands elsewhere in the description"):
+    with pytest.raises(PlanError, match=r"layers\.0\.attention_norm\.weight has another position in the description"):
         check_decoder(meta_model(facts), swapped)
 
 

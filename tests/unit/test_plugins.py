@@ -120,7 +120,7 @@ def test_a_sink_that_fails_ends_no_run(place, name, why):
         (["--model.name", "other"], "other is no crius.models.spec.ModelSpec, but type"),
         (["--model.name", "mymodle"], "no model is called mymodle, did you mean mymodel?"),
         (["--model.name", "nobodys"], "nobodys (broken:SPEC) cannot be imported"),
-        (["--data.source", "odd", "--data.path", "notes"], "version of a FileKind are texts"),
+        (["--data.source", "odd", "--data.path", "notes"], "version of a FileKind must be text"),
         (["--data.source", "markdown", "--data.path", "notes", "--data.split", "x"], "data.split has no effect"),
         (["--metrics.sinks", "number"], "sink number cannot be called"),
         (["--metrics.sinks", "leaves"], "leaves (leaves:Sink) cannot be imported: SystemExit"),

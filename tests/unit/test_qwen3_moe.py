@@ -69,16 +69,16 @@ def change_tensors(folder, change):
 
 
 SETTINGS = {
-    "weights as they are": ({"norm_topk_prob": False}, "norm_topk_prob false is not built, only true is"),
-    "transformers' default": ({"norm_topk_prob": ...}, "it has no norm_topk_prob, which stands for another value"),
-    "every other layer": ({"decoder_sparse_step": 2}, "decoder_sparse_step 2 is not built, only 1 is"),
-    "a dense layer": ({"mlp_only_layers": [1]}, "mlp_only_layers [1] is not built, only [] is"),
+    "weights as they are": ({"norm_topk_prob": False}, "norm_topk_prob false is not supported, only true is"),
+    "transformers' default": ({"norm_topk_prob": ...}, "it has no norm_topk_prob; only norm_topk_prob true is"),
+    "every other layer": ({"decoder_sparse_step": 2}, "decoder_sparse_step 2 is not supported, only 1 is"),
+    "a dense layer": ({"mlp_only_layers": [1]}, "mlp_only_layers [1] is not supported, only [] is"),
     "two numbers": (
         {"num_experts": 6, "num_local_experts": 5},
         "num_experts 6 and num_local_experts 5 are two names of one size",
     ),
     "no number": ({"num_local_experts": "6"}, 'num_local_experts is "6", not a whole number above 0'),
-    "windows": ({"use_sliding_window": True}, "use_sliding_window true is not built"),
+    "windows": ({"use_sliding_window": True}, "use_sliding_window true is not supported"),
     "an fp8 model": ({"quantization_config": {"quant_method": "fp8"}}, 'quantised by "fp8" are not read'),
 }
 
@@ -116,7 +116,7 @@ TENSORS = {
     ),
     "of several dtypes": (
         put(EXPERT.format(3), torch.ones(48, 64).bfloat16()),
-        f"{EXPERT} is of BF16, model.layers.0.mlp.experts.5.gate_proj.weight is of F32",
+        f"{EXPERT} has dtype BF16, model.layers.0.mlp.experts.5.gate_proj.weight has dtype F32",
     ),
 }
 
@@ -141,7 +141,7 @@ def test_windows_of_a_mixtral_are_refused(tmp_path, capsys):
     config = SIZES | EXPERTS["mixtral"] | {"model_type": "mixtral", "sliding_window": 4096}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert main(["config", "show", "--model.from_hf", str(tmp_path)]) == 2
-    assert "sliding_window 4096 is not built, only null is" in capsys.readouterr().err
+    assert "sliding_window 4096 is not supported, only null is" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])

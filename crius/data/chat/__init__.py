@@ -1,1 +1,1 @@
-"""Conversations to train on: what files hold, the text that a chat template makes, and which tokens are targets."""
+"""Conversations for training: reading them, rendering them by a chat template, and choosing the target tokens."""

@@ -1,4 +1,4 @@
-"""Conversations of jsonl and parquet files, in one form whatever form they have there."""
+"""Reads conversations from jsonl and parquet files. All formats become one form."""
 
 import difflib
 import json
@@ -12,7 +12,7 @@ from crius.data.rows import checked_text, json_kind, json_lines, parquet_rows
 from crius.errors import DataError
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
-"""Who says a message. Which of them a template knows, it says itself."""
+"""Known roles. A template may support only some of them."""
 
 SHAREGPT = {
     "human": "user",
@@ -21,7 +21,7 @@ SHAREGPT = {
     "observation": "tool",
     "function_response": "tool",
 }
-"""Roles of ShareGPT by other names."""
+"""ShareGPT's names of roles."""
 
 LISTS = ("messages", "conversations")
 PAIRS = (
@@ -31,10 +31,10 @@ PAIRS = (
     ("instruction", "response"),
     ("question", "answer"),
 )
-"""Columns that are found by themselves: a list of messages first, then what is asked and what is answered."""
+"""Names of columns that are found automatically: a list of messages first, then pairs of question and answer."""
 
 _BESIDE = ("input", "context", "history", "system_prompt")
-"""Columns beside a pair that would belong to what is asked."""
+"""Columns that, in addition to a pair, would belong to the question."""
 
 _FLAG = "--data.columns"
 _DEEPEST = 100
@@ -42,13 +42,13 @@ _DEEPEST = 100
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages in the order in which they were said; at least one is by the assistant.
+    """The messages of a conversation in order. At least one is by the assistant.
 
     Attributes:
-        messages: with ``role`` and ``content``, maybe ``tool_calls`` and others, as a chat template takes them;
-            ``weight`` 0 of an assistant's message keeps it out of the loss.
-        tools: that the assistant may call, as JSON schemas; None where there are none.
-        where: file and line or row, for messages to people.
+        messages: objects with ``role`` and ``content``, maybe ``tool_calls`` and others, as a chat template takes them.
+            ``weight`` 0 excludes an assistant's message from the loss.
+        tools: JSON schemas of the tools that the assistant may call; None if there are none.
+        where: file and line or row, for messages.
     """
 
     messages: tuple[Mapping[str, Any], ...]
@@ -57,14 +57,14 @@ class Conversation:
 
 
 def read_conversations(data: DataConfig, files: Sequence[Path]) -> Iterator[Conversation]:
-    """The conversations of ``files``, in order, in bounded memory.
+    """Read the conversations of ``files``, in order, in bounded memory.
 
     Args:
-        data: ``source`` is jsonl or parquet; ``columns`` says where in a row a conversation is.
-        files: of ``find_files``.
+        data: the section; ``source`` is jsonl or parquet, and ``columns`` names the columns of a conversation.
+        files: result of ``find_files``.
 
     Raises:
-        DataError: a file cannot be read or has no conversation, or a row has none; names file and row.
+        DataError: a file cannot be read or is empty, or a row has no conversation; names file and row.
         EnvironmentError: a package is missing.
     """
     for file in files:
@@ -92,29 +92,29 @@ def _of_parquet(data: DataConfig, file: Path) -> Iterator[Conversation]:
         return [name for name in names if name in (*found, "tools", "system", *_BESIDE)]
 
     for row, number in parquet_rows(file, choose):
-        # a column has the keys of all its rows: what a row lacks is null there
+        # a parquet column has the keys of all rows: keys that a row lacks are null in it
         full = {key: _without_nulls(value) for key, value in row.items()}
         yield _conversation(full, found, f"{file}, row {number}")
 
 
 def columns_of(asked: Sequence[str], names: Sequence[str], where: str) -> list[str]:
-    """The column with the messages, or those with prompt and completion.
+    """The column with the messages, or the columns with prompt and completion.
 
     Args:
-        asked: ``data.columns``; empty: it is found.
-        names: columns that there are.
-        where: they are, for messages.
+        asked: ``data.columns``; empty: find the columns.
+        names: existing columns.
+        where: file or row, for messages.
 
     Raises:
-        DataError: there is none, or there are several.
+        DataError: no column fits, or several do.
     """
     listed = ", ".join(map(str, names)) or "none"
     if asked:
         for name in asked:
             if name not in names:
                 near = difflib.get_close_matches(name, list(map(str, names)), n=1)
-                fix = f"{_FLAG} {near[0]}" if near else f"{_FLAG} NAME, of the column with the messages"
-                raise DataError(f"there is no column {name!r}; the columns: {listed}.", where=where, fix=fix)
+                fix = f"{_FLAG} {near[0]}" if near else f"{_FLAG} NAME, with the column of the messages"
+                raise DataError(f"there is no column {name!r}; the columns are: {listed}.", where=where, fix=fix)
         return list(asked)
     for name in LISTS:
         if name in names:
@@ -123,11 +123,11 @@ def columns_of(asked: Sequence[str], names: Sequence[str], where: str) -> list[s
     if len(pairs) == 1:
         return list(pairs[0])
     raise DataError(
-        f"the columns of the conversation cannot be told; the columns: {listed}.",
+        f"the columns of the conversation are not clear; the columns are: {listed}.",
         where=where,
         why=f"{' or '.join(' and '.join(pair) for pair in pairs)} may be meant"
         if pairs
-        else f"looked for {', '.join(LISTS)}, and for {', '.join('+'.join(pair) for pair in PAIRS)}",
+        else f"Crius looked for {', '.join(LISTS)}, and for {', '.join('+'.join(pair) for pair in PAIRS)}",
         fix=f"{_FLAG} MESSAGES, or {_FLAG} PROMPT {_FLAG} COMPLETION",
     )
 
@@ -143,23 +143,25 @@ def _conversation(row: Mapping[str, Any], columns: Sequence[str], where: str) ->
         raise DataError(
             "the conversation has no message of the assistant.",
             where=where,
-            why=f"its roles are {', '.join(dict.fromkeys(message['role'] for message in messages))}; nothing of it "
-            "would be trained on",
+            why=f"its roles are {', '.join(dict.fromkeys(message['role'] for message in messages))}; it has nothing "
+            "to train on",
             fix="remove the row",
         )
     return Conversation(tuple(messages), _tools(row.get("tools"), where), where)
 
 
 def _pair(row: Mapping[str, Any], columns: Sequence[str], where: str) -> list[dict[str, Any]]:
-    """Messages of a prompt and its completion, each a text or a list of messages; those of the prompt have no loss."""
+    """Messages of a prompt and its completion, each a text or a list of messages. The prompt is excluded
+    from the loss.
+    """
     for name in _BESIDE if tuple(columns) in PAIRS else ():
         if not row.get(name):
             continue
         raise DataError(
             f"the row has {columns[0]!r} and {name!r}.",
             where=where,
-            why="how both make one message is not written anywhere",
-            fix=f"write them as one column, and name it: {_FLAG} PROMPT {_FLAG} COMPLETION",
+            why="there is no rule that joins the two to one message",
+            fix=f"join them in one column, and name it: {_FLAG} PROMPT {_FLAG} COMPLETION",
         )
     found = []
     for name, role in zip(columns, ("user", "assistant"), strict=True):
@@ -179,7 +181,7 @@ def _messages(value: Any, column: str, where: str) -> list[dict[str, Any]]:
         raise DataError(
             f"the value of {column!r} is {json_kind(value)}, not a list of messages.",
             where=where,
-            fix=f"{_FLAG} NAME, of the column with the messages, or of the prompt and of the completion",
+            fix=f"{_FLAG} NAME, with the column of the messages, or the columns of prompt and completion",
         )
     if not value:
         raise DataError(f"the list of messages {column!r} is empty.", where=where, fix="remove the row")
@@ -197,15 +199,15 @@ def _message(value: Any, what: str, where: str) -> dict[str, Any]:
     if role not in ROLES:
         near = difflib.get_close_matches(str(role).lower(), [*ROLES, *SHAREGPT], n=1)
         raise DataError(
-            f"{what} has no role." if role is None else f"{what} has the role {role!r}, which is not known.",
+            f"{what} has no role." if role is None else f"{what} has the unknown role {role!r}.",
             where=where,
-            why=f"roles are {', '.join(ROLES)}, and of ShareGPT {', '.join(SHAREGPT)}",
+            why=f"roles are {', '.join(ROLES)}; ShareGPT's are {', '.join(SHAREGPT)}",
             fix=f"write {near[0]}" if near else "write user or assistant",
         )
     message["role"] = role
     message["content"] = _content(message, what, where)
     if role == "assistant" and message.get("weight", 1) not in (0, 1):
-        raise DataError(f"{what} has the weight {message['weight']!r}; it is 0 or 1.", where=where)
+        raise DataError(f"{what} has the weight {message['weight']!r}; it must be 0 or 1.", where=where)
     if not isinstance(message.get("tool_calls", []), list):
         raise DataError(f"the tool_calls of {what} are {json_kind(message['tool_calls'])}, not a list.", where=where)
     _check_texts(message, what, where)
@@ -213,7 +215,7 @@ def _message(value: Any, what: str, where: str) -> dict[str, Any]:
 
 
 def _content(message: Mapping[str, Any], what: str, where: str) -> str | None:
-    """The text of a message. Parts that are text are joined, as templates that know parts join them."""
+    """The text of a message. Parts that are text are joined, as templates with support for parts join them."""
     content = message.get("content")
     if content is None:
         if message.get("tool_calls"):
@@ -234,7 +236,7 @@ def _content(message: Mapping[str, Any], what: str, where: str) -> str | None:
 
 
 def _tools(value: Any, where: str) -> tuple[Mapping[str, Any], ...] | None:
-    """Tools of a conversation: a list of objects, or that as JSON text."""
+    """Tools of a conversation: a list of objects, or the same as JSON text."""
     if isinstance(value, str):
         try:
             value = json.loads(value) if value.strip() else None
@@ -249,14 +251,14 @@ def _tools(value: Any, where: str) -> tuple[Mapping[str, Any], ...] | None:
 
 
 def _check_texts(value: Any, what: str, where: str, depth: int = 0) -> None:
-    """Refuse half of a surrogate pair, which no tokenizer reads, what is nested deeper than anybody reads, and what
-    JSON has no form for, as templates are rendered in a process of their own.
+    """Refuse text with a lone surrogate, which tokenizers cannot read, values that are nested too deeply, and values
+    that JSON lacks, since templates are rendered in another process.
     """
     if isinstance(value, str):
         checked_text(value, f"a text in {what}", where)
     elif isinstance(value, dict | list):
         if depth == _DEEPEST:
-            raise DataError(f"{what} is nested more than {_DEEPEST} deep.", where=where, fix="remove the row")
+            raise DataError(f"{what} is nested more than {_DEEPEST} levels deep.", where=where, fix="remove the row")
         named = value.items() if isinstance(value, dict) else (("", child) for child in value)
         for key, child in named:
             _check_texts(key, what, where, depth + 1)
@@ -270,7 +272,7 @@ def _check_texts(value: Any, what: str, where: str, depth: int = 0) -> None:
 
 
 def _without_nulls(value: Any, kept: str = "content") -> Any:
-    """A value of a parquet file without the keys that its row does not have; a message keeps a content of null."""
+    """A value of a parquet file without keys that are null. A message keeps a null content."""
     if isinstance(value, dict):
         return {key: _without_nulls(child, "") for key, child in value.items() if child is not None or key == kept}
     if isinstance(value, list):

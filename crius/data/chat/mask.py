@@ -1,4 +1,4 @@
-"""Conversations as tokens, and which of them are trained on."""
+"""Turns conversations into tokens, and marks the tokens that are trained on."""
 
 import hashlib
 import json
@@ -19,12 +19,12 @@ from crius.data.tokenizer import Tokenizer
 from crius.errors import DataError
 
 _VERSION = 2
-"""Changes when other code gives the same conversation other tokens or another mask."""
+"""Must change when new code gives a conversation other tokens or another mask."""
 
 _BATCH, _BATCH_CHARACTERS = 64, 1 << 20
-"""Conversations that the renderer gets together, and about how much text."""
+"""Most conversations, and about the most characters, that the renderer gets at a time."""
 
-_MARK_IT = "put {% generation %} and {% endgeneration %} around what the assistant says, in chat_template.jinja"
+_MARK_IT = "put {% generation %} and {% endgeneration %} around the assistant's text in chat_template.jinja"
 
 _log = logging.getLogger("crius.data")
 
@@ -33,8 +33,8 @@ class ChatSample(NamedTuple):
     """A conversation as tokens.
 
     Attributes:
-        ids: ``(tokens,)`` of the whole rendered conversation.
-        is_target: ``(tokens,)``: those that are to be predicted, what the assistant says and what ends its turns.
+        ids: ``(tokens,)``, token ids of the whole rendered conversation.
+        is_target: ``(tokens,)``, True for tokens to predict: the assistant's text and the end of its turns.
     """
 
     ids: npt.NDArray[np.int64]
@@ -42,21 +42,21 @@ class ChatSample(NamedTuple):
 
 
 class ChatEncoder:
-    """Conversations to tokens and masks, by a tokenizer and its chat template.
+    """Turns conversations into tokens and masks, by a tokenizer and its chat template.
 
-    A token is a target where it overlaps what the assistant says, as transformers has it: also a token that begins in
-    the header of a turn, or ends in what follows it.
+    A token is a target if it overlaps the assistant's text, as in transformers. So a token that begins in the header of
+    a turn, or ends after the turn, is also a target.
 
     Args:
         tokenizer: the tokenizer.
-        template: jinja2 text, by anybody.
+        template: jinja2 text from any source.
         special: special tokens such as ``bos_token``, by name.
-        data: ``train_on`` and ``train_on_end_of_turn`` say what is trained on.
+        data: the section; ``train_on`` and ``train_on_end_of_turn`` choose the targets.
 
     Attributes:
         fingerprint: changes when the same conversation gives other ids or another mask, or the same file gives other
             conversations.
-        num_with_special: conversations, of those encoded, in which a message spells a special token.
+        num_with_special: number of encoded conversations in which a message contains the text of a special token.
 
     Raises:
         DataError: there is no template.
@@ -67,8 +67,8 @@ class ChatEncoder:
             raise DataError(
                 f"tokenizer {tokenizer.name} has no chat template.",
                 where="--tokenizer.path",
-                why="it says how a conversation becomes one text",
-                fix="put the chat_template.jinja of the model beside its tokenizer.json",
+                why="a chat template turns a conversation into one text",
+                fix="put the model's chat_template.jinja in the folder of its tokenizer.json",
             )
         self._tokenizer, self._template, self._special, self._data = tokenizer, template, dict(special), data
         self._names = tokenizer.special_names()
@@ -82,11 +82,11 @@ class ChatEncoder:
         self._warned: set[str] = set()
 
     def encode(self, conversations: Iterable[Conversation]) -> Iterator[ChatSample]:
-        """The tokens of each conversation, in order. A sample may be without a target.
+        """The tokens of each conversation, in order. A sample may have no target.
 
         Raises:
-            DataError: the template cannot render a conversation, or what the assistant says cannot be told in its text;
-                names the conversation, the turn and what the template said.
+            DataError: the template cannot render a conversation, or the assistant's text cannot be found in its output;
+                names the conversation, the turn and the template's error.
             EnvironmentError: jinja2 is missing.
         """
         fix = "leave out --data.format chat"
@@ -102,12 +102,12 @@ class ChatEncoder:
                         raise DataError(
                             "the chat template makes no token of the conversation.",
                             where=chat.where,
-                            fix="mend chat_template.jinja beside the tokenizer",
+                            fix="correct chat_template.jinja in the folder of the tokenizer",
                         )
                     yield ChatSample(text.ids, self._mask(chat, answer, text))
 
     def _check(self, chat: Conversation, answer: Rendered) -> None:
-        """Refuse what has no mask; count what spells special tokens."""
+        """Refuse conversations without a mask. Count those that contain special tokens."""
         if answer.error and answer.turn >= 0:
             raise DataError(
                 f"message {answer.turn + 1} of the conversation cannot be masked.",
@@ -120,31 +120,31 @@ class ChatEncoder:
                 "the chat template cannot render the conversation.",
                 where=chat.where,
                 why=answer.error,
-                fix="mend the conversation, or chat_template.jinja beside the tokenizer",
+                fix="correct the conversation, or chat_template.jinja in the folder of the tokenizer",
             )
         if (half := re.search("[\ud800-\udfff]", answer.text)) is not None:
             raise DataError(
-                f"the chat template makes half of a surrogate pair, {ascii(half[0])}, which is no text.",
+                f"the chat template makes half of a surrogate pair, {ascii(half[0])}, which is not valid text.",
                 where=chat.where,
-                fix="mend chat_template.jinja beside the tokenizer",
+                fix="correct chat_template.jinja in the folder of the tokenizer",
             )
         if not answer.spans:
             raise DataError(
-                "the chat template marks nothing of the conversation as said by the assistant.",
+                "the chat template marks no text of the conversation as the assistant's.",
                 where=chat.where,
-                why="it has {% generation %} blocks, and none of them was rendered",
+                why="it has {% generation %} blocks, but none of them was rendered",
                 fix=_MARK_IT,
             )
         self._count(chat)
 
     def _count(self, chat: Conversation) -> None:
-        """Count what spells special tokens; warn once of that, and once of what the template leaves out."""
+        """Count messages with special tokens. Warn once about them, and once about parts that the template omits."""
         if self._names and any(self._spells.search(text) for message in chat.messages for text in _texts(message)):
             self.num_with_special += 1
             self._warn(
                 chat,
-                "a message spells a special token, which becomes that token, as at inference. It is trained on only "
-                "where the assistant says it",
+                "a message contains the text of a special token, which becomes that token, as at inference. It is "
+                "trained on only in the assistant's text",
             )
         if "tool_calls" not in self._template and any(message.get("tool_calls") for message in chat.messages):
             self._warn(chat, "the chat template leaves out tool_calls: the assistant seems to say nothing there")
@@ -169,25 +169,27 @@ class ChatEncoder:
         for turn, start, end in answer.spans:
             if turn < 0 and trained != {*turns}:
                 raise DataError(
-                    "what the assistant says in each of its messages cannot be told apart.",
+                    "the assistant's text cannot be assigned to each of its messages.",
                     where=chat.where,
-                    why="the {% generation %} blocks of the chat template are not one for each of them",
+                    why="the chat template does not have one {% generation %} block per message of the assistant",
                     fix="--data.train_on all, without weights of messages",
                 )
             if turn < 0 or turn in trained:
                 if not self._mark(mask, answer.text, text, start, end) and self._data.train_on_end_of_turn:
                     self._warn(
                         chat,
-                        "no token that is known to end a turn follows a turn of the assistant: the model "
-                        "does not learn to stop there",
+                        "no known end-of-turn token follows a turn of the assistant: the model does not learn to "
+                        "stop there",
                     )
         return mask
 
     def _mark(self, mask: npt.NDArray[np.bool_], whole: str, text: MarkedText, start: int, end: int) -> bool:
-        """Mark the tokens of a turn: what overlaps characters ``start`` to ``end``; give whether an end was found."""
+        """Mark the tokens that overlap characters ``start`` to ``end``, a turn. Returns whether it ends in a known
+        token.
+        """
         first, after = int(np.searchsorted(text.ends, start, "right")), int(np.searchsorted(text.starts, end))
         mask[first:after] = True
-        last = after - 1  # of what is not white space: the newline after the end of a turn is part of that
+        last = after - 1  # the last token that is not white space: the newline after the end of a turn belongs to it
         while last >= first and not whole[text.starts[last] : text.ends[last]].strip():
             last -= 1
         if last >= first and text.ids[last] in self._ends:
@@ -213,7 +215,7 @@ def _batches(conversations: Iterable[Conversation]) -> Iterator[list[Conversatio
 
 
 def _shown(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as the template gets it: its weight is for the loss."""
+    """A message for the template, without its weight, which is only for the loss."""
     return {key: value for key, value in message.items() if key != "weight"}
 
 

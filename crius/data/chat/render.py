@@ -1,11 +1,11 @@
-"""A process of its own that renders a chat template, which a stranger wrote, within limits of time and memory.
+"""Renders an untrusted chat template in a separate process, with limits on time and memory.
 
-It imports nothing of Crius and is started by ``crius.data.chat.renderer``. It reads JSON, one value a line: first what
-``Template`` takes and the limits, ``cpu_seconds`` of a task and ``memory_bytes``, which it answers with ``{}``; then
-lists of tasks. A task has ``messages`` and ``tools``, and ``prompt`` where the text up to the assistant's answer is
-asked for. It writes a line for each task: ``{"text", "spans"}`` or ``{"error", "turn"}``. ``spans`` has ``[message,
-start, end]`` in characters of the text: what the assistant says in that message, its end of turn included; message -1
-where it cannot be told.
+It imports nothing of Crius and is started by ``crius.data.chat.renderer``. It reads JSON, one value per line. The first
+line has the arguments of ``Template`` and the limits ``cpu_seconds`` per task and ``memory_bytes``; the answer is
+``{}``. The following lines are lists of tasks. A task has ``messages`` and ``tools``, and ``prompt`` if the text up to
+the assistant's answer is wanted. The process writes one line per task: ``{"text", "spans"}`` or ``{"error", "turn"}``.
+``spans`` has ``[message, start, end]`` in characters of the text: the assistant's text in that message, with its end of
+turn. Message -1 means that the message is unknown.
 """
 
 import datetime
@@ -25,7 +25,7 @@ MOST_CHARACTERS = 1 << 22
 _HEADER = 4096
 """Longest header of a turn, in characters."""
 
-_NO_PROMPT = "it ignores add_generation_prompt, so that its header of an answer cannot be told from the answer"
+_NO_PROMPT = "it ignores add_generation_prompt, so the header of an answer cannot be separated from the answer"
 
 Message = Mapping[str, Any]
 Span = tuple[int, int, int]
@@ -35,8 +35,8 @@ class Refused(Exception):
     """A conversation that cannot be masked.
 
     Args:
-        why: for people.
-        turn: index of the message that breaks it.
+        why: reason, for messages.
+        turn: index of the message that cannot be masked.
     """
 
     def __init__(self, why: str, turn: int) -> None:
@@ -48,11 +48,11 @@ class Template:
     """A compiled template.
 
     Args:
-        task: ``template``, the ``tokens`` such as ``bos_token`` by name, ``special``: names of all special tokens of
-            the tokenizer, and ``date``: what today is, in ISO format; null for the clock's.
+        task: object with ``template``, ``tokens`` such as ``bos_token`` by name, ``special``, the texts of all special
+            tokens of the tokenizer, and ``date``, today's date in ISO format; null for the clock's date.
 
     Raises:
-        Exception: whatever the template does wrong.
+        Exception: any error of the template.
     """
 
     def __init__(self, task: Mapping[str, Any]) -> None:
@@ -64,12 +64,12 @@ class Template:
 
     @functools.cached_property
     def opening(self) -> str:
-        """What a generation prompt adds to a conversation, also where a template always adds it; empty: nothing."""
+        """The text that a generation prompt adds to a conversation, even if the template always adds it; or empty."""
         question = [{"role": "user", "content": "x"}]
         try:
             bare, asked = self.text(question, None), self.text(question, None, prompt=True)
             _, extents, _ = self._marked(question, None, prompt=True)
-        except Exception:  # it wants another conversation
+        except Exception:  # the template needs another conversation
             return ""
         added = asked[len(bare) :] if asked.startswith(bare) else ""
         return added or (asked[extents[0][1] :] if 0 in extents else "")
@@ -77,10 +77,10 @@ class Template:
     def text(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, *, prompt: bool = False, separator: str = ""
     ) -> str:
-        """The text of ``messages``; with ``prompt`` and what begins an answer, with ``separator`` with marks.
+        """The text of ``messages``. ``prompt`` adds the start of an answer, ``separator`` adds marks.
 
-        A content of null is left out, as transformers does. A template that fails on that gets the null, or else an
-        empty text.
+        Content that is null is left out, as in transformers. If the template then fails, it gets null, and if it fails
+        again, an empty text.
         """
         nulls = [place for place, message in enumerate(messages) if message.get("content", "") is None]
 
@@ -111,9 +111,9 @@ class Template:
     def _marked(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, *, prompt: bool = False
     ) -> tuple[str, dict[int, tuple[int, int]], list[tuple[int, int]] | None]:
-        """The text, where in it each message lies that a loop of the template renders, and its generation blocks.
+        """The text, the place of each message that a loop of the template renders, and its generation blocks.
 
-        Blocks are None, and no message is found, where the template changes the text that it made.
+        If the template changes the text that it made, the blocks are None and no message is found.
         """
         text = self.text(messages, tools, prompt=prompt)
         known = self.source + text + json.dumps([list(messages), tools], ensure_ascii=False)
@@ -127,10 +127,10 @@ class Template:
         return text, lies if len(lies) == len(found) else {}, blocks
 
     def conversation(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> tuple[str, list[Span]]:
-        """The text of a conversation, and what the assistant says in it.
+        """The text of a conversation, and the spans of the assistant's text in it.
 
         Raises:
-            Refused: that cannot be told.
+            Refused: the spans cannot be found.
         """
         text, extents, blocks = self._marked(messages, tools)
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
@@ -140,7 +140,7 @@ class Template:
             for place, message in enumerate(messages):
                 begin, after = extents.get(place, (0, 0))
                 if message["role"] != "assistant" and any(start < after and begin < end for start, end in blocks):
-                    why = f"a {{% generation %}} block is around what the {message['role']} says"
+                    why = f"a {{% generation %}} block is around the text of the {message['role']}"
                     raise Refused(why, place)
             return text, self._of_blocks(blocks, turns, extents)
         return text, [self._turn(text, messages, tools, turn, extents.get(turn)) for turn in turns]
@@ -170,7 +170,7 @@ class Template:
             return turn, start + len(self.opening), end
         try:
             before = self.text(messages[:turn], tools, prompt=True) if turn else ""
-        except Exception:  # it wants another conversation
+        except Exception:  # the template needs another conversation
             before = ""
         if turn and text.startswith(before) and start <= len(before) <= end:
             if start == len(before) and not self.opening and self._has_header(text[start:end], messages[turn]):
@@ -178,40 +178,38 @@ class Template:
             return turn, len(before), end
         if self.opening and text.count(self.opening, start, end) == 1:
             return turn, text.index(self.opening, start) + len(self.opening), end
-        # what came before is another text than in the whole: the header is what a prompt and this turn have in common
+        # the text before differs from that in the whole: the header is the common start of a prompt and this turn
         turn_text = text[start:end]
         shared = os.path.commonprefix([self.opening, turn_text])
         ends = (turn_text[:size] for size in range(min(len(before), len(turn_text), _HEADER), 0, -1))
         for header in (*(shared[:size] for size in range(len(shared), 0, -1)), *filter(before.endswith, ends)):
             rest = self.opening[len(header) :] if self.opening.startswith(header) else ""
             if re.search(r"\w", re.sub(r"<[^>]*>", "", rest)):
-                continue  # the prompt's header goes on with another word: the turn's header is another one
+                continue  # the prompt's header continues with another word, so the turn has another header
             if re.search(r"\w", header) and header.endswith(("\n", *self.special)):
                 return turn, start + len(header), end
-        raise Refused("where the answer begins cannot be told: its header is not that of a generation prompt", turn)
+        raise Refused("the start of the answer cannot be found: its header is not that of a generation prompt", turn)
 
     def _has_header(self, text: str, message: Message) -> bool:
-        """Whether the text of a turn says more than what the assistant says, before that."""
+        """Whether the text of a turn has words before the assistant's text."""
         for name in self.special:
             text = text.replace(name, "")
         content = message.get("content")
         if (
             isinstance(content, str) and content.strip() in text
-        ):  # the last place: a header may have a short content too
+        ):  # the last occurrence: a header may contain a short content too
             text = text[: text.rindex(content.strip())]
         return re.search(r"\w", text) is not None
 
     def _by_prefixes(self, text: str, messages: Sequence[Message], tools: Sequence[Any] | None, turn: int) -> Span:
-        """A turn that no loop renders: the conversation up to it and with it are both beginnings of the whole."""
+        """The span of a turn that no loop renders. The text up to it and the text with it must start the whole text."""
         if not self.opening:
             raise Refused("it renders nothing for the message, or ignores add_generation_prompt", turn)
         before = self.text(messages[:turn], tools, prompt=True) if turn else self.opening
-        after = self.text(messages[: turn + 1], tools).removesuffix(self.opening)  # some always ask for an answer
+        after = self.text(messages[: turn + 1], tools).removesuffix(self.opening)  # some templates always add a prompt
         if text.startswith(before) and text.startswith(after) and len(before) < len(after):
             return turn, len(before), len(after)
-        raise Refused(
-            "the conversation up to the message does not begin the whole one, or the message is left out", turn
-        )
+        raise Refused("the text up to the message does not begin the whole text, or the message is left out", turn)
 
 
 def _is_inside(start: int, end: int, extent: tuple[int, int] | None) -> bool:
@@ -219,18 +217,18 @@ def _is_inside(start: int, end: int, extent: tuple[int, int] | None) -> bool:
 
 
 def _read_marks(parts: Sequence[str]) -> tuple[list[Span], list[tuple[int, int]]]:
-    """Messages, and generation blocks, of a text split at its marks into text, kind, loop, message, text, ..."""
+    """Messages and generation blocks of a text that is split at its marks into text, kind, loop, message, text, ..."""
     found: list[Span] = []
     blocks: list[tuple[int, int]] = []
     place, begun = len(parts[0]), []
-    stack: list[tuple[str, int, int]] = []  # of loops in loops: a message is what the outermost renders
+    stack: list[tuple[str, int, int]] = []  # nested loops: a message is rendered by the outermost loop
     for kind, loop, index, following in zip(parts[1::4], parts[2::4], parts[3::4], parts[4::4], strict=True):
         if kind == "[":
             begun.append(place)
         elif kind == "]":
             blocks.append((begun.pop(), place))
         else:
-            while any(loop == other for other, _, _ in stack):  # a continue or a break leaves out the mark of the end
+            while any(loop == other for other, _, _ in stack):  # a continue or a break skips the mark of the end
                 _, message, start = stack.pop()
                 if not stack and place > start:
                     found.append((message, start, place))
@@ -241,7 +239,9 @@ def _read_marks(parts: Sequence[str]) -> tuple[list[Span], list[tuple[int, int]]
 
 
 class Marks(ext.Extension):
-    """Marks where a loop renders a message, and ``{% generation %}`` blocks, which have what an assistant says."""
+    """Marks the places where a loop renders a message, and ``{% generation %}`` blocks, which have the assistant's
+    text.
+    """
 
     tags = {"generation"}
 
@@ -251,18 +251,18 @@ class Marks(ext.Extension):
         self.begin("", [])
 
     def begin(self, separator: str, messages: Sequence[Message]) -> None:
-        """Mark with ``separator``; empty: mark nothing."""
+        """Use ``separator`` for marks; empty: no marks."""
         self._separator, self._index = separator, {id(message): place for place, message in enumerate(messages)}
 
     def parse(self, parser: Any) -> nodes.Node:
-        """A generation block, of which variables that are set in it do not come out, as in transformers."""
+        """Parse a generation block. Variables that are set in it are not visible outside, as in transformers."""
         self.has_generation = True
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_block"), [], [], body).set_lineno(line)
 
     def mark(self, kind: str, loop: int, name: str) -> nodes.Node:
-        """A node that marks the message of a loop's variable."""
+        """A node that marks the message in a loop's variable."""
         arguments = [nodes.Const(kind), nodes.Const(loop), nodes.Name(name, "load")]
         return nodes.Output([self.call_method("_message", arguments)])
 
@@ -276,7 +276,7 @@ class Marks(ext.Extension):
 
 
 class Environment(sandbox.ImmutableSandboxedEnvironment):
-    """Where templates are rendered: with what transformers gives them, and a mark around each turn of each loop."""
+    """Environment of templates: the functions of transformers, and a mark around each turn of each loop."""
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
@@ -289,7 +289,7 @@ class Environment(sandbox.ImmutableSandboxedEnvironment):
 
 
 def _environment(today: datetime.datetime | None) -> tuple[Environment, Any]:
-    """Where templates are rendered, and what puts marks into their text."""
+    """The environment of templates, and the object that puts marks into their text."""
 
     def raise_exception(message: str) -> NoReturn:
         raise TemplateError(message)
@@ -305,7 +305,7 @@ def _environment(today: datetime.datetime | None) -> tuple[Environment, Any]:
 
 
 def _limit(seconds: int) -> None:
-    """Let the next task take so much CPU time; the kernel ends the process that takes more."""
+    """Limit the CPU time of the next task; the kernel ends the process if it takes more."""
     _, most = resource.getrlimit(resource.RLIMIT_CPU)
     resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + seconds, most))
 
@@ -316,7 +316,7 @@ def _answer(template: Template, task: Mapping[str, Any]) -> dict[str, Any]:
             return {"text": template.text(task["messages"], task.get("tools"), prompt=True)}
         text, spans = template.conversation(task["messages"], task.get("tools"))
         return {"text": text, "spans": spans}
-    except Exception as error:  # a stranger's template may raise anything
+    except Exception as error:  # an untrusted template may raise anything
         return _error(error)
 
 
@@ -334,7 +334,7 @@ def _write(answer: Mapping[str, Any]) -> None:
 
 
 def main() -> None:
-    """Render what standard input asks for, until it ends."""
+    """Render the tasks from standard input until it ends."""
     task = json.loads(sys.stdin.readline())
     resource.setrlimit(resource.RLIMIT_AS, (task["memory_bytes"], task["memory_bytes"]))
     _limit(task["cpu_seconds"])

@@ -1,4 +1,4 @@
-"""Conversations as the text that a model was trained on: the tokenizer's own template, rendered at arm's length."""
+"""Renders conversations by the tokenizer's own chat template, in a separate process."""
 
 import contextlib
 import importlib.util
@@ -17,13 +17,13 @@ from crius.plugins import REQUIREMENTS, install_line
 
 _SCRIPT = Path(__file__).with_name("render.py")
 _LIMITS = {"cpu_seconds": 4, "memory_bytes": 1 << 29}
-"""CPU time of a conversation, and memory of the process."""
+"""CPU time per conversation, and memory of the process."""
 
 _SECONDS = 60
-"""Longest wait for one conversation: far above its limit of CPU time, for a machine that is busy."""
+"""Longest wait for one conversation: far above its limit of CPU time, since the machine may be busy."""
 
 _DATE = "2024-07-26"
-"""Today, for conversations to train on, whose tokens must not change overnight: the date in Llama 3's templates."""
+"""Date in training conversations, whose tokens must not change from day to day: the date in Llama 3's templates."""
 
 Message = Mapping[str, Any]
 
@@ -32,10 +32,10 @@ class Rendered(NamedTuple):
     """A conversation as text.
 
     Attributes:
-        text: what the template made of it.
-        spans: ``(message, start, end)`` of what the assistant says in characters of the text; message -1: unknown.
-        error: why the template gives no text, or no spans; empty where it does.
-        turn: index of the message that breaks it; -1 where it is not one of them.
+        text: rendered text.
+        spans: ``(message, start, end)`` of the assistant's text in characters of the text; message -1: unknown.
+        error: why there is no text, or no spans; empty if there is no error.
+        turn: index of the message that caused the error; -1: none of them.
     """
 
     text: str
@@ -45,14 +45,14 @@ class Rendered(NamedTuple):
 
 
 class Renderer:
-    """A process that renders one template, for as many conversations as are given to it; a context manager.
+    """A process that renders one template for any number of conversations; a context manager.
 
     Args:
-        template: jinja2 text, by anybody.
+        template: jinja2 text from any source.
         tokens: special tokens such as ``bos_token``, by name.
         special: texts of all special tokens of the tokenizer.
-        is_dated: ``strftime_now`` of the template has today's date. Else it is the same one every day.
-        fix: for errors.
+        is_dated: ``strftime_now`` in the template returns today's date; else always the same date.
+        fix: remedy for error messages.
 
     Raises:
         EnvironmentError: jinja2 is missing.
@@ -101,9 +101,9 @@ class Renderer:
         self._process.wait()
 
     def render(self, tasks: Sequence[Mapping[str, Any]]) -> Iterator[Rendered]:
-        """The text of each task, in order: ``messages``, ``tools``, and ``prompt`` for the text up to an answer.
+        """Render each task, in order: ``messages``, ``tools``, and ``prompt`` for the text up to an answer.
 
-        After an error that ended the process all further tasks have it too.
+        After an error that ended the process, all further tasks return the same error.
         """
         if not self._flaw:
             self._write([dict(task) for task in tasks])
@@ -116,18 +116,18 @@ class Renderer:
 
     def _write(self, value: Any) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # _read says it
+        with contextlib.suppress(BrokenPipeError):  # _read reports it
             self._process.stdin.write(json.dumps(value).encode() + b"\n")
             self._process.stdin.flush()
 
     def _read(self) -> dict[str, Any]:
-        """The next line of the process. Where there is none, it is ended, and ``_flaw`` says why."""
+        """The next line of the process. Without one, the process has ended, and ``_flaw`` has the reason."""
         line = self._line(self._process.stdout)
         try:
             answer = json.loads(line) if line else {"error": self._flaw}
         except ValueError:
-            answer = {"error": "the process that renders it wrote no JSON"}
-        return answer if isinstance(answer, dict) else {"error": "the process that renders it wrote no JSON object"}
+            answer = {"error": "the renderer process did not write JSON"}
+        return answer if isinstance(answer, dict) else {"error": "the renderer process did not write a JSON object"}
 
     def _line(self, pipe: IO[bytes] | None) -> bytes:
         assert pipe is not None
@@ -146,23 +146,23 @@ class Renderer:
 
 
 def render_chat(template: str, messages: Sequence[Message], tokens: Mapping[str, str]) -> str:
-    """The text of a chat up to where the assistant answers, today: see ``render_chats``."""
+    """The text of a chat up to the assistant's answer, with today's date: see ``render_chats``."""
     return render_chats(template, [messages], tokens, is_dated=True)[0]
 
 
 def render_chats(
     template: str, chats: Sequence[Sequence[Message]], tokens: Mapping[str, str], *, is_dated: bool
 ) -> list[str]:
-    """The texts of chats up to where the assistant answers.
+    """The texts of chats up to the assistant's answer.
 
     Args:
-        template: jinja2 text, by anybody.
-        chats: the messages of each so far.
-        tokens: such as ``bos_token``, by name.
+        template: jinja2 text from any source.
+        chats: messages of each chat so far.
+        tokens: special tokens such as ``bos_token``, by name.
         is_dated: see ``Renderer``.
 
     Raises:
-        DataError: the template cannot be rendered, or takes too much time, memory or text.
+        DataError: the template cannot be rendered, or takes too much time or memory, or makes too much text.
         EnvironmentError: jinja2 is missing.
     """
     with Renderer(template, tokens, is_dated=is_dated, fix="leave out --chat") as renderer:
@@ -172,6 +172,6 @@ def render_chats(
             "the chat template cannot be rendered.",
             where="--chat",
             why=error,
-            fix="mend chat_template.jinja beside the tokenizer, or leave out --chat",
+            fix="correct chat_template.jinja in the folder of the tokenizer, or leave out --chat",
         )
     return [answer.text for answer in answers]

@@ -1,4 +1,4 @@
-"""The chat template beside a tokenizer, and the special tokens by the names that templates have for them."""
+"""Reads the chat template in a tokenizer's folder, and the special tokens by the names that templates use."""
 
 import json
 import os
@@ -12,22 +12,22 @@ from crius.errors import DataError
 
 TEMPLATE = "chat_template.jinja"
 LARGEST_TEXT = 1 << 20
-_LARGEST_CONFIG = 1 << 24  # tokenizer_config.json has a line for each added token, a megabyte in Gemma's
+_LARGEST_CONFIG = 1 << 24  # tokenizer_config.json has a line for each added token: a megabyte for Gemma
 
 END_OF_TURN = (
     *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<end_of_turn>", "<turn|>", "<|end|>", "<|return|>"),
     *("<|END_OF_TURN_TOKEN|>", "<end_of_utterance>"),
 )
-"""Special tokens that end what an assistant says, in addition to the tokenizer's end of a document."""
+"""Special tokens that end a turn of the assistant, in addition to the tokenizer's end of a document."""
 
 _TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 def read_template(tokenizer: str) -> str:
-    """The chat template beside a tokenizer; empty where there is none.
+    """The chat template in a tokenizer's folder; empty if there is none.
 
     Args:
-        tokenizer: its folder or file, as ``--tokenizer.path`` has it.
+        tokenizer: value of ``--tokenizer.path``, a folder or file.
 
     Raises:
         DataError: a file cannot be read, is too large, or is not JSON.
@@ -55,14 +55,14 @@ def read_template(tokenizer: str) -> str:
 
 
 def find_template(read: Callable[[str], bytes | None], parse: Callable[[bytes, str], dict[str, Any]]) -> str:
-    """The chat template from its own file, else from tokenizer_config.json; empty where there is none.
+    """The chat template from its own file, else from tokenizer_config.json; empty if there is none.
 
     Args:
-        read: the bytes of a file of the tokenizer's folder; None where it is missing.
-        parse: the JSON object in bytes of the file of that name.
+        read: function that returns the bytes of a file in the tokenizer's folder, or None if it is missing.
+        parse: function that returns the JSON object in the bytes of a file with a given name.
 
     Raises:
-        DataError: it is not UTF-8.
+        DataError: the template is not UTF-8.
     """
     if (content := read(TEMPLATE)) is not None:
         try:
@@ -71,25 +71,25 @@ def find_template(read: Callable[[str], bytes | None], parse: Callable[[bytes, s
             raise DataError(
                 f"{TEMPLATE} is not UTF-8: byte {error.start} is 0x{content[error.start]:02x}.",
                 where="--tokenizer.path",
-                fix=f"iconv -t UTF-8 {TEMPLATE}, or take the file of the model again",
+                fix=f"iconv -t UTF-8 {TEMPLATE}, or download the model's file again",
             ) from None
     if (content := read(TOKENIZER_CONFIG)) is None:
         return ""
     found = parse(content, TOKENIZER_CONFIG).get("chat_template")
-    if isinstance(found, list):  # several, by name
+    if isinstance(found, list):  # several templates, by name
         named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
         found = named.get("default", "")
     return found if isinstance(found, str) else ""
 
 
 def special_tokens(tokenizer: str) -> dict[str, str]:
-    """Texts of special tokens by the names that templates have for them, such as ``bos_token``."""
+    """Texts of special tokens by the names that templates use, such as ``bos_token``."""
     config = read_object(tokenizer, TOKENIZER_CONFIG)
     return {name: text for name in _TOKENS if (text := _content(config.get(name)))}
 
 
 def read_object(tokenizer: str, name: str) -> dict[str, Any]:
-    """A JSON file beside a tokenizer; empty where there is none, or nothing can be taken from it."""
+    """A JSON file in a tokenizer's folder; empty if it is missing or cannot be used."""
     try:
         found = json.loads(_read(folder_of(tokenizer) / name, _LARGEST_CONFIG)) if tokenizer else {}
     except (OSError, ValueError, RecursionError):
@@ -98,20 +98,20 @@ def read_object(tokenizer: str, name: str) -> dict[str, Any]:
 
 
 def folder_of(tokenizer: str) -> Path:
-    """The folder that ``--tokenizer.path`` names, or that has the file that it names."""
+    """The folder that ``--tokenizer.path`` names, or the folder of the file that it names."""
     place = Path(tokenizer).expanduser()
     return place if place.is_dir() else place.parent
 
 
 def _read(file: Path, most: int) -> bytes:
-    """The bytes of a regular file; a pipe of that name does not block.
+    """The bytes of a regular file. A pipe with that name does not block.
 
     Raises:
-        OSError: it cannot be read, is no regular file, or has more than ``most`` bytes.
+        OSError: the file cannot be read, is not a regular file, or has more than ``most`` bytes.
     """
     with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as opened:
         if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
-            raise OSError("it is no regular file")
+            raise OSError("it is not a regular file")
         content = opened.read(most + 1)
     if len(content) > most:
         raise OSError(f"it has more than {most:,} bytes")
@@ -119,6 +119,6 @@ def _read(file: Path, most: int) -> bytes:
 
 
 def _content(token: Any) -> str:
-    """The text of a token as tokenizer_config.json has it: text, or an object with more about it."""
+    """The text of a token in tokenizer_config.json, where it is a text or an object."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else ""

@@ -1,5 +1,5 @@
-"""What pays on a CPU alone, in one folder: faster paths of operators, the heap, and what inductor is told.
+"""Parts that pay on a CPU only: faster paths of operators, settings of the heap, and settings of inductor.
 
-The function that models call is in the file of its fast path, which it takes where it may; elsewhere it is PyTorch's.
-What each part gains is in docs/kernels.md.
+Models call the function in the file of the fast path. It takes the fast path where it can, else PyTorch's. The gain of
+each part is in docs/kernels.md.
 """

@@ -1,9 +1,9 @@
-"""Causal attention of short sequences on a CPU: batched matmuls over blocks of queries, whose probabilities are kept.
+"""Causal attention of short sequences on a CPU: batched matmuls over blocks of queries. It keeps the probabilities.
 
-The backward of PyTorch's flash kernel computes the probabilities again, here it reads them: four matmuls for five, and
-no exponentials. The query heads of a key/value head are rows of one matmul. A block of queries meets only the keys up
-to its last one, so that little more than half of all pairs is computed. Those of the last block, the largest, are not
-kept: the backward begins with it and computes them again.
+PyTorch's flash kernel computes the probabilities again in its backward. Here the backward reads them, which takes four
+matmuls instead of five and no exponentials. The query heads that share a key/value head are rows of one matmul. A block
+of queries meets only the keys up to its own last key, so little more than half of all pairs are computed. The last
+block is the largest. Its probabilities are not kept: the backward starts with this block and computes them again.
 
 B batch, T tokens, N query heads, K key/value heads, G = N / K, H head dim, V head dim of the values,
 L blocks of S tokens, T = L S
@@ -30,13 +30,13 @@ _library.define(
 
 
 def blocked_attention(q_BNTH: Tensor, k_BKTH: Tensor, v_BKTV: Tensor) -> Tensor:
-    """Attention over earlier tokens and the own one: ``(B, N, T, V)``. To be called where ``when`` says so."""
+    """Attention of each token to itself and to earlier tokens: ``(B, N, T, V)``. Call only where ``when`` is True."""
     y: Tensor = _Blocked.apply(q_BNTH, k_BKTH, v_BKTV)
     return y
 
 
 def when(q_BNTH: Tensor, k_BKTH: Tensor, v_BKTV: Tensor) -> bool:
-    """Whether it computes this: ordinary float32 tensors on a CPU, as many queries as keys, a multiple of ``BLOCK``."""
+    """Whether it takes the tensors: plain float32 on a CPU, as many queries as keys, a multiple of ``BLOCK``."""
     is_square = q_BNTH.shape[2] == k_BKTH.shape[2] and q_BNTH.shape[2] % BLOCK == 0
     return is_square and q_BNTH.numel() > 0 and choice.are_plain((torch.float32,), q_BNTH, k_BKTH, v_BKTV)
 
@@ -60,13 +60,13 @@ class _Blocked(torch.autograd.Function):
 
 
 def _blocks(x_BNTH: Tensor, kv_heads: int) -> Tensor:
-    """``(L, B K, S G, H)``: rows of a block side by side, the query heads of a key/value head next to each other."""
+    """``(L, B K, S G, H)``: the rows of a block are contiguous, with the query heads of a key/value head together."""
     x = x_BNTH.unflatten(2, (-1, BLOCK)).unflatten(1, (kv_heads, -1))  # B K G L S H
     return x.permute(3, 0, 1, 4, 2, 5).contiguous().flatten(3, 4).flatten(1, 2)
 
 
 def _from_blocks(x: Tensor, batch: int, kv_heads: int) -> Tensor:
-    """``(B, N, T, H)``, in memory ``(B, T, N, H)``, as the matmuls before and behind have it."""
+    """``(B, N, T, H)``, in memory ``(B, T, N, H)``, the layout of the matmuls before and after attention."""
     x = x.unflatten(2, (BLOCK, -1)).unflatten(1, (batch, kv_heads))  # L B K S G H
     return x.permute(1, 0, 3, 2, 4, 5).contiguous().flatten(3, 4).flatten(1, 2).transpose(1, 2)
 
@@ -77,8 +77,9 @@ def _rows(x_BKTH: Tensor) -> Tensor:
 
 
 def _parts(p: Tensor, last: Tensor, q: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """The keys that a block sees, and its probabilities ``(B K, S G, keys)``, a part of the memory ``p``; the last
-    block's are in ``last``.
+    """For each block, the number of keys that it sees and its probabilities ``(B K, S G, keys)``.
+
+    The probabilities are views into the memory ``p``; those of the last block are a view of ``last``.
     """
     blocks, batch, rows, _ = q.shape
     start = 0
@@ -90,31 +91,31 @@ def _parts(p: Tensor, last: Tensor, q: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 def _num_kept(q: Tensor) -> int:
-    """Numbers in the probabilities of all blocks but the last: each has a column for every key up to its own last."""
+    """Number of kept probabilities: all blocks but the last, each with one column per key up to its own last key."""
     blocks, batch, rows, _ = q.shape
     return batch * rows * BLOCK * (blocks * (blocks - 1) // 2)
 
 
 def _of_last_block(q: Tensor) -> Tensor:
-    """Memory for its scores, the most that a block has."""
+    """Memory for the scores of the last block, which has the most of all blocks."""
     blocks, batch, rows, _ = q.shape
     return q.new_empty(batch * rows * blocks * BLOCK)
 
 
 def _later(q: Tensor) -> Tensor:
-    """``(S G, S)``, to be added to the scores of a block and its own keys: those behind a query are not seen."""
+    """``(S G, S)``, added to the scores of a block and its own keys: -inf for keys after the query."""
     return q.new_full((BLOCK, BLOCK), -torch.inf).triu_(1).repeat_interleave(q.shape[2] // BLOCK, 0)
 
 
 def _probabilities(out: Tensor, q: Tensor, k: Tensor, later: Tensor) -> None:
-    """Of a block, ``(B K, S G, keys)``, for ``q`` ``(B K, S G, H)`` and ``k`` ``(B K, keys, H)``."""
+    """Probabilities of a block ``(B K, S G, keys)`` from ``q`` ``(B K, S G, H)`` and ``k`` ``(B K, keys, H)``."""
     torch.baddbmm(out, q, k.mT, beta=0, alpha=1 / math.sqrt(q.shape[2]), out=out)
     out[..., -BLOCK:] += later
     torch.softmax(out, -1, out=out)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Output as ``_blocks`` has it, and the probabilities that are kept."""
+    """The output in the layout of ``_blocks``, and the kept probabilities."""
     y, p = q.new_empty(*q.shape[:3], v.shape[2]), q.new_empty(_num_kept(q))
     later = _later(q)
     for block, (keys, part) in enumerate(_parts(p, _of_last_block(q), q)):
@@ -124,7 +125,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _attend_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of ``q``, ``k`` and ``v``; ``grad`` as ``_blocks`` has it."""
+    """Gradients of ``q``, ``k`` and ``v``; ``grad`` is in the layout of ``_blocks``."""
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     scale = 1 / math.sqrt(q.shape[3])
     last, buffer = _of_last_block(q), _of_last_block(q)
@@ -158,12 +159,12 @@ def _backward_shapes(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, p: Tensor) -
 
 @register_flop_formula(torch.ops.crius.attend)
 def flops(q: torch.Size, k: torch.Size, v: torch.Size, *args: object, **kwargs: object) -> int:
-    """FLOPs of all pairs, those behind the own token too, as PyTorch counts causal attention."""
+    """FLOPs of all pairs, also those with later keys, since PyTorch counts causal attention so."""
     blocks, batch, rows, width = q
     return 2 * batch * blocks * rows * k[1] * (width + v[2])
 
 
 @register_flop_formula(torch.ops.crius.attend_backward)
 def backward_flops(grad: torch.Size, q: torch.Size, k: torch.Size, v: torch.Size, *args: object, **kw: object) -> int:
-    """FLOPs of the gradients: two matmuls for each of the forward."""
+    """FLOPs of the gradients: two matmuls for each matmul of the forward."""
     return 2 * flops(q, k, v)

@@ -1,34 +1,34 @@
-"""What glibc's malloc does with the memory of tensors that are freed."""
+"""Settings of glibc's malloc for the memory of freed tensors."""
 
 import ctypes
 import os
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
 _TRIM_BYTES = 1 << 30
-_LARGE_BYTES, _MOST_BYTES = 128 << 10, 32 << 20  # from where on a block is apart: glibc's first choice, and its most
+_LARGE_BYTES, _MOST_BYTES = 128 << 10, 32 << 20  # size from which a block is mapped alone: glibc's default and maximum
 _SET_BY_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 
 def keep_tensors_apart() -> bool:
-    """Have glibc take each tensor from the system by itself, for the first step of a run.
+    """Make glibc map each tensor separately, for the first step of a run.
 
-    What stays from then on, optimizer states and what a compiler makes, does not lie between the activations of that
-    step. Else these leave holes, which those of later steps do not fit into.
+    Optimizer states and compiled code are allocated in that step and stay. They then do not lie between activations.
+    Otherwise freed activations would leave holes that the activations of later steps do not fit into.
 
     Returns:
-        As ``keep_freed_memory``, which is to follow.
+        As ``keep_freed_memory``, which must be called after the step.
     """
     return _mallopt({_M_MMAP_THRESHOLD: _LARGE_BYTES})
 
 
 def keep_freed_memory() -> bool:
-    """Have glibc keep what is freed, up to 1 GiB, for the next tensors, instead of giving it back in every step.
+    """Make glibc keep up to 1 GiB of freed memory for the next tensors, instead of returning it in every step.
 
-    Otherwise the system clears the pages of activations and gradients anew each time they are touched: a tenth of the
-    step of a small model (docs/LOG.md). Blocks above 32 MiB come from the system as before.
+    Otherwise the system clears the pages of activations and gradients each time they are touched again: a tenth of
+    the step of a small model (docs/LOG.md). Blocks above 32 MiB are still mapped from the system.
 
     Returns:
-        Whether it does: not with another C library, and not where the user set glibc's own variables (mallopt(3)).
+        Whether it took effect. It does not with another C library, or if the user set glibc's variables (mallopt(3)).
     """
     return _mallopt({_M_TRIM_THRESHOLD: _TRIM_BYTES, _M_MMAP_THRESHOLD: _MOST_BYTES})
 

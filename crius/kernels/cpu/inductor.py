@@ -1,4 +1,4 @@
-"""What inductor is told about blocks on a CPU. Loaded by runs that compile: inductor takes two seconds and 100 MiB."""
+"""Inductor's settings for blocks on a CPU. Imported only by runs that compile: inductor takes 2 seconds and 100 MiB."""
 
 import functools
 from typing import Any
@@ -12,9 +12,9 @@ from crius.kernels.cpu import linear
 
 
 def suit_cpu() -> None:
-    """Set up this process. What each part gains is in docs/kernels.md."""
+    """Set up this process. The gain of each part is in docs/kernels.md."""
     functorch_config.ban_recompute_materialized_backward = False
-    # patterns of attention written in matmuls, which no model of ours has: 6 MiB for as long as the process lives
+    # patterns of attention written as matmuls, which our models lack: they take 6 MiB for the life of the process
     fuse_attention._sfdp_init = functools.cache(lambda *device: None)
     if hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         lowering.add_needs_realized_inputs(linear.OPERATOR)
@@ -22,10 +22,10 @@ def suit_cpu() -> None:
 
 
 def _onednn(x: Any, weight: Any) -> Any:
-    """PyTorch's operator in the code that inductor writes, in place of ours, which Python implements: in a step, where
-    nothing of Python is in the cache, that costs a tenth of a millisecond more.
+    """PyTorch's operator instead of ours, in the code that inductor writes. Ours is implemented in Python. Within a
+    step Python's code is not in the cache, so a call of ours costs a tenth of a millisecond more.
 
-    Inductor's own lowering of PyTorch's operator is for inference and takes constants as weights only.
+    Inductor's own lowering of PyTorch's operator is for inference and takes only constants as weights.
     """
     call = lowering.fallback_handler(torch.ops.mkldnn._linear_pointwise.default, add_to_fallback_set=False)
     view = lowering.lowerings[torch.ops.aten.view.default]

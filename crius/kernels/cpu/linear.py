@@ -1,9 +1,9 @@
-"""Linear layers without a bias by oneDNN, which multiplies float32 matrices faster than MKL on AMD's CPUs with AVX-512.
+"""Linear layers without a bias by oneDNN, which multiplies float32 matrices faster than MKL on AMD CPUs with AVX-512.
 
-The forward and the gradient of the input go there. The gradient of the weight sums over tokens, for which oneDNN wants
-the input transposed: a compiled block writes it so where it computes it anyway; uncompiled, the copy would cost what
-oneDNN wins, and MKL multiplies. An operator of our own, so that torch.compile leaves it whole and FLOPs and
-checkpointing know it by a name.
+oneDNN computes the forward and the gradient of the input. The gradient of the weight sums over tokens, for which oneDNN
+needs the transposed input. A compiled block writes the transposed input where it computes the input. Uncompiled, the
+copy would cost as much as oneDNN gains, so MKL multiplies. The operator is our own, so that torch.compile does not
+split it, and FLOP counts and checkpointing know it by name.
 """
 
 from collections.abc import Iterable
@@ -23,7 +23,7 @@ _library.define("mkldnn_linear(Tensor x, Tensor weight) -> Tensor", tags=(torch.
 
 def _multiply(x: Tensor, weight: Tensor) -> Tensor:
     rows = torch.ops.mkldnn._linear_pointwise.default(x.flatten(0, -2), weight, None, "none", [], "")
-    # as F.linear ends: no view, of which FSDP warns
+    # as F.linear ends: not by a view, since FSDP warns about views
     product: Tensor = torch.ops.aten._unsafe_view.default(rows, (*x.shape[:-1], weight.shape[0]))
     return product
 
@@ -56,7 +56,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def when(x: Tensor, weight: Tensor) -> bool:
-    """Whether oneDNN multiplies: this process chose it, and both are ordinary float32 tensors that are not empty."""
+    """Whether oneDNN multiplies: this process chose it, and both are plain float32 tensors and not empty."""
     if choice.current().linear != "onednn":
         return False
     return choice.are_plain((torch.float32,), x, weight) and x.dim() > 1 and x.numel() > 0 and weight.numel() > 0
@@ -64,9 +64,9 @@ def when(x: Tensor, weight: Tensor) -> bool:
 
 @torch.no_grad()
 def store_by_columns(weights: Iterable[Tensor]) -> None:
-    """Lay matrices ``(out, in)`` out column by column in memory, in place, where oneDNN multiplies.
+    """Store matrices ``(out, in)`` in column-major order, in place, where oneDNN multiplies.
 
-    A product with one token, or a few, then reads a matrix in a row: docs/kernels.md has what it gains.
+    A product with one token or a few then reads a matrix sequentially: docs/kernels.md has the gain.
     """
     for weight in weights:
         if when(weight, weight):
@@ -74,7 +74,7 @@ def store_by_columns(weights: Iterable[Tensor]) -> None:
 
 
 def reference(x: Tensor, weight: Tensor) -> Tensor:
-    """As PyTorch multiplies."""
+    """PyTorch's multiplication."""
     return F.linear(x, weight)
 
 
@@ -98,6 +98,6 @@ def _grad_weight(grad: Tensor, x: Tensor) -> Tensor:
     """``(out, in)`` from ``(tokens, out)`` and ``(tokens, in)``."""
     if not torch.compiler.is_compiling():
         return grad.t() @ x
-    if x.shape[1] > 2 * grad.shape[1]:  # of a wide input, as SwiGLU's product is, the gradient is transposed instead
+    if x.shape[1] > 2 * grad.shape[1]:  # for a wide input, such as SwiGLU's product, the gradient is transposed instead
         return OPERATOR(grad.t().contiguous(), x.t())
     return OPERATOR(x.t().contiguous(), grad.t()).t().contiguous()

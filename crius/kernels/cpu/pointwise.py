@@ -1,17 +1,17 @@
 """RMSNorm, rotary positions, SwiGLU and squared norms in few passes over memory: ``kernels.pointwise``.
 
 RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467): PyTorch differentiates its own on a CPU operator by operator, about
-ten passes over the activations a norm.
+ten passes over the activations per norm.
 
 Rotary positions (Su et al. 2021, arXiv:2104.09864): the backward is the inverse rotation.
 
-SwiGLU (Shazeer 2020, arXiv:2002.05202): two tensors are kept for the backward where PyTorch keeps three; ``silu(gate)``
-is computed again, from a tensor that is read anyway.
+SwiGLU (Shazeer 2020, arXiv:2002.05202): two tensors are kept for the backward, where PyTorch keeps three.
+``silu(gate)`` is computed again from a tensor that is read anyway.
 
-Squared L2 norms of many tensors: the order of sums shows as little as that of float64 does. PyTorch's norm of float32
-numbers in float64 first writes a copy of them in float64 on a CPU, and adds that up with one thread.
+Squared L2 norms of many tensors: the order of sums has as little effect as in float64. PyTorch's norm of float32
+numbers in float64 on a CPU first writes a float64 copy, and adds it up with one thread.
 
-B batch, T tokens, N heads, H head dim; in RMSNorm D is the last dim, N all others
+B batch, T tokens, N heads, H head dim; in RMSNorm D is the last dim, N the product of all others
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from crius.kernels.choice import takes_fused, takes_traced
 
-_ROWS = 32  # of a dim of a few thousand, float32: half of a core's second cache
+_ROWS = 32  # float32 rows of a few thousand numbers fill half of a core's second-level cache
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
@@ -45,12 +45,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
-    """As PyTorch computes and differentiates it."""
+    """PyTorch's computation and gradient."""
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Keeps ``x``, which its maker keeps anyway, and the inverse root of each row."""
+    """Keeps ``x``, which the operator before it keeps anyway, and the inverse root of each row."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -76,8 +76,10 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class _TracedScale(torch.autograd.Function):
-    """``x * weight`` for a compiler, which sums the gradient of the weight over all rows, a few columns at a time, and
-    so reads one line of each page: here over few rows that stay in the cache, then over what these give.
+    """``x * weight``, for a compiler.
+
+    The compiler would sum the gradient of the weight over all rows for a few columns at a time, and so read one cache
+    line of each page. Here it is summed over few rows, which stay in the cache, and then over these sums.
     """
 
     @staticmethod
@@ -96,30 +98,32 @@ class _TracedScale(torch.autograd.Function):
 
 
 def rotary(x_BTNH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs ``(i, i + H/2)`` of each head in the dtype of the tables or a finer one; dtype and shape stay.
+    """Rotate pairs ``(i, i + H/2)`` of each head. Dtype and shape stay.
+
+    The computation is in the dtype of the tables, or of ``x_BTNH`` if that is wider.
 
     Args:
         x_BTNH: queries or keys, ``(B, T, N, H)``.
-        cos: float32 ``(B, T, 1, H)``, the two halves of H alike.
-        sin: as ``cos``, the first half negated. Tables get no gradient from the fused path.
+        cos: float32 ``(B, T, 1, H)``; both halves of H are equal.
+        sin: as ``cos``, with the first half negated. The fused path gives the tables no gradient.
     """
     if takes_fused(x_BTNH, cos, sin) and not (cos.requires_grad or sin.requires_grad):
         fused: Tensor = _Rotary.apply(x_BTNH, cos, sin)
         return fused
-    if takes_traced(x_BTNH, cos, sin):  # of a roll a compiler makes a gather
+    if takes_traced(x_BTNH, cos, sin):  # a compiler would turn a roll into a gather
         x, cos, sin = (t.unflatten(-1, (2, -1)) for t in (x_BTNH, cos, sin))
         return (x * cos + x.flip(-2) * sin).flatten(-2).to(x_BTNH.dtype)
     return rotary_reference(x_BTNH, cos, sin)
 
 
 def rotary_reference(x_BTNH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """As PyTorch differentiates it."""
+    """PyTorch's computation and gradient."""
     x = x_BTNH.to(torch.promote_types(x_BTNH.dtype, cos.dtype))
     return (x * cos + x.roll(x.shape[-1] // 2, -1) * sin).to(x_BTNH.dtype)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-    """``x * cos + sign * roll(x) * sin`` without a copy of ``x`` in which the halves have changed places."""
+    """``x * cos + sign * roll(x) * sin``, without a copy of ``x`` with swapped halves."""
     half = x.shape[-1] // 2
     y = torch.mul(x, cos)
     y[..., :half].addcmul_(x[..., half:], sin[..., :half], value=sign)
@@ -128,7 +132,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
 
 
 class _Rotary(torch.autograd.Function):
-    """Keeps the tables only, which all layers share."""
+    """Keeps only the tables, which all layers share."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -154,12 +158,12 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:
-    """As PyTorch computes and differentiates it."""
+    """PyTorch's computation and gradient."""
     return F.silu(gate) * up
 
 
 class _SwiGLU(torch.autograd.Function):
-    """Keeps its inputs, which no other operator keeps, and nothing else."""
+    """Keeps only its inputs, which no other operator keeps."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, gate: Tensor, up: Tensor) -> Tensor:
@@ -176,8 +180,10 @@ class _SwiGLU(torch.autograd.Function):
 
 
 class _TracedSwiGLU(torch.autograd.Function):
-    """For a compiler, in whose backward one loop then makes both gradients and the product that ``w2`` had as its
-    input: one exponential, and the gradient of ``gate`` in the memory of ``up``.
+    """SwiGLU for a compiler.
+
+    In its backward, one loop makes both gradients and the product that was the input of ``w2``. The loop has one
+    exponential and writes the gradient of ``gate`` into the memory of ``up``.
     """
 
     @staticmethod
@@ -190,28 +196,28 @@ class _TracedSwiGLU(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
         sigmoid = torch.sigmoid(gate)
-        product = gate * sigmoid * up  # as the forward has it, so that the compiler sees one
+        product = gate * sigmoid * up  # written as in the forward, so that the compiler sees one expression
         return grad * (up * sigmoid + product * (1 - sigmoid)), grad * (gate * sigmoid)
 
 
 MAX_ROW = 65536
-"""Numbers of a row that are added up in float32, whose error grows with the logarithm of their count."""
+"""Longest row that is added up in float32. The error grows with the logarithm of the length."""
 
 
 def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
-    """``(len(tensors),)`` in float64. The fused path sums rows of matrices in float32, and these sums in float64.
+    """``(len(tensors),)`` in float64. The fused path sums rows of matrices in float32, and the sums of rows in float64.
 
-    Ranks that have whole rows of a matrix add up the same numbers as one rank that has all rows. A row whose norm is
-    above 1.8e19 counts as infinite, as its square is in float32.
+    Ranks that hold whole rows of a matrix add up the same numbers as one rank that holds all rows. A row whose norm is
+    above 1.8e19 counts as infinite, since its square is infinite in float32.
     """
     return squared_norms_reference([torch.linalg.vector_norm(x, dim=-1) if sums_rows(x) else x for x in tensors])
 
 
 def sums_rows(x: Tensor) -> bool:
-    """Whether the rows of ``x`` are summed first."""
+    """Whether the rows of ``x`` are summed first, in float32."""
     return x.dim() > 1 and 0 < x.shape[-1] <= MAX_ROW and takes_fused(x)
 
 
 def squared_norms_reference(tensors: Sequence[Tensor]) -> Tensor:
-    """All sums in float64."""
+    """Reference: all sums are in float64."""
     return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float64)).square()

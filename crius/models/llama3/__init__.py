@@ -1,7 +1,7 @@
-"""Llama 3 (arXiv:2407.21783): the plain decoder of ``crius.models.decoder``, with frequencies stretched since 3.1.
+"""Llama 3 (arXiv:2407.21783): the plain decoder of ``crius.models.decoder``. Flavors from 3.1 on stretch frequencies.
 
-Hugging Face has it as ``LlamaForCausalLM``. Both split a head's rotary dims into halves, so that weights map by name
-alone, without a permutation.
+Hugging Face's class is ``LlamaForCausalLM``. Both implementations split a head's rotary dims into halves, so weights
+map by name alone, without a permutation.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ _LLAMA_3_1 = RopeScaling(factor=8.0)
 
 FLAVORS: dict[str, Llama3Config] = {
     "debug": Llama3Config(dim=128, num_layers=8, num_heads=8, num_kv_heads=4, ffn_dim=384, vocab_size=512),
-    "6m": Llama3Config(  # of the comparison with other trainers on a CPU: benchmarks/README.md
+    "6m": Llama3Config(  # for the comparison with other trainers on a CPU: benchmarks/README.md
         dim=256, num_layers=6, num_heads=8, num_kv_heads=4, ffn_dim=768, vocab_size=2048, rope_theta=10_000.0
     ),
     "1b": Llama3Config(  # Llama 3.2
@@ -66,7 +66,7 @@ HF = HuggingFace(
 
 
 def plan(config: Llama3Config) -> ShardingPlan:
-    """The sharding plan: that of the plain decoder."""
+    """The plan of the plain decoder."""
     return decoder_plan(tied_embeddings=config.tied_embeddings)
 
 

@@ -1,6 +1,6 @@
-"""Mixtral (arXiv:2401.04088): Llama's attention, and 8 experts in each layer, of which a token visits 2.
+"""Mixtral (arXiv:2401.04088): Llama's attention, and 8 experts per layer. Each token visits 2 of them.
 
-Flavors are as published, by their config.json on the Hugging Face hub, which has it as ``MixtralForCausalLM``.
+Flavors have the published sizes, from config.json on the Hugging Face hub. The class there is ``MixtralForCausalLM``.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from crius.models.spec import ModelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class MixtralConfig(RoutedConfig):
-    """Sizes of one Mixtral; ``ffn_dim`` is ``expert_ffn_dim``, for no layer is dense."""
+    """Sizes of one Mixtral model. ``ffn_dim`` equals ``expert_ffn_dim``, since no layer is dense."""
 
     vocab_size: int = 32_000
     ffn_dim: int = -1
@@ -63,7 +63,7 @@ HF = HuggingFace(
 
 
 def plan(config: MixtralConfig) -> ShardingPlan:
-    """The sharding plan: that of a decoder with experts."""
+    """The plan of a decoder with experts."""
     return decoder_plan(tied_embeddings=config.tied_embeddings, dense_layers=range(config.num_dense_layers))
 
 

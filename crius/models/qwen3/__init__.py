@@ -1,7 +1,7 @@
-"""Qwen3, dense (arXiv:2505.09388): queries and keys are normalised head by head before positions turn them.
+"""Qwen3, dense (arXiv:2505.09388): queries and keys are normalised per head before they are rotated.
 
-Flavors are as published, by their config.json on the Hugging Face hub, which has it as ``Qwen3ForCausalLM``: Llama's
-names, and two norms.
+Flavors have the published sizes, from config.json on the Hugging Face hub. The class there is ``Qwen3ForCausalLM``; its
+parameters have Llama's names, with two more norms.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from crius.models.spec import ModelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3Config(DecoderConfig):
-    """Sizes of one dense Qwen3 model; a head is 128 wide, whatever ``dim`` is."""
+    """Sizes of one dense Qwen3 model. ``head_dim`` is 128 for every ``dim``."""
 
     vocab_size: int = 151_936
     head_dim: int = 128
@@ -24,7 +24,7 @@ class Qwen3Config(DecoderConfig):
     norm_eps: float = 1e-6
 
     def layer(self) -> Layer:
-        """A plain one, with norms of queries and keys."""
+        """A plain decoder layer with norms of queries and keys."""
         attention = gqa(self.dim, self.num_heads, self.num_kv_heads, self.head_dim, head_norms=True)
         return decoder_layer(self.dim, attention, feed_forward(self.dim, self.ffn_dim))
 
@@ -56,7 +56,7 @@ ROWS = {"layers.*.attention.q_norm": "head_norm", "layers.*.attention.k_norm": "
 
 
 def plan(config: Qwen3Config) -> ShardingPlan:
-    """The sharding plan: that of the plain decoder, and every rank has the norms of heads."""
+    """The plan of the plain decoder. Every rank has the norms of queries and keys."""
     return decoder_plan(tied_embeddings=config.tied_embeddings, rows=ROWS)
 
 

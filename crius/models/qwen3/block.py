@@ -12,7 +12,7 @@ from crius.models.qwen3 import Qwen3Config
 
 
 class Qwen3Attention(Attention):
-    """Attention whose queries and keys are normalised, each head alone."""
+    """Attention that normalises queries and keys, each head alone."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config.dim, config.num_heads, config.num_kv_heads, config.head_dim)
@@ -20,7 +20,7 @@ class Qwen3Attention(Attention):
         self.k_norm = RMSNorm(config.head_dim, eps=config.norm_eps)
 
     def project(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values before positions turn them: ``(B, T, N, H)`` and twice ``(B, T, K, H)``."""
+        """Queries, keys and values before the rotation by positions: ``(B, T, N, H)`` and twice ``(B, T, K, H)``."""
         q_BTNH, k_BTKH, v_BTKH = super().project(x_BTD)
         return self.q_norm(q_BTNH), self.k_norm(k_BTKH), v_BTKH
 
@@ -29,5 +29,5 @@ class Qwen3Block(Block):
     """A plain decoder layer with Qwen3's attention."""
 
     def build_attention(self, config: Qwen3Config) -> nn.Module:  # type: ignore[override]
-        """Its attention."""
+        """Qwen3's attention."""
         return Qwen3Attention(config)

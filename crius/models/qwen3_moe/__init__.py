@@ -1,6 +1,6 @@
-"""Qwen3 with experts (arXiv:2505.09388): 128 in each layer, of which a token visits 8.
+"""Qwen3 with experts (arXiv:2505.09388): 128 experts per layer. Each token visits 8 of them.
 
-Flavors are as published, by their config.json on the Hugging Face hub, which has it as ``Qwen3MoeForCausalLM``.
+Flavors have the published sizes, from config.json on the Hugging Face hub. The class there is ``Qwen3MoeForCausalLM``.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from crius.models.spec import ModelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3MoEConfig(Qwen3Config, RoutedConfig):
-    """Sizes of one Qwen3 model with experts; a head is 128 wide, whatever ``dim`` is."""
+    """Sizes of one Qwen3 model with experts. ``head_dim`` is 128 for every ``dim``."""
 
 
 FLAVORS: dict[str, Qwen3MoEConfig] = {
@@ -55,7 +55,7 @@ FLAVORS: dict[str, Qwen3MoEConfig] = {
 
 
 def plan(config: Qwen3MoEConfig) -> ShardingPlan:
-    """The sharding plan: that of a decoder with experts, and every rank has the norms of heads."""
+    """The plan of a decoder with experts. Every rank has the norms of queries and keys."""
     return decoder_plan(
         tied_embeddings=config.tied_embeddings,
         rows=ROWS,
@@ -81,7 +81,7 @@ HF = HuggingFace(
         Size("num_experts_per_tok", "top_k", int, True),
         Size("moe_intermediate_size", "expert_ffn_dim", int, True),
     ),
-    # every layer has experts; transformers takes norm_topk_prob as false where it is left out
+    # every layer has experts; a file without norm_topk_prob means false in transformers
     computes={"norm_topk_prob": (True,), "decoder_sparse_step": (1, None), "mlp_only_layers": ([], None)},
     defaults={
         **{"num_kv_heads": 4, "norm_eps": 1e-6, "rope_theta": 10_000.0, "tied_embeddings": False},

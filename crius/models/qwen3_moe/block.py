@@ -11,5 +11,5 @@ class Qwen3MoEBlock(RoutedBlock):
     """A decoder layer with Qwen3's attention and experts."""
 
     def build_attention(self, config: Qwen3MoEConfig) -> nn.Module:  # type: ignore[override]
-        """Its attention."""
+        """Qwen3's attention."""
         return Qwen3Attention(config)
