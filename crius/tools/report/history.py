@@ -1,8 +1,9 @@
 """The files of a run folder, read into one object. No torch."""
 
 import json
+import operator
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ class RunHistory:
         summary: ``summary.json``; None before the run has ended.
         plan: ``plan.json``; None where there is none.
         incidents: names and contents of the files in ``incidents/``, JSON or text.
+        recoveries: one mapping for each restart after a failure, see ``crius.train.reports.Recovery``.
         num_damaged: number of lines of ``metrics.jsonl`` that could not be read.
     """
 
@@ -38,6 +40,7 @@ class RunHistory:
     summary: dict[str, Any] | None
     plan: dict[str, Any] | None
     incidents: dict[str, Any]
+    recoveries: list[dict[str, Any]] = field(default_factory=list)
     num_damaged: int = 0
 
     @property
@@ -55,51 +58,72 @@ def read_run(path: Path) -> RunHistory:
     if not (path / "run.toml").exists() and not (path / "metrics.jsonl").exists():
         what = "does not exist" if not path.exists() else "is not a run folder: it has no run.toml and no metrics.jsonl"
         raise ConfigError(f"{path} {what}.", where="command line", fix="give the folder of a run, e.g. runs/NAME")
-    records, num_damaged = _records(path / "metrics.jsonl")
-    starts, _ = _records(path / "starts.jsonl")
+    steps, sets, num_damaged = _Rows(), dict[str, _Rows](), 0
+    for record in _records(path / "metrics.jsonl"):
+        num_damaged += record is None
+        if record and "loss" in record:
+            steps.add(record)
+        if record and "val_loss" in record:
+            sets.setdefault(str(record.get("val_set") or ""), _Rows()).add(record)
+    starts = [start for start in _records(path / "starts.jsonl") if start]
     first = max((number for number, start in enumerate(starts) if not start.get("step")), default=0)
-    steps = [record for record in records if "loss" in record]
-    sets: dict[str, list[dict[str, Any]]] = {}
-    for record in records:
-        if "val_loss" in record:
-            sets.setdefault(record.get("val_set") or "", []).append(record)
     return RunHistory(
         path=path,
         settings=_settings(path / "run.toml"),
         starts=starts[first:],
-        steps=_columns(steps),
-        validations={name: _columns(found) for name, found in sets.items()},
+        steps=steps.columns(),
+        validations={name: rows.columns() for name, rows in sets.items()},
         summary=_json(path / "summary.json"),
         plan=_json(path / "plan.json"),
         incidents=dict(_incidents(path / "incidents")),
+        recoveries=[recovery for recovery in _records(path / "logs" / "recoveries.jsonl") if recovery],
         num_damaged=num_damaged,
     )
 
 
-def _records(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The JSON objects of a file of lines, and how many lines are damaged; the last line may still be being written."""
+def _records(path: Path) -> Iterator[dict[str, Any] | None]:
+    """The JSON objects of a file of lines, and None for each damaged line; the last line may still be being written."""
     try:
-        lines = path.read_bytes().splitlines(keepends=True)
+        file = path.open("rb")
     except OSError:
-        return [], 0
-    records, num_damaged = [], 0
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            num_damaged += line.endswith(b"\n")
-            continue
-        if isinstance(record, dict):
-            records.append(record)
-    return records, num_damaged
+        return
+    with file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                record = None if line.endswith(b"\n") else {}
+            yield record if isinstance(record, dict) else None
 
 
-def _columns(records: list[dict[str, Any]]) -> Columns:
-    """Records as columns; of two records of one step the later one counts."""
-    latest = {record["step"]: record for record in records if isinstance(record.get("step"), int)}
-    ordered = [latest[step] for step in sorted(latest)]
-    names = dict.fromkeys(name for record in ordered for name in record)
-    return {name: [record.get(name) for record in ordered] for name in names}
+class _Rows:
+    """Records as columns, which take a third of the memory; of two records of one step the later one counts."""
+
+    def __init__(self) -> None:
+        self._places: dict[int, int] = {}
+        self._columns: Columns = {}
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Take one record; without a step it is left out."""
+        step = record.get("step")
+        if not isinstance(step, int):
+            return
+        count = len(self._places)
+        place = self._places.setdefault(step, count)
+        for name in record.keys() - self._columns.keys():
+            self._columns[name] = [None] * count
+        for name, column in self._columns.items():
+            if place == count:
+                column.append(record.get(name))
+            else:
+                column[place] = record.get(name)
+
+    def columns(self) -> Columns:
+        """In the order of steps."""
+        places = [self._places[step] for step in sorted(self._places)]
+        if all(map(operator.eq, places, range(len(places)))):
+            return self._columns
+        return {name: [column[place] for place in places] for name, column in self._columns.items()}
 
 
 def _settings(path: Path) -> dict[str, Any]:
