@@ -29,9 +29,13 @@ def page(shown: Mapping[str, Any]) -> str:
     Args:
         shown: see ``crius.tools.report.payload.payload``.
     """
-    script = "\n".join((f"/*! uPlot 1.6.32\n{_asset('uPlot.LICENSE')}*/", _asset("uPlot.iife.min.js"), _asset("report.js")))
+    script = "\n".join(
+        (f"/*! uPlot 1.6.32\n{_asset('uPlot.LICENSE')}*/", _asset("uPlot.iife.min.js"), _asset("report.js"))
+    )
     style = _asset("uPlot.min.css") + _asset("report.css")
-    policy = f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'; form-action 'none'"
+    policy = (
+        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'; form-action 'none'"
+    )
     parts = {
         "policy": policy,
         "title": html.escape(", ".join(run["name"] for run in shown["runs"])),

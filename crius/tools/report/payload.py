@@ -26,7 +26,10 @@ SHOWN = (
 MOST_POINTS, ALL_POINTS = 2_000, 60_000
 """Of one curve, and of all curves of a report: together 1 MB."""
 
-MOST_INCIDENTS, INCIDENT_CHARACTERS, MOST_ROWS = 40, 12_000, 12
+MOST_RESTARTS = 200
+"""Of one run, the newest ones."""
+
+MOST_INCIDENTS, INCIDENT_CHARACTERS, MOST_ROWS = 40, 12_000, 8
 """Of a report: incidents, characters of the text of one, rows of a table in it."""
 
 _MEASURED = {"tokens_per_second_per_rank", "step", "memory_gib"}
@@ -42,22 +45,21 @@ def payload(runs: Sequence[RunHistory], origins: Mapping[str, str] | None = None
     names = [run.name for run in runs]
     if len(set(names)) < len(names):
         names = [str(run.path) for run in runs]
-    num_curves = sum(len(run.steps) + 2 * len(run.validations) for run in runs)
-    most = max(100, min(MOST_POINTS, ALL_POINTS // max(1, num_curves)))
+    num_curves = sum(len(run.steps.keys() & {*SHOWN}) + len(run.validations) + 1 for run in runs)
+    most = max(40, min(MOST_POINTS, ALL_POINTS // max(1, num_curves)))
     losses = [_loss(run) for run in runs]
     apart = [distance(losses[0], loss) for loss in losses[1:]]
-    shown = {
+    shown: dict[str, Any] = {
         "version": __version__,
         "written": time.time(),
-        "runs": [_run(run, name, most, MOST_INCIDENTS // len(runs)) for run, name in zip(runs, names, strict=True)],
+        "runs": [_run(run, name, most, max(1, MOST_INCIDENTS // len(runs))) for run, name in zip(runs, names, strict=True)],
         "parted": PARTED,
         "apart": [asdict(one) | {"curve": _shown(one.curve, most)} for one in apart],
         "settings": _differences(runs),
     }
-    for settings in (run["settings"] for run in shown["runs"] if len(runs) == 1):
-        for row in settings:
-            row["origin"] = (origins or {}).get(row["name"])
-    return clean(shown)
+    for row in shown["runs"][0]["settings"] if len(runs) == 1 else []:
+        row["origin"] = (origins or {}).get(row["name"])
+    return dict(clean(shown))
 
 
 def clean(value: Any) -> Any:
@@ -86,8 +88,9 @@ def _run(run: RunHistory, name: str, most: int, most_incidents: int) -> dict[str
         "damaged": run.num_damaged,
         "summary": summary,
         "last_record": _modified(run),
-        "starts": run.starts,
-        "restarts": _restarts(run),
+        "started": run.starts[0].get("time") if run.starts else None,
+        "start": run.starts[-1] if run.starts else {},
+        "restarts": _restarts(run)[-MOST_RESTARTS:],
         "settings": _changed(run),
         "curves": {key: _shown(found, most) for key, found in curves.items()},
         "validations": {key: _shown(found, most) for key, found in sets.items()},
@@ -192,6 +195,8 @@ def _incidents(files: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """One entry for each incident, by step; a hang is a file of JSON and one of text."""
     found: dict[str, dict[str, Any]] = {}
     for name, content in files.items():
+        if name.endswith(".flight.json"):  # what torch's flight recorder kept of a rank: the text names its last call
+            continue
         found.setdefault(name.rpartition(".")[0], {})[name.rpartition(".")[2]] = content
     entries = [_incident(name, parts.get("json"), parts.get("txt", "")) for name, parts in found.items()]
     yield from sorted(entries, key=lambda entry: (entry["step"] is None, entry["step"], entry["name"]))
@@ -214,7 +219,9 @@ def _incident(name: str, data: Any, text: str) -> dict[str, Any]:
         "name": name,
         "step": max((step for step in steps if isinstance(step, int)), default=None),
         "title": ": ".join(part for part in (kind, action) if part) or text.partition("\n")[0][:200] or name,
-        "values": [[key, _short(value)] for key, value in values.items() if value not in (None, []) and key not in tables],
+        "values": [
+            [key, _short(value)] for key, value in values.items() if value not in (None, []) and key not in tables
+        ],
         "tables": [_table(key, rows) for key, rows in tables.items()],
         "text": text[:INCIDENT_CHARACTERS],
         "cut": max(0, len(text) - INCIDENT_CHARACTERS),
@@ -236,5 +243,7 @@ def _short(value: Any) -> str | float | None:
     """A value as a cell: a number, or a text of at most 200 characters."""
     if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool)):
         return value
-    text = value if isinstance(value, str) else json.dumps(value)
+    if isinstance(value, dict):
+        value = [f"{key} {item:.4g}" if isinstance(item, float) else f"{key} {item}" for key, item in value.items()]
+    text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
     return text if len(text) <= 200 else text[:197] + "..."

@@ -5,7 +5,7 @@
 const shown = JSON.parse(document.getElementById("data").textContent);
 const runs = shown.runs, alone = runs.length === 1, root = document.documentElement;
 const main = document.querySelector("main");
-const MINUS = "\u2212", DASH = "\u2013", TIMES = "\u00d7";
+const MINUS = "\u2212", DASH = "\u2013";
 
 // ---- elements and numbers
 
@@ -53,7 +53,7 @@ const count = (value) => (!isNumber(value) ? DASH : value >= 1e9 ? `${(value / 1
   : value >= 1e6 ? `${(value / 1e6).toPrecision(3)} M` : grouped(value));
 
 function setting(value) {
-  if (value === null || value === undefined) return DASH;
+  if (value === null || value === undefined) return "(not set)";
   if (value === "" || (Array.isArray(value) && !value.length)) return "(empty)";
   if (Array.isArray(value)) return value.map(setting).join(" ");
   return typeof value === "object" ? JSON.stringify(value) : String(value);
@@ -206,17 +206,18 @@ class Chart {
       padding: [14, 10, 0, 0],
       legend: { show: false },
       cursor: { sync: { key: "steps", scales: ["x", null] }, drag: { x: true, y: false }, points: { size: 7 }, y: false },
-      scales: { x: { time: false }, y: this.isLog ? { distr: 3 } : {} },
+      scales: { x: { time: false }, y: this.isLog ? { distr: 3, ...(this.kind.key === "apart" ? {} : { range: (_, min, max) => [min / 1.04, max * 1.04] }) } : {} },
       axes: [
         { stroke: axis, grid: { stroke: grid, width: 1 }, ticks: { show: false }, font: FONT, size: 30, gap: 6,
           incrs: INCREMENTS, values: (_, splits) => splits.map((v) => grouped(v)) },
         { stroke: axis, grid: { stroke: grid, width: 1 }, ticks: { show: false }, font: FONT, gap: 6,
+          ...(this.isLog ? { splits: (_, axis, min, max) => logSplits(min, max), filter: (_, splits) => splits } : {}),
           size: (u, values) => Math.max(34, 12 + 6.6 * Math.max(0, ...(values || []).map((v) => (v || "").length))),
           values: (_, splits) => splits.map((v) => (v === null ? "" : this.tick(v))) },
       ],
       series: [{}, ...this.styles.map((style) => ({
         stroke: () => (style.isFaint ? faint(style.run) : colour(style.run)), width: style.isFaint ? 1 : 1.7,
-        dash: style.dash, points: { show: style.dots, size: 5, fill: () => colour(style.run) },
+        dash: style.dash, spanGaps: this.kind.key === "apart", points: { show: style.dots, size: 5, fill: () => colour(style.run) },
       }))],
       hooks: {
         setCursor: [(u) => this.read(u.cursor.idx)],
@@ -282,8 +283,21 @@ class Chart {
   resize() { if (this.u) this.u.setSize({ width: this.plot.clientWidth, height: this.u.height }); }
 }
 
+// within a decade or so even steps, else powers of ten
+function logSplits(min, max) {
+  const powers = Math.ceil(Math.log10(max)) - Math.floor(Math.log10(min)), found = [];
+  if (max / min < 20) {
+    const step = INCREMENTS_OF_ANY_SIZE.find((one) => (max - min) / one <= 7);
+    for (let at = Math.ceil(min / step); at * step <= max; at++) found.push(at * step);
+  } else {
+    for (let power = Math.ceil(Math.log10(min)); 10 ** power <= max * 1.001; power += Math.ceil(powers / 7)) found.push(10 ** power);
+  }
+  return found;
+}
+
 const FONT = "11px system-ui, sans-serif";
 const INCREMENTS = [1, 2, 5].flatMap((one) => [...Array(13).keys()].map((power) => one * 10 ** power)).sort((a, b) => a - b);
+const INCREMENTS_OF_ANY_SIZE = [...Array(40).keys()].flatMap((power) => [1, 2, 5].map((one) => one * 10 ** (power - 25)));
 const paint = (within) => {
   for (const swatch of within.querySelectorAll("[data-colour]")) swatch.style.setProperty("--swatch", colour(Number(swatch.dataset.colour)));
 };
@@ -323,7 +337,7 @@ function state(run) {
 }
 
 function byline(run) {
-  const start = run.starts.at(-1) || {};
+  const start = run.start;
   return [
     start.model, isNumber(start.parameters) && `${count(start.parameters)} parameters` +
       (isNumber(start.active_parameters) && start.active_parameters < start.parameters ? `, ${count(start.active_parameters)} of them active` : ""),
@@ -362,19 +376,22 @@ function restartTable(run) {
   if (!run.restarts.length) return null;
   const rows = run.restarts.map((one) => [moment(one.time), or(number)(one.step), or(number)(one.failed_step), or(number)(one.steps_again),
     seconds(one.seconds), one.layout || DASH]);
+  const left = run.results.restarts - rows.length;
   return [el("h3", {}, "Restarts"), table([["time", ""], ["from step", "r"], ["failed in step", "r"], ["steps repeated", "r"],
-    ["time lost", "r"], ["layout", ""]], rows)];
+    ["time lost", "r"], ["layout", ""]], rows), left > 0 ? note(`and ${grouped(left)} before them`) : null];
 }
 
 function incidentList(run) {
   const cards = run.incidents.map((one) => {
-    const tables = one.tables.map((part) => [el("h4", {}, part.name.replaceAll("_", " ")),
-      table(part.columns.map((name, i) => [name.replaceAll("_", " "), part.rows.every((row) => row[i] === null || isNumber(row[i])) ? "r" : ""]), part.rows.map((row) => row.map(cell))),
-      part.more ? note(`and ${grouped(part.more)} more`) : null]);
+    const isRight = (value) => value === null || isNumber(value) || value === "nan" || value === "inf";
+    const tables = one.tables.map((part) => el("div", {}, el("h4", {}, part.name.replaceAll("_", " ")),
+      table(part.columns.map((name, i) => [name.replaceAll("_", " "), part.rows.every((row) => isRight(row[i])) ? "r" : ""]), part.rows.map((row) => row.map(cell))),
+      part.more ? note(`and ${grouped(part.more)} more`) : null));
     return el("details", { class: "incident" },
       el("summary", {}, el("span", { class: "dot" }), el("b", {}, isNumber(one.step) ? `step ${grouped(one.step)}` : "no step"), " ", one.title,
         el("span", { class: "file" }, one.name)),
-      one.values.length ? pairs(one.values.map(([name, value]) => [name.replaceAll("_", " "), cell(value)])) : null, tables,
+      one.values.length ? pairs(one.values.map(([name, value]) => [name.replaceAll("_", " "), cell(value)])) : null,
+      el("div", { class: "tables" }, tables),
       one.text ? el("pre", {}, one.text + (one.cut ? `\n... ${grouped(one.cut)} more characters in incidents/${one.name}.txt` : "")) : null);
   });
   if (!cards.length) return null;
@@ -416,10 +433,10 @@ function settingsTable(run) {
 }
 
 function machine(run) {
-  const start = run.starts.at(-1);
-  if (!start) return null;
+  const start = run.start;
+  if (!Object.keys(start).length) return null;
   const data = Array.isArray(start.data) ? start.data.map((line) => el("div", {}, String(line))) : null;
-  return pairs([["started", moment(run.starts[0].time)], ["host", start.host], ["device", start.device],
+  return pairs([["started", moment(run.started)], ["host", start.host], ["device", start.device],
     ["ranks", isNumber(start.ranks) ? `${start.ranks}, layout ${start.layout}` : null],
     ["versions", `crius ${start.crius}, torch ${start.torch}, Python ${start.python}`],
     ["data", data && data.length ? data : null], ["hash of the data", start.data_hash],
@@ -462,9 +479,8 @@ const exponentOf = (value) => small(value, 0);
 
 function resultTable() {
   const sets = [...new Set(runs.flatMap((run) => Object.keys(run.results.validations)))];
-  const start = (run) => run.starts.at(-1) || {};
   const rows = [
-    ["state", (run) => state(run)[0]], ["layout", (run) => start(run).layout || DASH], ["device", (run) => start(run).device || DASH], ["steps", (run) => grouped(run.steps)],
+    ["state", (run) => state(run)[0]], ["layout", (run) => run.start.layout || DASH], ["device", (run) => run.start.device || DASH], ["steps", (run) => grouped(run.steps)],
     ["final loss", (run) => or(fixed(6))(run.results.loss)],
     ...sets.map((set) => [set ? `validation loss, ${set}` : "validation loss", (run) => or(fixed(6))(run.results.validations[set])]),
     ["largest difference", (run, i) => (i === 0 ? DASH : shown.apart[i - 1].num_steps ? exponent(shown.apart[i - 1].largest) : DASH)],
@@ -493,7 +509,6 @@ function draw() {
     runs.flatMap(remarks), alone ? tiles(runs[0]) : null);
   const kinds = CHARTS.map((one) => [one, curvesOf(one)]).filter(([, series]) => series.length);
   for (const [one, series] of kinds) charts.push(new Chart(one, series, one.key === "apart" ? `Distance of the loss from ${runs[0].name}` : ""));
-  if (charts.length % 2 === 0 && charts.length > 1) { /* the wide one leaves an odd number: the last one fills its row */ }
   const slider = el("input", { type: "range", id: "smoothing", min: "0", max: "0.98", step: "0.02", value: String(smoothing), oninput: () => {
     smoothing = Number(slider.value); shownSmoothing.textContent = smoothing.toFixed(2);
     for (const chart of charts) if (chart.isSmooth) chart.build();
