@@ -31,7 +31,7 @@ def report(
         )
     if out and out.is_dir():
         raise ConfigError(f"{out} is a folder.", where="--out", fix=f"--out {out / REPORT}")
-    histories = [read_run(path) for path in {path.resolve(): path for path in runs}.values()]
+    histories = [read_run(path) for path in {path.resolve(): path for path in reversed(runs)}.values()][::-1]
     target = out or (histories[0].path / REPORT if len(histories) == 1 else Path(REPORT))
     write_report(histories, target)
     for history in histories:

@@ -33,7 +33,7 @@ def thinned(whole: Curve, most: int) -> Curve:
     steps, values = whole
     if len(steps) <= most:
         return whole
-    size = -(-2 * len(steps) // (most - 1))
+    size = -(-len(steps) // ((most - 1) // 2))
     kept: list[int] = []
     for start in range(0, len(steps), size):
         known = [place for place in range(start, min(start + size, len(steps))) if values[place] is not None]

@@ -52,7 +52,9 @@ def payload(runs: Sequence[RunHistory], origins: Mapping[str, str] | None = None
     shown: dict[str, Any] = {
         "version": __version__,
         "written": time.time(),
-        "runs": [_run(run, name, most, max(1, MOST_INCIDENTS // len(runs))) for run, name in zip(runs, names, strict=True)],
+        "runs": [
+            _run(run, name, most, max(1, MOST_INCIDENTS // len(runs))) for run, name in zip(runs, names, strict=True)
+        ],
         "parted": PARTED,
         "apart": [asdict(one) | {"curve": _shown(one.curve, most)} for one in apart],
         "settings": _differences(runs),

@@ -60,12 +60,13 @@ function setting(value) {
 }
 const cell = (value) => (isNumber(value) ? number(value) : value === null || value === undefined ? DASH : String(value));
 
+const FITTED = new Set(["results", "plan", "differences"]); // as wide as their cells
 // columns: [heading, class]; a cell is a text or a node
 function table(columns, rows, name) {
   const head = columns.some(([heading]) => heading)
     ? el("thead", {}, el("tr", {}, columns.map(([heading, kind]) => el("th", { class: kind }, heading)))) : null;
   const body = rows.map((row) => el("tr", {}, row.map((value, i) => el("td", { class: columns[i][1] }, value))));
-  return el("div", { class: "scroll" }, el("table", { class: name }, head, el("tbody", {}, body)));
+  return el("div", { class: FITTED.has(name) ? "scroll fitted" : "scroll" }, el("table", { class: name }, head, el("tbody", {}, body)));
 }
 const pairs = (rows) => el("dl", {}, rows.filter(([, value]) => value !== null && value !== undefined && value !== "")
   .map(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]));
@@ -105,8 +106,8 @@ let smoothing = 0.6;
 
 const CHARTS = [
   { key: "loss", title: "Loss", unit: "nats per token", format: fixed(4), smooth: true, log: false, wide: true },
-  { key: "validation", title: "Validation loss", unit: "nats per token", format: fixed(4), log: false, dots: true },
   { key: "apart", title: "", unit: "relative difference in a step", format: exponent, log: true, wide: true },
+  { key: "validation", title: "Validation loss", unit: "nats per token", format: fixed(4), log: false, dots: true },
   { key: "grad_norm", title: "Gradient norm", unit: "before clipping", format: number, smooth: true, log: false },
   { key: "lr", title: "Learning rate", unit: "", format: exponent },
   { key: "tokens_per_second", title: "Tokens per second", unit: "all ranks", format: (v) => grouped(v), smooth: true },
@@ -495,7 +496,7 @@ function resultTable() {
 
 function differenceTable() {
   if (!shown.settings.length) return note("None.");
-  return table([["setting", "code"], ...runs.map((run) => [run.name, "code"])], shown.settings.map((one) => [one.name, ...one.values.map(setting)]), "settings");
+  return table([["setting", "code"], ...runs.map((run) => [run.name, "code"])], shown.settings.map((one) => [one.name, ...one.values.map(setting)]), "differences");
 }
 
 // ---- the page
