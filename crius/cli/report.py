@@ -48,7 +48,7 @@ def write_last_report(run: RunConfig, folder: Path) -> None:
         run: the run.
         folder: of it; without a record there is no report.
     """
-    if not run.metrics.enable_report:
+    if not run.metrics.enable_report or not (folder / "metrics.jsonl").exists():
         return
     try:
         history = read_run(folder)

@@ -361,7 +361,7 @@ function tiles(run) {
 }
 
 function timeTable(run) {
-  const parts = Object.entries((run.summary && run.summary.seconds) || {}).filter(([, value]) => isNumber(value) && value > 0);
+  const parts = Object.entries((run.summary && run.summary.seconds) || {}).filter(([, value]) => isNumber(value) && value >= 0.005);
   if (!parts.length) return note("summary.json, which a run writes at its end, says where its time went. This run has none yet.");
   const whole = parts.reduce((sum, [, value]) => sum + value, 0), most = Math.max(...parts.map(([, value]) => value));
   const rows = parts.sort((a, b) => b[1] - a[1]).map(([phase, value]) => {
