@@ -184,6 +184,18 @@ def test_it_prints_in_light_colours_and_comes_back(broken):
         assert coloured(page, "loss", DARK) > 50
 
 
+def test_each_validation_set_has_a_curve_of_its_own(tmp_path):
+    run = write_run(tmp_path / "run")
+    with (run / "metrics.jsonl").open("a") as file:
+        for step, name in ((1, "web"), (1, "code"), (3, "web"), (3, "code")):
+            file.write(json.dumps({"step": step, "val_loss": 4.0 / step + len(name), "val_set": name}) + "\n")
+    assert cli.main(["report", str(run)]) == 0
+    with opened(run / "report.html") as page:
+        assert coloured(page, "validation", LIGHT) > 50 < coloured(page, "validation", LIGHT_2)
+        assert page.locator("[data-chart=validation] .key").all_inner_texts() == ["web 4.3333", "code 5.3333"]
+        assert "validation, code" in page.locator(".tiles").inner_text()
+
+
 def test_a_hostile_run_is_shown_as_text(tmp_path):
     evil = "</script><script>alert(1)</script><img src=https://example.com/x onerror=alert(2)><!--"
     files = {"incidents/step-2.json": {"step": 2, "kind": evil, "action": evil, evil: evil, "layers": [{evil: evil}]}}

@@ -204,13 +204,13 @@ class Chart {
     const format = this.kind.format;
     this.u = new uPlot({
       width: this.plot.clientWidth || 600, height: this.kind.wide ? 300 : 190,
-      padding: [14, 10, 0, 0],
+      padding: [14, 16, 0, 0],
       legend: { show: false },
       cursor: { sync: { key: "steps", scales: ["x", null] }, drag: { x: true, y: false }, points: { size: 7 }, y: false },
       scales: { x: { time: false }, y: this.isLog ? { distr: 3, ...(this.kind.key === "apart" ? {} : { range: (_, min, max) => [min / 1.04, max * 1.04] }) } : {} },
       axes: [
         { stroke: axis, grid: { stroke: grid, width: 1 }, ticks: { show: false }, font: FONT, size: 30, gap: 6,
-          incrs: INCREMENTS, values: (_, splits) => splits.map((v) => grouped(v)) },
+          incrs: INCREMENTS, values: (_, splits) => splits.map(stepTick) },
         { stroke: axis, grid: { stroke: grid, width: 1 }, ticks: { show: false }, font: FONT, gap: 6,
           ...(this.isLog ? { splits: (_, axis, min, max) => logSplits(min, max), filter: (_, splits) => splits } : {}),
           size: (u, values) => Math.max(34, 12 + 6.6 * Math.max(0, ...(values || []).map((v) => (v || "").length))),
@@ -296,6 +296,7 @@ function logSplits(min, max) {
   return found;
 }
 
+const stepTick = (step) => (step >= 1e6 ? `${step / 1e6} M` : step >= 1e4 ? `${step / 1e3} k` : grouped(step));
 const FONT = "11px system-ui, sans-serif";
 const INCREMENTS = [1, 2, 5].flatMap((one) => [...Array(13).keys()].map((power) => one * 10 ** power)).sort((a, b) => a - b);
 const INCREMENTS_OF_ANY_SIZE = [...Array(40).keys()].flatMap((power) => [1, 2, 5].map((one) => one * 10 ** (power - 25)));
@@ -449,7 +450,6 @@ function remarks(run) {
   return [
     run.damaged ? `${many(run.damaged, "damaged line")} of metrics.jsonl ${run.damaged === 1 ? "is" : "are"} left out.` : null,
     run.records ? null : "No step has been reported yet.",
-    run.points ? `${grouped(run.records)} records are drawn as at most ${grouped(run.points)} points a curve; the least and the largest value of each group are kept.` : null,
     !run.summary && run.records ? `There is no summary of an end after step ${grouped(run.steps)}: the run still trains, or ended without one. Its last record is of ${moment(run.last_record)}.` : null,
   ].filter(Boolean).map((text) => el("p", { class: "remark" }, alone ? text : `${run.name}: ${text}`));
 }
@@ -515,13 +515,15 @@ function draw() {
     for (const chart of charts) if (chart.isSmooth) chart.build();
   } });
   const shownSmoothing = el("output", {}, smoothing.toFixed(2));
+  const thinned = runs.filter((run) => run.points).map((run) =>
+    `${alone ? "" : run.name + ": "}${grouped(run.records)} records are drawn as at most ${grouped(run.points)} points per curve. The least and the largest value of each group of records are kept.`);
   const kindsOfMarks = new Set(marks.map((one) => one.kind));
   const toolbar = el("div", { class: "toolbar" },
     el("label", {}, "Smoothing ", slider, shownSmoothing),
     kindsOfMarks.has("restart") ? el("span", { class: "key mark restart" }, el("i", {}), "restart") : null,
     kindsOfMarks.has("incident") ? el("span", { class: "key mark incident" }, el("i", {}), "incident") : null,
     el("span", { class: "space" }), el("span", { class: "hint" }, "drag to zoom, double click to reset"), resetButton);
-  const curves = charts.length ? section("Curves", toolbar, el("div", { class: "charts" }, charts.map((chart) => chart.card))) : null;
+  const curves = charts.length ? section("Curves", toolbar, el("div", { class: "charts" }, charts.map((chart) => chart.card)), thinned.map(note)) : null;
   main.append(...[header,
     alone ? null : section("How far apart", verdicts()), alone ? null : section("Results", resultTable()),
     alone ? null : section("Settings that differ", differenceTable()), curves,
