@@ -32,10 +32,11 @@ def crius(folder: Path, *words: str, faults: str = "", must: bool = True) -> Non
 
 
 def train(folder: Path, name: str, *flags: str, faults: str = "") -> None:
-    """Train the run ``name``, unless it has ended already; write its report."""
-    if not (folder / name / "summary.json").exists():
+    """Train the run ``name``, which writes its report; of one that has ended already only the report is written."""
+    if (folder / name / "summary.json").exists():
+        crius(folder, "report", name)
+    else:
         crius(folder, "train", *flags, "--job.run_dir", name, faults=faults)
-    crius(folder, "report", name)
 
 
 def shot(page: Page, report: Path, picture: str, last: str) -> None:
