@@ -23,7 +23,7 @@ from crius.launch.stop import STOPPED
 from crius.redact import redact
 from crius.train.inputs import checkpoint_folder
 
-_LEFT = ("metrics.jsonl", "summary.json", "run.toml", "logs/")
+_LEFT = ("metrics.jsonl", "summary.json", "run.toml", "report.html", "logs/")
 """What a run leaves in its folder, where that can be written."""
 
 _PROMPT = ("--prompt", "def ", "--temperature", "0.7")

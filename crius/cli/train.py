@@ -188,9 +188,11 @@ def _start(
 def _end(facts: Facts, folder: Path, placement: Placement | None, code: int) -> int:
     """Say what the run left and what to do next; returns the exit code."""
     from crius.cli.next_steps import say_next
+    from crius.cli.report import write_last_report
     from crius.launch.report import leave
 
     if placement is None or placement.rank == 0:
+        write_last_report(facts.config, folder)
         try:
             say_next(facts, folder, placement, code)
         except BrokenPipeError:  # the run is what it is

@@ -127,6 +127,9 @@ class MetricsConfig:
     enable_progress_bar: bool = True
     """Show a bar with the remaining time on a terminal. Pipes and files always get plain lines."""
 
+    enable_report: bool = True
+    """Write report.html at the end of the run: curves, time, incidents and settings in one file."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ProfilerConfig:

@@ -54,6 +54,7 @@ from crius.train.setup import (
     beat_while_compiling,
     decide,
     most_documents,
+    note_start,
     profiler,
     record_memory,
     run_kernels,
@@ -122,7 +123,7 @@ def run(
             keep_scales(job, loop.state.parts)  # of the weights that were loaded
         with ledger.phase("initialise"):
             watch = tools.watch(decided, facts, machine, ledger, run_dir) if tools.watch and ranks.rank == 0 else None
-            loop.reports.sinks += [*_sinks(job, run_dir, stack, loop), *([watch] if watch else [])]
+            loop.reports.sinks += [*_sinks(job, run_dir, corpus, stack, loop), *([watch] if watch else [])]
         recovery.ready()
         _run(tools.prepare(dataclasses.replace(loop, stop=stop)), run_dir, placement, watch)
 
@@ -333,12 +334,13 @@ def _validation(job: Job, corpus: Corpus) -> Validation | None:
     )
 
 
-def _sinks(job: Job, run_dir: Path, stack: contextlib.ExitStack, loop: Loop) -> list[Sink]:
+def _sinks(job: Job, run_dir: Path, corpus: Corpus, stack: contextlib.ExitStack, loop: Loop) -> list[Sink]:
     if job.ranks.rank != 0:
         return []
     # a comment says which modules the command line named: a configuration cannot name one, for it runs no code
     imports = "".join(f"# --import {name}\n" for name in registry.IMPORTED)
     write_run_file(run_dir / "run.toml", imports + to_toml(job.config), log.warning)
+    note_start(job, run_dir, corpus, loop.state.step)
     memory_gib = total_memory_gib(job.ranks.device)
     sinks = build_sinks(job.config.metrics, run_dir, loop.config.training.steps, memory_gib, loop.state.step)
     for sink in sinks:

@@ -2,15 +2,18 @@
 
 import contextlib
 import functools
+import json
 import logging
 import platform
 import socket
 import sys
 import threading
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,22 +21,29 @@ import torch
 from torch._dynamo.callback import callback_handler
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
+import crius
 from crius.config.operation import ProfilerConfig
 from crius.config.resolve import USABLE, auto_dtype, keeps_probabilities, leaves_open, varlen_obstacle
 from crius.config.run import RunConfig, replace_fields
 from crius.config.toml_file import flatten
+from crius.data.corpus import Corpus
+from crius.data.sample_log import source_digest
 from crius.data.show import coloured, takes_colour
 from crius.errors import ConfigError
 from crius.host import Machine, free_host_bytes
 from crius.kernels import choice
 from crius.launch.status import status
+from crius.metrics.device import machine_of
 from crius.models.description import ModelDescription
 from crius.parallel.runtime import World
 from crius.redact import printable, redact
 from crius.run_file import RunFile
+from crius.train.build import Job
 from crius.train.inputs import describe_known_model
 
 log = logging.getLogger("crius.train")
+
+STARTS = "starts.jsonl"
 
 MARKED = "is_marked"
 """Attribute of a record that shows what is trained on: marked in files, coloured on a terminal."""
@@ -343,3 +353,38 @@ def _memory(ranks: World) -> float:
     free = ranks.gather_json([platform.node(), free_host_bytes()])
     neighbours = Counter(host for host, _ in free)
     return min(nbytes / neighbours[host] for host, nbytes in free)
+
+
+def note_start(job: Job, run_dir: Path, corpus: Corpus, step: int) -> None:
+    """Add a line to ``starts.jsonl``; for rank 0.
+
+    Args:
+        job: the run.
+        run_dir: folder of the run.
+        corpus: data of the run.
+        step: number of steps that were done before this start. 0: the run begins, and earlier lines are not its own.
+    """
+    model, facts, layout = job.config.model, job.facts, job.mesh.layout
+    if step >= job.config.training.steps:
+        return  # nothing is left to train
+    start = {
+        "time": time.time(),
+        "step": step,
+        "crius": crius.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "host": platform.node(),
+        "device": machine_of(job.ranks.device, layout.num_ranks, layout.num_ranks).name,
+        "ranks": layout.num_ranks,
+        "layout": str(replace(layout, accum=job.sizes.accumulation)),
+        "model": f"{model.name}/{model.flavor}",
+        "parameters": facts.num_parameters,
+        "active_parameters": facts.num_active_parameters,
+        "data": list(corpus.description),
+        "data_hash": source_digest(corpus.train.identity),
+        "tokenizer": corpus.tokenizer.name,
+        "tokenizer_hash": corpus.tokenizer.fingerprint,
+    }
+    file = RunFile(run_dir / STARTS, log.warning, "the report will miss this start of the run")
+    file.append(json.dumps(start) + "\n")
+    file.close()

@@ -27,6 +27,9 @@ from crius.data.sample_log import next_attempt
 from crius.errors import ConfigError
 from crius.metrics.sinks import JsonlSink
 from crius.tools.plan.compare import compare_run
+from crius.tools.report.history import read_run
+from crius.tools.report.page import page
+from crius.tools.report.payload import payload
 from crius.train.inputs import describe_model
 
 STEPS, MORE = 4, 6
@@ -109,11 +112,12 @@ def read_settings(run_dir, good):
 
 
 def read_reports(run_dir, good):
-    """A resume goes on with the records that are whole, and a plan is compared or the reason why not is given."""
+    """A resume goes on with the whole records; a plan is compared or the reason why not is given; there is a report."""
     config = parsed()
     with heard() as text:
         with contextlib.suppress(ConfigError):
             compare_run(run_dir, config, describe_model(config))
+        assert page(payload([read_run(run_dir)])).endswith("</html>\n")
         JsonlSink(run_dir, resumed_step=STEPS).close()
     return text.getvalue()
 
@@ -121,6 +125,7 @@ def read_reports(run_dir, good):
 READERS = {
     **{"checkpoints": read_checkpoints, "data": read_samples, "run.toml": read_settings},
     **{"metrics.jsonl": read_reports, "plan.json": read_reports, "summary.json": read_reports, "logs": read_reports},
+    "starts.jsonl": read_reports,
 }
 
 

@@ -137,6 +137,7 @@ def test_ctrl_c_says_what_is_lost_where_nothing_is_saved(tmp_path):
     assert code == 130 and "go on from there" not in said and "\nsaved: nothing\n" in said
     done = summary_of(tmp_path / "run")["steps"]
     assert f"stopped by SIGINT after {done} of 5000 steps, all of them lost: checkpoint.enable is off\n" in said
+    assert '"stopped_by":"SIGINT"' in (tmp_path / "run" / "report.html").read_text()
 
 
 def test_a_last_validation_that_fails_loses_no_model_and_is_made_up_for(tmp_path, monkeypatch, capfd):

@@ -41,6 +41,7 @@ VERBS = (
     "data show",
     "data audit",
     "doctor",
+    "report",
 )
 SCHEDULE = "parallelism.pipeline_parallel_schedule"
 

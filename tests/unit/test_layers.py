@@ -34,6 +34,7 @@ ARROWS = [
     ("train", "interop"),
     ("tools/evaluate", "tools.generate"),  # opens the model
     ("tools/verify", "tools.plan.fit"),
+    ("tools/report", "tools.plan"),
 ]
 PRIVATE = ("config.load", "config.rules", "config.toml_file")  # sections, run and resolve are for all
 # (importers, what they may not import although it lies below them)
@@ -44,7 +45,7 @@ CLOSED = [
 LAZY_ROOMS = (
     *(
         f"cli/{name}.py"
-        for name in ("app", "bench", "checkpoint", "evaluating", "exporting", "generate", "importing", "plan")
+        for name in ("app", "bench", "checkpoint", "evaluating", "exporting", "generate", "importing", "plan", "report")
     ),
     *(f"cli/{name}.py" for name in ("settings", "train", "verify")),
     "models/registry.py",
@@ -64,10 +65,10 @@ OPTIONAL |= {
 AIM_FILE, STOP_FILE, AIM_FUNCTION, STOP_FUNCTION = 400, 500, 60, 100
 LONGER: dict[str, str] = {}  # "file" or "file:function" to the reason; still below the hard stop
 
-MOST_CODE = {"trainer": 23_900, "tools": 12_450}
+MOST_CODE = {"trainer": 24_000, "tools": 12_700}
 """Lines of code of the two houses: decision 041 has the aims, with all models and features."""
 
-MOST_LOADED = {"crius": 196, "crius.tools.plan": 13}
+MOST_LOADED = {"crius": 202, "crius.tools.plan": 13}
 """Files that a run of one process loads."""
 
 NO_CODE = {getattr(tokenize, name) for name in ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER")}
@@ -111,6 +112,7 @@ TORCH_FREE = (
     ),
     "train/saving.py",
     "tools/plan/*.py",
+    "tools/report/*.py",
 )
 NEEDS_TORCH = (
     "launch/doctor.py",
@@ -304,7 +306,7 @@ def test_a_run_of_one_process_loads_few_files(tmp_path):
     names = done.stdout.splitlines()
     loaded = {package: [name for name in names if is_below(name, package)] for package in MOST_LOADED}
     assert {package: found for package, found in loaded.items() if len(found) > MOST_LOADED[package]} == {}
-    assert {name.split(".")[2] for name in names if name.startswith("crius.tools.")} == {"plan"}
+    assert {name.split(".")[2] for name in names if name.startswith("crius.tools.")} == {"plan", "report"}
 
 
 def doubled_lines(root: Path) -> list[str]:

@@ -1,0 +1,59 @@
+"""``crius report``, and the report that a run writes at its end."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from crius.cli.app import SOURCES, app, emit
+from crius.config.run import RunConfig
+from crius.errors import ConfigError, CriusError
+from crius.redact import printable, redact
+from crius.tools.report.history import read_run
+from crius.tools.report.page import REPORT, write_report
+
+
+@app.command
+def report(
+    *runs: Annotated[Path, Parameter(help="Folders of runs. Several are drawn over each other.")],
+    out: Annotated[
+        Path | None, Parameter(help="The file. Default: report.html in the folder of the one run, or here for several.")
+    ] = None,
+) -> int:
+    """Write what runs did as one HTML file, which needs no network: curves, time, incidents, settings.
+
+    Several runs are compared with the first one: which settings differ, the results, and how far apart the losses are.
+    """
+    if not runs:
+        raise ConfigError(
+            "there is no run.", where="command line", fix="name the folder of a run: crius report runs/NAME"
+        )
+    if out and out.is_dir():
+        raise ConfigError(f"{out} is a folder.", where="--out", fix=f"--out {out / REPORT}")
+    histories = [read_run(path) for path in {path.resolve(): path for path in reversed(runs)}.values()][::-1]
+    target = out or (histories[0].path / REPORT if len(histories) == 1 else Path(REPORT))
+    write_report(histories, target)
+    for history in histories:
+        if not history.steps:
+            sys.stderr.write(printable(f"{history.path}: no step has been reported yet\n"))
+    emit(f"report: {target}")
+    return 0
+
+
+def write_last_report(run: RunConfig, folder: Path) -> None:
+    """Write the report of a run that has ended, unless it is turned off; what goes wrong here is only a warning.
+
+    Args:
+        run: the run.
+        folder: of it; without a record there is no report.
+    """
+    if not run.metrics.enable_report or not (folder / "metrics.jsonl").exists():
+        return
+    try:
+        history = read_run(folder)
+        if history.steps:
+            write_report([history], folder / REPORT, SOURCES.origins)
+    except Exception as error:  # the run is what it is, and so is its exit code
+        why = error.what if isinstance(error, CriusError) else f"{type(error).__name__}: {error}"
+        sys.stderr.write(printable(redact(f"warning: no report of this run: {why}\n")))

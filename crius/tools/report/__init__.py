@@ -1,0 +1,1 @@
+"""What a run did, read from its folder: reports, lists of runs, comparisons."""

@@ -1,0 +1,160 @@
+"""The files of a run folder, read into one object. No torch."""
+
+import json
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from crius.config.toml_file import toml_table
+from crius.errors import ConfigError
+
+Columns = dict[str, list[Any]]
+"""Name of a field to its values, one for each record, in the order of ``step``; None where a record lacks it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunHistory:
+    """A run as its folder tells it.
+
+    Attributes:
+        path: the run folder.
+        settings: dotted names and values of ``run.toml``; empty where the run has not come so far.
+        starts: one mapping for each start of the run, the first one first, see ``crius.train.setup.note_start``.
+        steps: columns of the records of steps, see ``crius.metrics.record.StepMetrics``.
+        validations: for each validation set its columns, see ``crius.metrics.record.ValidationMetrics``; the set
+            without a name is "".
+        summary: ``summary.json``; None before the run has ended.
+        plan: ``plan.json``; None where there is none.
+        incidents: names and contents of the files in ``incidents/``, JSON or text.
+        recoveries: one mapping for each restart after a failure, see ``crius.train.reports.Recovery``.
+        num_damaged: number of lines of ``metrics.jsonl`` that could not be read.
+    """
+
+    path: Path
+    settings: Mapping[str, Any]
+    starts: list[dict[str, Any]]
+    steps: Columns
+    validations: dict[str, Columns]
+    summary: dict[str, Any] | None
+    plan: dict[str, Any] | None
+    incidents: dict[str, Any]
+    recoveries: list[dict[str, Any]] = field(default_factory=list)
+    num_damaged: int = 0
+
+    @property
+    def name(self) -> str:
+        """The name of the run: that of its folder."""
+        return self.path.resolve().name
+
+
+def read_run(path: Path) -> RunHistory:
+    """The run in folder ``path``, also while it runs.
+
+    Raises:
+        ConfigError: ``path`` is not a run folder.
+    """
+    if not (path / "run.toml").exists() and not (path / "metrics.jsonl").exists():
+        what = "does not exist" if not path.exists() else "is not a run folder: it has no run.toml and no metrics.jsonl"
+        raise ConfigError(f"{path} {what}.", where="command line", fix="give the folder of a run, e.g. runs/NAME")
+    steps, sets, num_damaged = _Rows(), dict[str, _Rows](), 0
+    for record in _records(path / "metrics.jsonl"):
+        num_damaged += record is None
+        if record and "loss" in record:
+            steps.add(record)
+        if record and "val_loss" in record:
+            sets.setdefault(str(record.get("val_set") or ""), _Rows()).add(record)
+    starts = [start for start in _records(path / "starts.jsonl") if start]
+    first = max((number for number, start in enumerate(starts) if not start.get("step")), default=0)
+    return RunHistory(
+        path=path,
+        settings=_settings(path / "run.toml"),
+        starts=starts[first:],
+        steps=steps.columns(),
+        validations={name: rows.columns() for name, rows in sets.items()},
+        summary=_json(path / "summary.json"),
+        plan=_json(path / "plan.json"),
+        incidents=dict(_incidents(path / "incidents")),
+        recoveries=[recovery for recovery in _records(path / "logs" / "recoveries.jsonl") if recovery],
+        num_damaged=num_damaged,
+    )
+
+
+def _records(path: Path) -> Iterator[dict[str, Any] | None]:
+    """The JSON objects of a file of lines, and None for each damaged line; the last line may still be being written."""
+    try:
+        file = path.open("rb")
+    except OSError:
+        return
+    with file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                record = None if line.endswith(b"\n") else {}
+            yield record if isinstance(record, dict) else None
+
+
+class _Rows:
+    """Records as columns, which take a third of the memory; of two records of one step the later one counts."""
+
+    def __init__(self) -> None:
+        self._places: dict[int, int] = {}
+        self._columns: Columns = {}
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Take one record; without a step it is left out."""
+        step = record.get("step")
+        if not isinstance(step, int):
+            return
+        count = len(self._places)
+        place = self._places.setdefault(step, count)
+        for name in record.keys() - self._columns.keys():
+            self._columns[name] = [None] * count
+        for name, column in self._columns.items():
+            if place == count:
+                column.append(record.get(name))
+            else:
+                column[place] = record.get(name)
+
+    def columns(self) -> Columns:
+        """In the order of steps."""
+        places = [self._places[step] for step in sorted(self._places)]
+        if all(map(operator.eq, places, range(len(places)))):
+            return self._columns
+        return {name: [column[place] for place in places] for name, column in self._columns.items()}
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    try:
+        return dict(_dotted(toml_table(path)))
+    except (OSError, ValueError):
+        return {}
+
+
+def _dotted(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield from _dotted(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _json(path: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _incidents(folder: Path) -> Iterator[tuple[str, Any]]:
+    for path in sorted(folder.glob("*")) if folder.is_dir() else []:
+        if path.suffix == ".json":
+            try:
+                yield path.name, json.loads(path.read_text(encoding="utf-8"))
+            except (OSError, ValueError, RecursionError):
+                yield path.name, None
+        elif path.suffix == ".txt":
+            yield path.name, path.read_text(encoding="utf-8", errors="replace")

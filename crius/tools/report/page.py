@@ -1,0 +1,75 @@
+"""A report as one HTML file that loads nothing. Torch-free."""
+
+import base64
+import hashlib
+import html
+import importlib.resources
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from crius.errors import EnvironmentError
+from crius.run_file import write_whole
+from crius.tools.report.history import RunHistory
+from crius.tools.report.payload import payload
+
+REPORT = "report.html"
+"""In the folder of a run."""
+
+
+def page(shown: Mapping[str, Any]) -> str:
+    """The file.
+
+    What comes from a run is in it twice: as the title, escaped, and as JSON in a script element of a type that is not
+    executed, without any ``<``. The script writes all of it as text. The policy in the head allows the script and the
+    style of Crius by their hashes, and nothing else: no network, and no script that a run brings along.
+
+    Args:
+        shown: see ``crius.tools.report.payload.payload``.
+    """
+    script = "\n".join(
+        (f"/*! uPlot 1.6.32\n{_asset('uPlot.LICENSE')}*/", _asset("uPlot.iife.min.js"), _asset("report.js"))
+    )
+    style = _asset("uPlot.min.css") + _asset("report.css")
+    policy = (
+        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'; form-action 'none'"
+    )
+    parts = {
+        "policy": policy,
+        "title": html.escape(", ".join(run["name"] for run in shown["runs"])),
+        "style": style,
+        "data": json.dumps(shown, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
+        "script": script,
+    }
+    return re.sub(r"<!--(\w+)-->", lambda mark: parts[mark[1]], _asset("report.html"))
+
+
+def write_report(runs: Sequence[RunHistory], out: Path, origins: Mapping[str, str] | None = None) -> None:
+    """Write the report of ``runs``. Only the owner can read it where it has the texts of incidents.
+
+    Args:
+        runs: at least one; the others are compared with the first one.
+        out: the file.
+        origins: where values came from, by the name of the setting; None: not known.
+
+    Raises:
+        EnvironmentError: the file cannot be written.
+    """
+    text = page(payload(runs, origins))
+    try:
+        write_whole(out, text, is_private=any(run.incidents for run in runs))
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise EnvironmentError(
+            f"the report {out} cannot be written: {why}.", fix="name another file, e.g. --out /tmp/report.html"
+        ) from None
+
+
+def _asset(name: str) -> str:
+    return (importlib.resources.files("crius.tools.report") / "assets" / name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -1,0 +1,251 @@
+"""What a report shows of runs, as JSON. Torch-free."""
+
+import json
+import math
+import os
+import statistics
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from crius import __version__
+from crius.config.run import RunConfig
+from crius.config.toml_file import flatten
+from crius.redact import redact_value
+from crius.tools.plan.compare import measured_of
+from crius.tools.report.curves import PARTED, Curve, curve, distance, finite, thinned
+from crius.tools.report.history import RunHistory
+
+SHOWN = (
+    *("loss", "grad_norm", "lr", "tokens_per_second", "mfu", "memory_gib", "load_max_over_mean", "load_entropy"),
+    *("dead_experts", "aux_loss", "goodput"),
+)
+"""Fields of a record of steps that have a curve."""
+
+MOST_POINTS, ALL_POINTS = 2_000, 60_000
+"""Of one curve, and of all curves of a report: together 1 MB."""
+
+MOST_RESTARTS = 200
+"""Of one run, the newest ones."""
+
+MOST_INCIDENTS, INCIDENT_CHARACTERS, MOST_ROWS = 40, 12_000, 8
+"""Of a report: incidents, characters of the text of one, rows of a table in it."""
+
+_MEASURED = {"tokens_per_second_per_rank", "step", "memory_gib"}
+
+
+def payload(runs: Sequence[RunHistory], origins: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """All that a report shows; strings of a run are as the run wrote them.
+
+    Args:
+        runs: at least one; the others are compared with the first one.
+        origins: where values came from, by the name of the setting, of a report of one run; None: not known.
+    """
+    names = [run.name for run in runs]
+    if len(set(names)) < len(names):
+        names = [str(run.path) for run in runs]
+    num_curves = sum(len(run.steps.keys() & {*SHOWN}) + len(run.validations) + 1 for run in runs)
+    most = max(40, min(MOST_POINTS, ALL_POINTS // max(1, num_curves)))
+    losses = [_loss(run) for run in runs]
+    apart = [distance(losses[0], loss) for loss in losses[1:]]
+    shown: dict[str, Any] = {
+        "version": __version__,
+        "written": time.time(),
+        "runs": [
+            _run(run, name, most, max(1, MOST_INCIDENTS // len(runs))) for run, name in zip(runs, names, strict=True)
+        ],
+        "parted": PARTED,
+        "apart": [asdict(one) | {"curve": _shown(one.curve, most)} for one in apart],
+        "settings": _differences(runs),
+    }
+    for row in shown["runs"][0]["settings"] if len(runs) == 1 else []:
+        row["origin"] = (origins or {}).get(row["name"])
+    return dict(clean(shown))
+
+
+def clean(value: Any) -> Any:
+    """``value`` with None in place of numbers that JSON does not have."""
+    if isinstance(value, Mapping):
+        return {str(key): clean(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [clean(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _run(run: RunHistory, name: str, most: int, most_incidents: int) -> dict[str, Any]:
+    steps, numbers = run.steps.get("step", []), len(run.steps.get("step", []))
+    curves = {key: curve(steps, run.steps[key]) for key in SHOWN if key in run.steps}
+    curves = {key: found for key, found in curves.items() if any(value is not None for value in found[1])}
+    sets = {key: curve(found["step"], found["val_loss"]) for key, found in run.validations.items()}
+    incidents = list(_incidents(run.incidents))
+    summary = _summary(run)
+    return {
+        "name": name,
+        "path": str(run.path),
+        "steps": steps[-1] if steps else 0,
+        "of_steps": run.settings.get("training.steps"),
+        "records": numbers,
+        "points": most if numbers > most else None,
+        "damaged": run.num_damaged,
+        "summary": summary,
+        "last_record": _modified(run),
+        "started": run.starts[0].get("time") if run.starts else None,
+        "start": run.starts[-1] if run.starts else {},
+        "restarts": _restarts(run)[-MOST_RESTARTS:],
+        "settings": _changed(run),
+        "curves": {key: _shown(found, most) for key, found in curves.items()},
+        "validations": {key: _shown(found, most) for key, found in sets.items()},
+        "results": _results(curves, sets, summary, len(run.starts)),
+        "incidents": incidents[:most_incidents],
+        "more_incidents": max(0, len(incidents) - most_incidents),
+        "plan": _plan(run, summary),
+    }
+
+
+def _loss(run: RunHistory) -> Curve:
+    return curve(run.steps.get("step", []), run.steps.get("loss", []))
+
+
+def _shown(whole: Curve, most: int) -> Curve:
+    """A curve as it is drawn, with 7 digits."""
+    steps, values = thinned(whole, most)
+    return steps, [None if value is None else float(f"{value:.7g}") for value in values]
+
+
+def _summary(run: RunHistory) -> dict[str, Any] | None:
+    """``summary.json``, unless the run went on after it."""
+    last = max(run.steps.get("step", []), default=0)
+    is_new = run.summary is not None and finite(run.summary.get("steps")) is not None and run.summary["steps"] >= last
+    return run.summary if is_new else None
+
+
+def _modified(run: RunHistory) -> float | None:
+    try:
+        return os.stat(run.path / "metrics.jsonl").st_mtime
+    except OSError:
+        return None
+
+
+def _changed(run: RunHistory) -> list[dict[str, Any]]:
+    """The settings that are not the defaults; one that this version does not know has no default."""
+    defaults = json.loads(json.dumps(flatten(RunConfig())))
+    return [
+        {"name": name, "value": redact_value(name, value), "default": defaults.get(name)}
+        for name, value in run.settings.items()
+        if value != defaults.get(name)
+    ]
+
+
+def _differences(runs: Sequence[RunHistory]) -> list[dict[str, Any]]:
+    """The settings in which runs differ, but for their names."""
+    names = dict.fromkeys(name for run in runs for name in run.settings if not name.startswith("job."))
+    rows = [{"name": name, "values": [redact_value(name, run.settings.get(name)) for run in runs]} for name in names]
+    return [row for row in rows if any(value != row["values"][0] for value in row["values"])]
+
+
+def _results(
+    curves: Mapping[str, Curve], sets: Mapping[str, Curve], summary: Mapping[str, Any] | None, num_starts: int
+) -> dict[str, Any]:
+    """The numbers that a run comes down to."""
+    known = {key: [value for value in values if value is not None] for key, (_, values) in curves.items()}
+    scores = {key: [value for value in values if value is not None] for key, (_, values) in sets.items()}
+    return {
+        "loss": known["loss"][-1] if "loss" in known else None,
+        "validations": {key: values[-1] for key, values in scores.items() if values},
+        **{key: statistics.median(known[key]) if key in known else None for key in ("tokens_per_second", "mfu")},
+        "memory_gib": max(known["memory_gib"]) if "memory_gib" in known else None,
+        "goodput": known["goodput"][-1] if "goodput" in known else None,
+        "wall_seconds": summary.get("wall_seconds") if summary else None,
+        "restarts": max(0, num_starts - 1),
+    }
+
+
+def _restarts(run: RunHistory) -> list[dict[str, Any]]:
+    """The starts after the first one, each with what its recovery took where it came after a failure."""
+    left, found = list(run.recoveries), []
+    for start in run.starts[1:]:
+        row = {key: start.get(key) for key in ("time", "step", "layout", "host", "device")}
+        for recovery in left:
+            done, again = finite(recovery.get("step")), finite(recovery.get("steps_again"))
+            if done is not None and again is not None and start.get("step") == done - 1 - again:
+                row |= {"failed_step": done, "steps_again": again, "seconds": finite(recovery.get("seconds"))}
+                left.remove(recovery)
+                break
+        found.append(row)
+    return found
+
+
+def _plan(run: RunHistory, summary: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The plan and what was measured, as ``crius.tools.plan.compare.Comparison`` has them."""
+    if run.plan is None:
+        return None
+    whole = summary.get("plan") if summary else None
+    if isinstance(whole, dict) and isinstance(whole.get("measured"), dict):
+        return {"plan": run.plan, "measured": whole["measured"]}
+    columns = [[finite(value) for value in run.steps.get(key, [])] for key in sorted(_MEASURED)]
+    rows = (dict(zip(sorted(_MEASURED), row, strict=True)) for row in zip(*columns, strict=False) if None not in row)
+    return {"plan": run.plan, "measured": _measured(rows)}
+
+
+def _measured(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    found = measured_of(rows)
+    return {"tokens_per_second_per_rank": found.tokens_per_second, "memory_bytes": found.memory_bytes}
+
+
+def _incidents(files: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """One entry for each incident, by step; a hang is a file of JSON and one of text."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, content in files.items():
+        if name.endswith(".flight.json"):  # what torch's flight recorder kept of a rank: the text names its last call
+            continue
+        found.setdefault(name.rpartition(".")[0], {})[name.rpartition(".")[2]] = content
+    entries = [_incident(name, parts.get("json"), parts.get("txt", "")) for name, parts in found.items()]
+    yield from sorted(entries, key=lambda entry: (entry["step"] is None, entry["step"], entry["name"]))
+
+
+def _incident(name: str, data: Any, text: str) -> dict[str, Any]:
+    """What an incident is shown as: a title, its values, its tables, its text.
+
+    Files of incidents are written by ``crius.train.stability``, ``crius.launch.watchdog`` and
+    ``crius.tools.plan.out_of_memory``.
+    """
+    witnesses = data if isinstance(data, list) else []
+    values = data if isinstance(data, dict) else {}
+    ranks = [witness for witness in witnesses if isinstance(witness, dict)]
+    steps = [values.get("step"), *(witness.get("step") for witness in ranks)]
+    kind, action = (str(values[key]) if values.get(key) else "" for key in ("kind", "action"))
+    tables = {key: value for key, value in {**values, "ranks": ranks}.items() if _is_table(value)}
+    text = text or ("" if data is not None else "This file cannot be read.")
+    return {
+        "name": name,
+        "step": max((step for step in steps if isinstance(step, int)), default=None),
+        "title": ": ".join(part for part in (kind, action) if part) or text.partition("\n")[0][:200] or name,
+        "values": [
+            [key, _short(value)] for key, value in values.items() if value not in (None, []) and key not in tables
+        ],
+        "tables": [_table(key, rows) for key, rows in tables.items()],
+        "text": text[:INCIDENT_CHARACTERS],
+        "cut": max(0, len(text) - INCIDENT_CHARACTERS),
+    }
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(row, dict) for row in value)
+
+
+def _table(name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The first rows, without columns of which the text has more than a cell holds."""
+    columns = [key for key, value in rows[0].items() if key not in ("stack", "threads", "pid") and value != []]
+    shown = [[_short(row.get(key)) for key in columns] for row in rows[:MOST_ROWS]]
+    return {"name": name, "columns": columns, "rows": shown, "more": max(0, len(rows) - MOST_ROWS)}
+
+
+def _short(value: Any) -> str | float | None:
+    """A value as a cell: a number, or a text of at most 200 characters."""
+    if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool)):
+        return value
+    if isinstance(value, dict):
+        value = [f"{key} {item:.4g}" if isinstance(item, float) else f"{key} {item}" for key, item in value.items()]
+    text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return text if len(text) <= 200 else text[:197] + "..."

@@ -1,0 +1,206 @@
+"""Reports of real runs in a real browser: from ``file://``, with the network off."""
+
+import contextlib
+import json
+import re
+import shutil
+
+import pytest
+from report_runs import train, write_run
+
+from crius import cli
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not CHROMIUM, reason="no chromium here"),
+    pytest.mark.timeout(600),
+]
+
+SHORT = ("--training.seq_len", "64", "--batch", "4", "--metrics.log_interval", "1", "--validation.num_samples", "8")
+
+COLOURED = """(card) => {
+    const drawn = card.querySelector("canvas"), [r, g, b] = %s;
+    const copy = Object.assign(document.createElement("canvas"), {width: drawn.width, height: drawn.height});
+    const context = copy.getContext("2d", {willReadFrequently: true});
+    context.drawImage(drawn, 0, 0);
+    const pixels = context.getImageData(0, 0, copy.width, copy.height).data;
+    let found = 0;
+    for (let at = 0; at < pixels.length; at += 4) {
+        const away = Math.abs(pixels[at] - r) + Math.abs(pixels[at + 1] - g) + Math.abs(pixels[at + 2] - b);
+        found += pixels[at + 3] > 200 && away < 40;
+    }
+    return found;
+}"""
+LIGHT, DARK, LIGHT_2 = [0x2B, 0x62, 0xD9], [0x7B, 0xA4, 0xFF], [0xD9, 0x66, 0x0F]
+"""The colours of the first run, and of the second, in report.css."""
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory):
+    """A run with experts that was killed once, and that skipped a step which was not finite."""
+    flags = ["--model.name", "qwen3_moe", "--model.flavor", "debug", "--model.num_layers", "2", "--layout", "fsdp2_ep2"]
+    steps = ["--training.steps", "30", "--checkpoint.interval", "10", "--validation.interval", "10"]
+    folder = tmp_path_factory.mktemp("runs") / "broken"
+    faults = "kill:step=14,rank=1;nan:step=22"
+    return train(folder, *flags, *steps, *SHORT, "--stability.nonfinite", "skip", faults=faults)
+
+
+@pytest.fixture(scope="module")
+def layouts(tmp_path_factory):
+    """The folder of the runs ``1`` and ``fsdp2``, which differ in nothing else."""
+    folder = tmp_path_factory.mktemp("layouts")
+    for layout in ("1", "fsdp2"):
+        train(folder / layout, "--layout", layout, "--training.steps", "12", "--checkpoint.no_enable", *SHORT)
+    return folder
+
+
+@contextlib.contextmanager
+def opened(path, scheme="light"):
+    """The page of a report, which must not complain nor ask for anything else."""
+    from playwright.sync_api import sync_playwright
+
+    said, asked = [], []
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        context = browser.new_context(offline=True, color_scheme=scheme, viewport={"width": 1280, "height": 900})
+        page = context.new_page()
+        page.on("console", lambda message: said.append(message.text))
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.on("dialog", lambda dialog: (said.append(dialog.message), dialog.dismiss()))
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto(path.as_uri())
+        page.wait_for_selector("footer")
+        yield page
+        browser.close()
+    assert (said, asked) == ([], [path.as_uri()])
+
+
+def coloured(page, chart, colour):
+    """Pixels of that colour on a chart."""
+    return page.locator(f"[data-chart={chart}]").evaluate(COLOURED % colour)
+
+
+def hover(page, chart, share):
+    """Point at a chart, ``share`` of its width from the left."""
+    plot = page.locator(f"[data-chart={chart}] .u-over")
+    plot.scroll_into_view_if_needed()
+    box = plot.bounding_box()
+    page.mouse.move(box["x"] + share * box["width"], box["y"] + box["height"] / 2)
+    return box
+
+
+def readout(page, chart):
+    """Step and values that a chart names."""
+    card = page.locator(f"[data-chart={chart}]")
+    return card.locator(".at").inner_text(), card.locator(".keys b").all_inner_texts()
+
+
+def charts(page):
+    return [card.get_attribute("data-chart") for card in page.locator("[data-chart]").all()]
+
+
+@pytest.mark.parametrize(("scheme", "colour"), [("light", LIGHT), ("dark", DARK)])
+def test_a_run_that_ended_has_a_report_whose_curves_are_drawn(broken, scheme, colour):
+    with opened(broken / "report.html", scheme) as page:
+        found = charts(page)
+        assert {"loss", "validation", "grad_norm", "lr", "tokens_per_second", "load_max_over_mean", "dead_experts"} <= {
+            *found
+        }
+        assert {name: coloured(page, name, colour) > 50 for name in found} == dict.fromkeys(found, True)
+        dark = page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(15, 18, 23)"
+        assert dark == (scheme == "dark")
+        page.locator("#theme").click()
+        assert coloured(page, "loss", DARK if scheme == "light" else LIGHT) > 50 > coloured(page, "loss", colour)
+
+
+def test_it_tells_what_happened(broken):
+    with opened(broken / "report.html") as page:
+        text = page.locator("main").inner_text()
+        assert re.search(r"from step\s+failed in step\s+steps repeated.*\n.*UTC\s+10\s+14\s+3\s", text)
+        page.locator("details.incident summary").click()
+        assert (
+            "step 22 non-finite: skipped" in text and "output.weight" in page.locator("details.incident").inner_text()
+        )
+        row = page.locator("tr", has_text="stability.nonfinite").locator("td").all_inner_texts()
+        assert row == ["stability.nonfinite", "skip", "stop", "command line"]
+        for part in ("compute", "planned memory", "hash of the data", "crius train --config"):
+            assert part in text
+
+
+def test_pointing_at_a_chart_shows_its_values(broken):
+    records = [json.loads(line) for line in (broken / "metrics.jsonl").read_text().splitlines()]
+    losses = {record["step"]: record["loss"] for record in records if "loss" in record}
+    with opened(broken / "report.html") as page:
+        last, _ = readout(page, "loss")
+        hover(page, "loss", 0.55)
+        at, [value] = readout(page, "loss")
+        assert last == "last, step 30" and losses[int(re.fullmatch(r"step (\d+)", at)[1])] == pytest.approx(
+            float(value), abs=1e-4
+        )
+        assert readout(page, "lr")[0] == at  # all charts follow
+        hover(page, "loss", (22 - 1) / 29)
+        assert readout(page, "loss")[0].endswith(" · non-finite: skipped")
+
+
+def test_dragging_zooms_all_charts_and_a_double_click_shows_all_again(broken):
+    with opened(broken / "report.html") as page:
+        box = hover(page, "loss", 0.4)
+        page.mouse.down()
+        page.mouse.move(box["x"] + 0.6 * box["width"], box["y"] + 60, steps=4)
+        page.mouse.up()
+        hover(page, "lr", 0.99)
+        assert 17 <= int(readout(page, "lr")[0].removeprefix("step ")) <= 19
+        assert page.locator("#reset").is_visible()
+        box = hover(page, "loss", 0.5)
+        page.mouse.dblclick(box["x"] + 0.5 * box["width"], box["y"] + 60)
+        hover(page, "lr", 0.99)
+        assert readout(page, "lr")[0] == "step 30" and not page.locator("#reset").is_visible()
+
+
+def test_two_layouts_lie_over_each_other_and_the_page_says_how_far_apart_they_are(layouts, tmp_path):
+    out = tmp_path / "both.html"
+    assert cli.main(["report", str(layouts / "1"), str(layouts / "fsdp2"), "--out", str(out)]) == 0
+    with opened(out) as page:
+        said = page.locator(".verdicts").inner_text()
+        assert re.search(
+            r"fsdp2 is \d\.\de-\d+ apart from 1: .* over 12 common steps.* No step differs by more than 1e-6", said
+        )
+        assert coloured(page, "tokens_per_second", LIGHT) > 50 < coloured(page, "tokens_per_second", LIGHT_2)
+        assert coloured(page, "apart", LIGHT_2) > 50
+        hover(page, "loss", 0.5)
+        _, [first, second] = readout(page, "loss")
+        assert first == second != "\u2013"
+        differences = page.locator("table.differences tbody tr").all_inner_texts()
+        assert [row.split() for row in differences] == [["parallelism.data_parallel_shard_degree", "1", "2"]]
+        assert page.locator("details.run").count() == 2
+
+
+def test_it_prints_in_light_colours_and_comes_back(broken):
+    with opened(broken / "report.html", "dark") as page:
+        assert len(page.pdf()) > 50_000
+        page.wait_for_function("document.documentElement.dataset.theme === 'dark'")
+        assert coloured(page, "loss", DARK) > 50
+
+
+def test_each_validation_set_has_a_curve_of_its_own(tmp_path):
+    run = write_run(tmp_path / "run")
+    with (run / "metrics.jsonl").open("a") as file:
+        for step, name in ((1, "web"), (1, "code"), (3, "web"), (3, "code")):
+            file.write(json.dumps({"step": step, "val_loss": 4.0 / step + len(name), "val_set": name}) + "\n")
+    assert cli.main(["report", str(run)]) == 0
+    with opened(run / "report.html") as page:
+        assert coloured(page, "validation", LIGHT) > 50 < coloured(page, "validation", LIGHT_2)
+        assert page.locator("[data-chart=validation] .key").all_inner_texts() == ["web 4.3333", "code 5.3333"]
+        assert "validation, code" in page.locator(".tiles").inner_text()
+
+
+def test_a_hostile_run_is_shown_as_text(tmp_path):
+    evil = "</script><script>alert(1)</script><img src=https://example.com/x onerror=alert(2)><!--"
+    files = {"incidents/step-2.json": {"step": 2, "kind": evil, "action": evil, evil: evil, "layers": [{evil: evil}]}}
+    run = write_run(tmp_path / "<script>alert(3)<!--", settings={"data.path": evil}, starts=(0, 2), files=files)
+    assert cli.main(["report", str(run), "--out", str(tmp_path / "out.html")]) == 0
+    with opened(tmp_path / "out.html") as page:
+        assert page.locator("h1").inner_text() == run.name and page.locator("img").count() == 0
+        assert evil in page.locator("details.incident summary").inner_text()
