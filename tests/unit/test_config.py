@@ -41,6 +41,9 @@ VERBS = (
     "data show",
     "data audit",
     "doctor",
+    "runs",
+    "compare",
+    "sweep",
 )
 SCHEDULE = "parallelism.pipeline_parallel_schedule"
 

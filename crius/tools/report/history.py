@@ -69,8 +69,8 @@ def read_run(path: Path) -> RunHistory:
         starts=starts[first:],
         steps=_columns(steps),
         validations={name: _columns(found) for name, found in sets.items()},
-        summary=_json(path / "summary.json"),
-        plan=_json(path / "plan.json"),
+        summary=read_json(path / "summary.json"),
+        plan=read_json(path / "plan.json"),
         incidents=dict(_incidents(path / "incidents")),
         num_damaged=num_damaged,
     )
@@ -117,7 +117,8 @@ def _dotted(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield f"{prefix}{name}", value
 
 
-def _json(path: Path) -> dict[str, Any] | None:
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The JSON object in a file; None where there is none."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
