@@ -20,7 +20,8 @@ from crius.redact import printable, redact
 VERBS = {
     **{"train": "train", "plan": "plan", "verify": "verify", "bench": "bench", "checkpoint": "checkpoint"},
     **{"generate": "generate", "evaluate": "evaluating", "import": "importing", "export": "exporting"},
-    **{"config": "settings", "data": "settings", "doctor": "settings", "runs": "runs", "compare": "runs"},
+    **{"config": "settings", "data": "settings", "doctor": "settings"},
+    **{"runs": "runs", "compare": "runs", "sweep": "sweep"},
 }
 """The module here of each verb, which adds it to ``app`` when it is imported."""
 

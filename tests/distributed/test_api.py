@@ -1,4 +1,4 @@
-"""``crius.run``, ``crius.load_run`` and ``crius.load_model``; runs are in processes of their own, as they make groups."""
+"""``crius.run``, ``crius.load_run`` and ``crius.load_model``; a run makes a group, so it is in a process of its own."""
 
 import gc
 import json

@@ -29,7 +29,7 @@ class RunState:
 
     Attributes:
         word: ``running``; ``finished``; ``stopped`` by a signal; ``preempted``: stopped by a signal other than Ctrl-C,
-            with everything saved; ``failed``: ended without a summary; ``unreadable``.
+            with everything saved; ``failed``: ended without a summary; ``unreadable``; ``not started``.
         reason: name of the signal, or of the error; empty where none is known.
     """
 
@@ -115,6 +115,8 @@ def run_row(path: Path, name: str = "") -> RunRow:
 
 
 def _row(path: Path, name: str) -> RunRow:
+    if not _is_run(path):
+        return RunRow(name=name, state=RunState("not started"))
     metrics, text = path / "metrics.jsonl", _text(path / "run.toml")
     training, checkpoint = _section(text, "training"), _section(text, "checkpoint")
     lines = _tail(metrics, _TAIL)
