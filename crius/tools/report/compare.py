@@ -3,7 +3,7 @@
 import json
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,16 +104,21 @@ class Comparison:
         parts = (
             _table("settings", self.names, self.settings),
             _table("versions, machine and layout", self.names, self.starts),
-            [f"loss beside {self.names[0]}, relative tolerance {self.tolerance:g}:", *self._curve_lines()],
+            self._curve_lines(),
             _table("results", self.names, self.results),
         )
         return [line for part in parts for line in (*part, "")][:-1]
 
-    def _curve_lines(self) -> Iterator[str]:
-        for name, curves, sets in zip(self.names[1:], self.losses, self.validations, strict=True):
-            yield f"  {name}: {_told(curves, self.names[0], name)}"
-            for label, found in sets.items():
-                yield f"  {name}, validation{label and f' {label}'}: {_told(found, self.names[0], name)}"
+    def _curve_lines(self) -> list[str]:
+        head = ["compared", "part at", "values", "difference", "largest", "at"]
+        rows, notes = [[f"curves beside {self.names[0]}, tolerance {self.tolerance:g}:", *head]], []
+        for name, losses, sets in zip(self.names[1:], self.losses, self.validations, strict=True):
+            labels = {"loss": losses} | {f"validation {label}".strip(): found for label, found in sets.items()}
+            rows += [[f"  {name}: {label}", *_told(curves)] for label, curves in labels.items()]
+            if losses.only_first or losses.only_other:
+                lone = f"{losses.only_first} steps of {self.names[0]} and {losses.only_other} of {name}"
+                notes.append(f"  not compared, because the other run has no record of them: {lone}")
+        return [*aligned(rows, left=None), *notes]
 
 
 def compare(runs: Sequence[RunHistory], tolerance: float = TOLERANCE) -> Comparison:
@@ -267,27 +272,21 @@ def _cell(name: str, value: Any) -> str:
     return value if isinstance(value, str) and value else json.dumps(value)
 
 
-def _told(curves: Curves, first: str, other: str) -> str:
-    """The difference of two curves in words."""
+def _told(curves: Curves) -> list[str]:
+    """The cells of a row of two curves."""
     if not curves.largest or not curves.range:
-        return "no step in common"
+        return ["no common step", *"-----"]
     start, end = curves.range
-    where = f"{curves.num_steps} steps compared, {start} to {end}" if start < end else f"only step {start} compared"
-    if curves.only_first or curves.only_other:
-        where += f"; {curves.only_first} more of {first}, {curves.only_other} more of {other}"
-    if not curves.largest.relative:
-        return f"equal to the last digit ({where})"
-    largest = f"largest difference {_amount(curves.largest)} at step {curves.largest.step}"
-    parts = curves.parts
-    if not parts:
-        return f"within the tolerance, {largest} ({where})"
-    values = f"{_loss(parts.first)} and {_loss(parts.other)}, {_amount(parts)}"
-    return f"part at step {parts.step}, {values}; {largest} ({where})"
+    compared = f"{curves.num_steps} steps, {start} to {end}" if start < end else f"step {start}"
+    parts, largest = ["never", "-", "-"], [_amount(curves.largest), f"step {curves.largest.step}"]
+    if point := curves.parts:
+        parts = [f"step {point.step}", f"{_loss(point.first)} and {_loss(point.other)}", _amount(point)]
+    return [compared, *parts, *largest]
 
 
 def _loss(value: Any) -> str:
-    return f"{value:.9g}" if _is_finite(value) else "no finite number"
+    return f"{value:.9g}" if _is_finite(value) else "not finite"
 
 
 def _amount(point: Point) -> str:
-    return f"{point.relative:.1e}" if math.isfinite(point.relative) else "without a number"
+    return f"{point.relative:.1e}" if 0 < point.relative < math.inf else "0" if not point.relative else "not finite"
