@@ -18,6 +18,7 @@ RUNS = Path("runs")
 @app.command
 def runs(
     folder: Annotated[Path, Parameter(help="Folder with run folders, or with folders of them.")] = RUNS,
+    /,
     *,
     as_json: Json = False,
 ) -> int:

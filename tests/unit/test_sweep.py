@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from crius import cli
-from crius.cli import sweep
 from crius.config.argv import normalized_argv
 from crius.errors import ConfigError
+from crius.tools.report import sweep
 
 # stands for crius train: the loss of a run is its learning rate, and a run with the rate 9 fails
 TRAINER = """
