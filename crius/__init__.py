@@ -7,11 +7,13 @@ package imports no torch.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from crius import errors
+
 if TYPE_CHECKING:
     from crius.api import Run, load_model, load_run, run
 
 __version__ = "0.1.0"
-__all__ = ["Run", "__version__", "load_model", "load_run", "run"]
+__all__ = ["Run", "__version__", "errors", "load_model", "load_run", "run"]
 
 
 def __getattr__(name: str) -> Any:

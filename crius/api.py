@@ -241,9 +241,10 @@ def _process_as_before() -> Iterator[None]:
 
 def _train_apart(words: Sequence[str], folder: Path, sinks: Sequence[Sink]) -> None:
     """Train in a child, whose lines are printed here: this process may have threads, or a GPU, and cannot be forked."""
+    from crius.cli.app import imports
     from crius.launch.stop import STOPPED
 
-    command = [sys.executable, "-m", "crius", "train", *words, "--job.run_dir", str(folder)]
+    command = [sys.executable, "-m", "crius", "train", *words, "--job.run_dir", str(folder), *imports()]
     records, lines = _NewRecords(folder), deque[str](maxlen=100)
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"

@@ -16,7 +16,7 @@ from crius.launch.lock import holder_of, run_lock
 from crius.metrics.record import StepMetrics, ValidationMetrics
 from crius.metrics.sinks import JsonlSink
 from crius.tools.report.history import read_run
-from crius.tools.report.runs import find_runs, history_state, run_row
+from crius.tools.report.runs import find_runs, history_state, run_lines, run_row
 
 NUMBERS = {"grad_norm": 1.0, "lr": 0.1, "tokens": 8, "tokens_per_second_per_rank": 1.0, "mfu": None, "tflops": 0.0}
 NUMBERS |= {"step_seconds": 0.1, "data_seconds": 0.0, "goodput": 0.5}
@@ -146,20 +146,25 @@ def test_hostile_runs_are_listed(tmp_path):
         ("cut", '{"step": 1, "loss": 3.0}\n{"step": 2, "lo'),
         ("deep", '{"step": 1, "loss": 3.0}\n' + '{"loss": ' * 5000),
         ("text", '{"step": "x", "loss": "y"}\n'),
+        ("nan", '{"step": 2, "loss": NaN, "tokens_per_second": Infinity, "goodput": true}\n'),
         ("empty", ""),
     ):
         folder = tmp_path / name
         folder.mkdir()
         (folder / "metrics.jsonl").write_text(content)
-        (folder / "run.toml").write_text("[training]\nsteps = = 4\n")
-        (folder / "summary.json").write_text("[]")
+        (folder / "run.toml").write_text("[training]\nsteps = 'x'\n[checkpoint]\nfolder = = 4\n")
+        (folder / "summary.json").write_text('{"steps": "x"}' if name == "nan" else "[]")
+        (folder / "starts.jsonl").write_text('{"time": "x"}\n')
     (tmp_path / "locked").mkdir()
     (tmp_path / "locked" / "run.lock").touch()
     rows = {row.name: row for row in find_runs(tmp_path)}
+    assert len(run_lines([*rows.values()])) == 7
+    json.dumps([row.as_dict() for row in rows.values()], allow_nan=False)
     assert {name: (str(row.state), row.step, row.loss) for name, row in rows.items()} == {
         "cut": ("failed", 1, 3.0),
         "deep": ("failed", 1, 3.0),
         "text": ("failed", None, None),
+        "nan": ("failed", 2, None),
         "empty": ("failed", None, None),
         "locked": ("failed", None, None),
     }

@@ -1,6 +1,7 @@
 """Which runs are in a folder and how they stand, from the ends of their files: hundreds in a second. No torch."""
 
 import json
+import math
 import os
 import re
 import time
@@ -124,14 +125,15 @@ def _row(path: Path, name: str) -> RunRow:
     validation = _last(lines, "val_loss")
     if validation is None and _section(text, "validation").get("interval"):
         validation = _last(_tail(metrics, _LONG_TAIL), "val_loss")
-    step, found = (last or {}).get("step"), last or {}
+    found = last or {}
+    step = _whole(found.get("step"))
     state = state_of(path, summary, step, _last_start(path), saves=checkpoint.get("enable") is not False)
     written = next(file.stat().st_mtime for file in (metrics, *(path / mark for mark in MARKS)) if file.exists())
     return RunRow(
         name=name,
         state=state,
-        step=step if isinstance(step, int) else None,
-        steps=training.get("steps") or (summary.get("steps") if state.word == "finished" else None),
+        step=step,
+        steps=_whole(training.get("steps")) or (step if state.word == "finished" else None),
         loss=_number(found.get("loss")),
         val_loss=_number((validation or summary).get("val_loss")),
         tokens_per_second=_number(found.get("tokens_per_second")),
@@ -160,10 +162,10 @@ def state_of(
         start: the last line of ``starts.jsonl``; empty where there is none.
         saves: whether the run saves before it stops.
     """
-    if holder_of(path):
+    if (holder_of(path) or {}).get("command") == "train":
         return RunState("running")
-    done, begun = summary.get("steps"), _number(start.get("time"))
-    if isinstance(done, int) and done >= (step or 0):
+    done, begun = _whole(summary.get("steps")), _number(start.get("time"))
+    if done is not None and done >= (step or 0):
         # a run that was continued and then failed still has the summary of before
         if begun is None or (path / "summary.json").stat().st_mtime >= begun:
             signal = summary.get("stopped_by")
@@ -178,7 +180,12 @@ def state_of(
 
 
 def _number(value: Any) -> float | None:
-    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return value if is_number and math.isfinite(value) else None
+
+
+def _whole(value: Any) -> int | None:
+    return value if type(value) is int else None
 
 
 def _text(path: Path) -> str:
