@@ -37,13 +37,22 @@ if TYPE_CHECKING:
 
 
 class Run(RunHistory):
-    """A run, read from its folder: ``settings``, ``validations``, ``incidents``, ``starts``, ``summary``, and below."""
+    """A run, read from its folder. ``load_run`` makes it; it does not follow a run that trains.
+
+    Attributes:
+        path: the run folder.
+        settings: dotted names and values of ``run.toml``.
+        validations: columns of each validation set by its name; the set without a name is ``""``.
+        starts: one mapping for each start of the run: versions, host, device, layout, hashes of the data.
+        incidents: contents of the files in ``incidents/``, by name.
+        summary: ``summary.json``; None before the run has ended.
+    """
 
     @property
     def metrics(self) -> Columns:
         """Columns of the reported steps: name of a field of ``StepMetrics`` to its values, None where there is none.
 
-        ``pandas.DataFrame(run.metrics)`` is a table of them; ``run.validations[""]`` are those of validations.
+        ``pandas.DataFrame(run.metrics)`` is a table of them.
         """
         return self.steps
 
@@ -111,8 +120,8 @@ def _checkpoint(path: str, step: int) -> str:
 def run(config: RunConfig | Mapping[str, Any] | None = None, *, recipe: str = "", sinks: Sequence[Sink] = ()) -> Run:
     """Train as ``crius train`` does, and return the run. A folder with checkpoints of this run continues from them.
 
-    A run of one rank trains in this process. One of several ranks trains in processes of its own, which a child
-    ``crius train`` starts. Ctrl-C, or a notebook's interrupt, saves and ends the run, whose state is then ``stopped``.
+    A run of one rank trains in this process. A run of several ranks is a ``crius train`` in a child process.
+    Ctrl-C, or a notebook's interrupt, saves and ends the run, whose state is then ``stopped``.
 
     Args:
         config: all settings, or dotted names with values, such as ``{"model.num_layers": 2, "job.run_dir": "runs/a"}``;
@@ -219,6 +228,7 @@ def _process_as_before() -> Iterator[None]:
     from crius.signals import STOP_SIGNALS
 
     threads, is_exact = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    finds_anomalies, collects = torch.is_anomaly_enabled(), gc.isenabled()
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     status.step, status.limit_seconds = None, 0.0
     try:
@@ -232,9 +242,10 @@ def _process_as_before() -> Iterator[None]:
         for one in list(logger.handlers):
             logger.removeHandler(one)
             one.close()
-        gc.enable()
+        if collects:
+            gc.enable()
         torch.use_deterministic_algorithms(is_exact)
-        torch.autograd.set_detect_anomaly(False)
+        torch.autograd.set_detect_anomaly(finds_anomalies)
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
 

@@ -21,7 +21,7 @@ MARKS = ("run.toml", "metrics.jsonl", LOCK)
 """A folder with one of these files is a run folder."""
 
 _TAIL, _LONG_TAIL = 1 << 16, 1 << 20
-_FAR = 1e9  # seconds; files from the future have an age of 0
+_FAR = 1e12  # seconds: not known; files from the future have an age of 0
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,8 @@ class RunRow:
 
     def as_dict(self) -> dict[str, Any]:
         """The row for JSON."""
-        return vars(self) | {"state": self.state.word, "reason": self.state.reason}
+        known = self.age_seconds if self.age_seconds < _FAR else None
+        return vars(self) | {"state": self.state.word, "reason": self.state.reason, "age_seconds": known}
 
 
 def find_runs(folder: Path) -> list[RunRow]:
