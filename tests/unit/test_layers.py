@@ -65,7 +65,7 @@ OPTIONAL |= {
 AIM_FILE, STOP_FILE, AIM_FUNCTION, STOP_FUNCTION = 400, 500, 60, 100
 LONGER: dict[str, str] = {}  # "file" or "file:function" to the reason; still below the hard stop
 
-MOST_CODE = {"trainer": 24_250, "tools": 12_910}
+MOST_CODE = {"trainer": 24_250, "tools": 12_900}
 """Lines of code of the two houses: decision 041 has the aims, with all models and features."""
 
 MOST_LOADED = {"crius": 196, "crius.tools.plan": 13}

@@ -4,7 +4,7 @@ import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from crius.errors import ConfigError
@@ -32,10 +32,6 @@ class Point:
     other: float | None
     relative: float
 
-    def as_dict(self) -> dict[str, Any]:
-        """The point for JSON, which has no infinity: null."""
-        return vars(self) | {"relative": self.relative if math.isfinite(self.relative) else None}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Curves:
@@ -55,13 +51,6 @@ class Curves:
     only_other: int
     parts: Point | None
     largest: Point | None
-
-    def as_dict(self) -> dict[str, Any]:
-        """The curves for JSON."""
-        return vars(self) | {name: point and point.as_dict() for name, point in self._points().items()}
-
-    def _points(self) -> dict[str, Point | None]:
-        return {"parts": self.parts, "largest": self.largest}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,12 +81,9 @@ class Comparison:
         return not any(curves.parts for curves in self.losses)
 
     def as_dict(self) -> dict[str, Any]:
-        """The comparison for JSON."""
-        return vars(self) | {
-            "equal": self.are_equal,
-            "losses": [curves.as_dict() for curves in self.losses],
-            "validations": [{name: curves.as_dict() for name, curves in sets.items()} for sets in self.validations],
-        }
+        """The comparison for JSON, where null stands for what is not finite."""
+        told: dict[str, Any] = json.loads(json.dumps(asdict(self)), parse_constant=lambda name: None)
+        return told | {"equal": self.are_equal}
 
     def lines(self) -> list[str]:
         """The comparison as text."""
