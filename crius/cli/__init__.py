@@ -22,6 +22,7 @@ VERBS = {
     **{"generate": "generate", "evaluate": "evaluating", "import": "importing", "export": "exporting"},
     **{"report": "report"},
     **{"config": "settings", "data": "settings", "doctor": "settings"},
+    **{"runs": "runs", "compare": "runs", "sweep": "sweep"},
 }
 """The module here of each verb, which adds it to ``app`` when it is imported."""
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import io
 import json
 import os
@@ -14,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
-from cyclopts import Parameter
+from cyclopts import CycloptsError, Parameter
 
 from crius.cli.app import (
     COMMAND,
@@ -41,6 +42,7 @@ from crius.config.changes import flag
 from crius.config.data import DataConfig, TokenizerConfig
 from crius.config.facts import Facts
 from crius.config.load import OF_MODEL, recipe_names
+from crius.config.names import WrongSettings, explain
 from crius.config.rules_data import CORPUS_RULES, DATA_RULES
 from crius.config.run import RunConfig, replace_fields
 from crius.config.toml_file import differences, flatten
@@ -129,10 +131,23 @@ def run_of(*flags: str) -> RunConfig:
     Raises:
         CycloptsError: they cannot be read.
     """
-    argv = ["config", "show", *normalized_argv(flags)]
+    argv = normalized_argv(["config", "show", *flags])
     _, bound, _ = app.parse_args(argv, exit_on_error=False, print_error=False)
     run: RunConfig = bound.arguments.get("run", RunConfig())
     return run
+
+
+def checked_run_of(*flags: str) -> RunConfig:
+    """``run_of``, with all that is wrong with the flags as one error.
+
+    Raises:
+        ConfigError: they cannot be read.
+    """
+    parse = functools.partial(app.parse_args, exit_on_error=False, print_error=False)
+    try:
+        return run_of(*flags)
+    except (CycloptsError, WrongSettings) as error:
+        raise explain(error, normalized_argv(["config", "show", *flags]), parse) from None
 
 
 @data_app.command

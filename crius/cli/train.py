@@ -77,6 +77,27 @@ def train(
             where="command line",
             fix="leave out --nproc",
         )
+    facts, folder = prepared(run, nproc, placement)
+    run = facts.config
+
+    with contextlib.ExitStack() as stack:
+        locks = own(run, folder, stack) if placement is None or placement.rank == 0 else []
+        if placement is None and run.data.source != "huggingface":
+            # bad data is one message here, before there are workers to say it N times; a stream's threads cannot be
+            # forked
+            from crius.train.inputs import open_run_corpus
+
+            open_run_corpus(run, facts.data_parallel_ranks)
+        code = _start(run, folder, placement, facts.num_ranks, strict, locks)
+    return _end(facts, folder, placement, code)
+
+
+def prepared(run: RunConfig, nproc: int, placement: Placement | None) -> tuple[Facts, Path]:
+    """What is known of a run whose rules have been checked, and its folder, which is made.
+
+    Raises:
+        CriusError: the run is not possible, or its folder cannot be written.
+    """
     facts = facts_of(run, nproc, placement)
     rules.check(facts)
     need_torch()
@@ -88,19 +109,7 @@ def train(
     if saved is not None:  # dtype and document boundaries are those of the checkpoint
         facts = facts_of(run, nproc, placement, saved=saved)
         rules.check(facts)
-    facts = _with_epochs(facts)
-    run = facts.config
-
-    with contextlib.ExitStack() as stack:
-        locks = _own(run, folder, stack) if placement is None or placement.rank == 0 else []
-        if placement is None and run.data.source != "huggingface":
-            # bad data is one message here, before there are workers to say it N times; a stream's threads cannot be
-            # forked
-            from crius.train.inputs import open_run_corpus
-
-            open_run_corpus(run, facts.data_parallel_ranks)
-        code = _start(run, folder, placement, facts.num_ranks, strict, locks)
-    return _end(facts, folder, placement, code)
+    return _with_epochs(facts), folder
 
 
 def _with_epochs(facts: Facts) -> Facts:
@@ -138,7 +147,7 @@ def _explain(story: "Story", what: str, said: str) -> OutOfMemoryError:
     return explain(story, what, said)
 
 
-def _own(run: RunConfig, folder: Path, stack: contextlib.ExitStack) -> list[RunLock]:
+def own(run: RunConfig, folder: Path, stack: contextlib.ExitStack) -> list[RunLock]:
     """Make the folders of a run its own while ``stack`` is open, and see whether it can go on from what is in them."""
     from crius.launch.lock import run_lock
     from crius.train.inputs import check_resume, own_checkpoint_folder

@@ -49,7 +49,7 @@ def normalized_argv(argv: Sequence[str]) -> list[str]:
 
 def _short_forms(verb: str) -> dict[str, str]:
     """Short names of flags that ``verb`` takes; those of ``verify`` have ``--steps`` themselves."""
-    if verb not in ("train", "plan", "config", "data", "verify", "bench", "doctor"):
+    if verb not in ("train", "plan", "config", "data", "verify", "bench", "doctor", "sweep"):
         return {}
     short = {name: flag for name, flag in SHORT.items() if verb != "verify" or name != "steps"}
     return short | PLAN_SHORT if verb == "plan" else short

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from crius.errors import ConfigError, EnvironmentError
 from crius.launch.report import leave, say
@@ -95,6 +96,27 @@ class RunLock:
             os.ftruncate(self._file, 0)  # the file stays: who removes it may remove one that another just locked
         _OURS.discard(self._file)
         os.close(self._file)
+
+
+def holder_of(run_dir: Path) -> dict[str, Any] | None:
+    """The process that writes to ``run_dir`` now: ``pid``, ``host``, ``started`` and ``command``; None without one.
+
+    A folder that no process claims is not locked here: a run that starts at this moment must not be refused.
+    """
+    try:
+        file = os.open(run_dir / NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        holder = json.loads(os.pread(file, _MAX_BYTES, 0))  # empty since the last run released it
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # its writer may have been killed
+    except BlockingIOError:
+        return holder if isinstance(holder, dict) else None
+    except (OSError, ValueError):
+        return None
+    finally:
+        os.close(file)
+    return None
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -82,7 +83,8 @@ def catch_stop_signals(*, has_launcher: bool = False, scratch: Path | None = Non
     """Note the first of the stop signals in the returned object instead of dying of it.
 
     A second one, more than ``ECHO_SECONDS`` later, ends this process at once with ``128 + number``. What is ignored,
-    such as SIGINT in a local worker or in a background job, stays ignored. Call it in the main thread.
+    such as SIGINT in a local worker or in a background job, stays ignored. Only the main thread can catch signals: in
+    another one nothing is caught.
 
     Args:
         has_launcher: Crius' own launcher started this process. It hands signals on, and it is the one that kills
@@ -98,6 +100,8 @@ def catch_stop_signals(*, has_launcher: bool = False, scratch: Path | None = Non
         elif not has_launcher and now - request.monotonic > ECHO_SECONDS:
             os._exit(128 + number)
 
+    if threading.current_thread() is not threading.main_thread():
+        return request
     for number in heeded_signals():
         signal.signal(number, note)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # a worker is forked with them blocked

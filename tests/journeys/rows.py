@@ -164,7 +164,12 @@ J3 = [
         needs="fine-tuning",
         says=("LoRA of rank 16 for PEFT", "420 of 420 tensors equal", "adapter_model.safetensors"),
     ),
-    Row("crius compare runs/sft runs/lora", needs="runs that can be seen"),
+    Row(
+        "crius compare runs/sft runs/lora",
+        code=1,
+        needs="fine-tuning",
+        says=(r"lora\.rank +0 +16", r"lora: loss +\d+ steps, 1 to \d+ +step \d+ ", r"tokens/s, median +\d"),
+    ),
 ]
 
 J4 = [
@@ -212,6 +217,15 @@ J4 = [
         "CRIUS_FAULT=oom:step=1 crius train --training.local_batch_size 64 --training.steps 1 --job.run_dir runs/oom",
         code=1,
         says=("--activation_checkpoint.mode",),
+    ),
+    Row(
+        "crius runs",
+        says=(
+            r"(?m)^run +state +step +loss",
+            r"(?m)^dies +finished +6/6 ",
+            r"(?m)^nan +failed \(NonFiniteError\) +2/6 ",
+            r"(?m)^oom +failed \(OutOfMemoryError\) +-/1 ",
+        ),
     ),
 ]
 

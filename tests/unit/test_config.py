@@ -42,6 +42,9 @@ VERBS = (
     "data audit",
     "doctor",
     "report",
+    "runs",
+    "compare",
+    "sweep",
 )
 SCHEDULE = "parallelism.pipeline_parallel_schedule"
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 TOOLS = ("plan", "dry_run", "verify", "bench", "faults", "report", "data_audit", "generate", "evaluate", "convert")
 LAYER = {
-    **{"config": 0, "models": 1, "kernels": 1, "__main__": 6, "cli": 5},
+    **{"config": 0, "models": 1, "kernels": 1, "cli": 5, "api": 6, "__main__": 6, "__init__": 7},
     **dict.fromkeys(("host", "plugins", "redact", "run_file", "shards", "signals"), -1),
     "named": -2,  # shards has what it says of parts too
     **dict.fromkeys(("units", "silence", "strict_json", "table"), -1),
@@ -50,6 +50,7 @@ LAZY_ROOMS = (
     *(f"cli/{name}.py" for name in ("settings", "train", "verify")),
     "models/registry.py",
     "__main__.py",
+    "api.py",
 )
 # pyproject.toml's extras, and what comes with torch but is only for some
 OPTIONAL = {"datasets", "fsspec", "gguf", "huggingface_hub", "jinja2", "lm_eval", "matplotlib", "peft", "tokenizers"}
@@ -65,7 +66,7 @@ OPTIONAL |= {
 AIM_FILE, STOP_FILE, AIM_FUNCTION, STOP_FUNCTION = 400, 500, 60, 100
 LONGER: dict[str, str] = {}  # "file" or "file:function" to the reason; still below the hard stop
 
-MOST_CODE = {"trainer": 24_000, "tools": 12_700}
+MOST_CODE = {"trainer": 24_350, "tools": 13_200}
 """Lines of code of the two houses: decision 041 has the aims, with all models and features."""
 
 MOST_LOADED = {"crius": 202, "crius.tools.plan": 13}
@@ -74,7 +75,7 @@ MOST_LOADED = {"crius": 202, "crius.tools.plan": 13}
 NO_CODE = {getattr(tokenize, name) for name in ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER")}
 
 TORCH_FREE = (
-    *("errors.py", "cli/*.py", "config/*.py", "models/config.py", "models/description.py", "models/plan.py"),
+    *("errors.py", "api.py", "cli/*.py", "config/*.py", "models/config.py", "models/description.py", "models/plan.py"),
     *(
         f"checkpoint/{name}.py"
         for name in (

@@ -116,11 +116,8 @@ def read_source(
     tokenizer = build_tokenizer(TokenizerConfig(path=weights.tokenizer or "byte", eos_token=weights.eos_token))
     _check(path, weights, facts, tokenizer, settings)
     device = pick_device(settings.device, local_rank)
-    _choose_kernels(device, linear)
-    model = _build(facts, settings, device)
-    split(model, facts)
-    allocate(model, device)
-    load(weights.tensors, dict(all_state([model])))
+    choose_kernels(device, linear)
+    model = build_decoder(weights, settings.dtype, device, split, load)
     if settings.ranks == 1:
         store_by_columns(module.weight for module in model.modules() if isinstance(module, Linear))
     special, ends = _words(weights.tokenizer, tokenizer)
@@ -136,12 +133,33 @@ class _Undrawn(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _build(facts: ModelDescription, settings: Settings, device: torch.device) -> Decoder:
-    """The model without memory, in the dtype that is asked for."""
+def build_decoder(
+    weights: Weights,
+    dtype: str,
+    device: torch.device,
+    split: Split = lambda model, facts: None,
+    load: Load = load_whole,
+) -> Decoder:
+    """The model of ``weights``, without gradients; ``dtype`` auto: bfloat16 on a GPU, else float32.
+
+    Args:
+        weights: that were opened.
+        dtype: torch's name of a dtype, or auto.
+        device: gets the weights.
+        split: leaves this rank its part of the model, before it takes memory.
+        load: fills what it left.
+
+    Raises:
+        CriusError: the weights cannot be read.
+    """
     auto = torch.bfloat16 if device.type == "cuda" else torch.float32
-    dtype = auto if settings.dtype == "auto" else getattr(torch, settings.dtype)
     with torch.device("meta"), _Undrawn():
-        return registry.build(facts).to(dtype).requires_grad_(False)
+        model = registry.build(weights.facts).to(auto if dtype == "auto" else getattr(torch, dtype))
+    model.requires_grad_(False)
+    split(model, weights.facts)
+    allocate(model, device)
+    load(weights.tensors, dict(all_state([model])))
+    return model
 
 
 def _words(place: str, tokenizer: Tokenizer) -> tuple[dict[str, str], frozenset[int]]:
@@ -192,7 +210,7 @@ def _indivisible(what: str, ranks: int) -> ConfigError:
     )
 
 
-def _choose_kernels(device: torch.device, linear: Literal["auto", "torch"]) -> None:
+def choose_kernels(device: torch.device, linear: Literal["auto", "torch"]) -> None:
     """Pointwise kernels are torch's own: the others save memory for a backward, which nobody calls here."""
     on_gpu = device.type == "cuda"
     choice.apply(

@@ -73,8 +73,8 @@ def read_run(path: Path) -> RunHistory:
         starts=starts[first:],
         steps=steps.columns(),
         validations={name: rows.columns() for name, rows in sets.items()},
-        summary=_json(path / "summary.json"),
-        plan=_json(path / "plan.json"),
+        summary=read_json(path / "summary.json"),
+        plan=read_json(path / "plan.json"),
         incidents=dict(_incidents(path / "incidents")),
         recoveries=[recovery for recovery in _records(path / "logs" / "recoveries.jsonl") if recovery],
         num_damaged=num_damaged,
@@ -141,7 +141,8 @@ def _dotted(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield f"{prefix}{name}", value
 
 
-def _json(path: Path) -> dict[str, Any] | None:
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The JSON object in a file; None where there is none."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

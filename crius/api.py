@@ -1,0 +1,344 @@
+"""The Python interface: train, read a run, load a model. Errors are exceptions of ``crius.errors``; nothing exits."""
+
+import contextlib
+import dataclasses
+import gc
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from crius import errors
+from crius.config.changes import flag
+from crius.config.run import RunConfig
+from crius.config.toml_file import command_line_flags, flatten, to_toml
+from crius.errors import ConfigError, CriusError
+from crius.metrics.record import Record, Sink, StepMetrics, ValidationMetrics
+from crius.redact import redact_value
+from crius.tools.report.history import Columns, RunHistory, read_run
+from crius.tools.report.runs import history_state
+
+if TYPE_CHECKING:
+    import torch
+
+    from crius.launch.environment import Placement
+    from crius.models.decoder import Decoder
+    from crius.train.loop import Loop
+
+
+class Run(RunHistory):
+    """A run, read from its folder. ``load_run`` makes it; it does not follow a run that trains.
+
+    Attributes:
+        path: the run folder.
+        settings: dotted names and values of ``run.toml``.
+        validations: columns of each validation set by its name; the set without a name is ``""``.
+        starts: one mapping for each start of the run: versions, host, device, layout, hashes of the data.
+        incidents: contents of the files in ``incidents/``, by name.
+        summary: ``summary.json``; None before the run has ended.
+    """
+
+    @property
+    def metrics(self) -> Columns:
+        """Columns of the reported steps: name of a field of ``StepMetrics`` to its values, None where there is none.
+
+        ``pandas.DataFrame(run.metrics)`` is a table of them.
+        """
+        return self.steps
+
+    @property
+    def state(self) -> str:
+        """``running``, ``finished``, ``stopped``, ``preempted`` or ``failed``; looked up anew at each access."""
+        return history_state(self).word
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r}, {self.state}, {len(self.steps.get('step', ()))} reported steps)"
+
+
+def load_run(path: str | os.PathLike[str]) -> Run:
+    """The run in the folder ``path``, as it is now; no torch is imported.
+
+    Raises:
+        ConfigError: ``path`` is not a run folder.
+    """
+    return Run(**vars(read_run(Path(path))))
+
+
+def load_model(
+    path: str | os.PathLike[str],
+    step: int | None = None,
+    device: "str | torch.device" = "cpu",
+    dtype: "str | torch.dtype | None" = None,
+) -> "Decoder":
+    """A trained model: an ``nn.Module`` in eval mode that maps token ids ``(B, T)`` to logits ``(B, T, V)``.
+
+    Args:
+        path: a run folder, a checkpoint, or a folder of Hugging Face. Adapters of a LoRA run are merged.
+        step: checkpoint of a run to take; None: the newest whole one.
+        device: gets the weights.
+        dtype: of the weights, such as ``torch.bfloat16``; None: bfloat16 on a GPU, else float32.
+
+    Raises:
+        ConfigError: there is no such model, or no checkpoint of that step.
+        CheckpointError: the weights are damaged.
+    """
+    import torch
+
+    from crius.interop.weights import open_weights
+    from crius.tools.generate.source import build_decoder, choose_kernels
+
+    name = "auto" if dtype is None else str(dtype).removeprefix("torch.")
+    if name != "auto" and not getattr(getattr(torch, name, None), "is_floating_point", False):
+        raise ConfigError(f"dtype {dtype} is not a floating-point dtype of torch.", fix="dtype=torch.bfloat16")
+    place = torch.device(device)
+    weights = open_weights(os.fspath(path) if step is None else _checkpoint(os.fspath(path), step), "load_model")
+    choose_kernels(place, "torch")
+    return build_decoder(weights, name, place).requires_grad_().eval()
+
+
+def _checkpoint(path: str, step: int) -> str:
+    from crius.checkpoint.names import step_name
+    from crius.checkpoint.whereabouts import find_checkpoints
+
+    folder = find_checkpoints(path, "load_model").folder
+    if step not in (steps := folder.steps()):
+        there = ", ".join(map(str, steps)) or "no step"
+        raise ConfigError(f"{path} has no checkpoint of step {step}.", where="load_model", fix=f"it has {there}")
+    return f"{folder.disk.where}/{step_name(step)}"
+
+
+def run(config: RunConfig | Mapping[str, Any] | None = None, *, recipe: str = "", sinks: Sequence[Sink] = ()) -> Run:
+    """Train as ``crius train`` does, and return the run. A folder with checkpoints of this run continues from them.
+
+    A run of one rank trains in this process. A run of several ranks is a ``crius train`` in a child process.
+    Ctrl-C, or a notebook's interrupt, saves and ends the run, whose state is then ``stopped``.
+
+    Args:
+        config: all settings, or dotted names with values, such as ``{"model.num_layers": 2, "job.run_dir": "runs/a"}``;
+            a list for a setting that takes several. The short forms of the command line work, such as ``steps``.
+        recipe: name of a recipe that ``config`` changes; empty: ``llama3_debug``, as on the command line.
+        sinks: get each record when it is written, in this process; they are closed at the end. An error of a sink ends
+            the run.
+
+    Raises:
+        ConfigError: settings do not go together; names all of them, as flags of the command line.
+        CriusError: the run failed; its class says how, such as ``NonFiniteError``.
+    """
+    from crius.cli.settings import checked_run_of
+    from crius.cli.train import prepared
+    from crius.launch.environment import joined_placement
+
+    if recipe and isinstance(config, RunConfig):
+        raise ConfigError("a recipe is given beside a whole RunConfig.", fix="leave out recipe, or give a mapping")
+    if joined_placement(os.environ):
+        raise ConfigError("crius.run starts its ranks itself.", where="torchrun, srun", fix="torchrun -m crius train")
+    with tempfile.TemporaryDirectory(prefix="crius-run-") as scratch, contextlib.ExitStack() as stack:
+        for sink in sinks:
+            stack.callback(sink.close)
+        words = _words({} if config is None else config, recipe, Path(scratch))
+        facts, folder = prepared(checked_run_of(*words), 0, None)
+        if facts.num_ranks > 1:
+            _train_apart(words, folder, sinks)
+        else:
+            _train_here(facts.config, folder, sinks)
+    return load_run(folder)
+
+
+def _words(config: RunConfig | Mapping[str, Any], recipe: str, scratch: Path) -> list[str]:
+    """The settings as a command line says them."""
+    if isinstance(config, Mapping):
+        given = {name: value for name, value in config.items() if value is not None}
+        return ["--recipe", recipe] * bool(recipe) + [word for item in given.items() for word in _flag(*item)]
+    file = scratch / "run.toml"
+    file.write_text(to_toml(config), encoding="utf-8")
+    beside = {  # that the file lacks: secrets and [job]
+        name: value
+        for name, value in flatten(config).items()
+        if redact_value(name, value) != value or (name.startswith("job.") and value)
+    }
+    return [
+        "--config",
+        str(file),
+        *command_line_flags(config),
+        *(word for item in beside.items() for word in _flag(*item)),
+    ]
+
+
+def _flag(name: str, value: Any) -> list[str]:
+    is_word = not isinstance(value, (bool, list, tuple))
+    return [f"--{name}={value}"] if is_word else flag(name, value)
+
+
+def _train_here(config: RunConfig, folder: Path, sinks: Sequence[Sink]) -> None:
+    """Train as the only rank, in this process."""
+    from crius.cli.train import own, run_tools
+    from crius.launch.crew import attempt
+    from crius.launch.environment import single_placement
+    from crius.launch.report import report_path
+    from crius.train import job
+    from crius.train.inputs import open_run_corpus
+
+    raised: list[BaseException] = []
+    tools = run_tools()
+
+    def prepare(loop: "Loop") -> "Loop":
+        loop.reports.sinks += sinks
+        return tools.prepare(loop)
+
+    def train(placement: "Placement") -> None:
+        try:
+            job.run(config, folder, started, placement, tools=dataclasses.replace(tools, prepare=prepare))
+        except BaseException as error:
+            raised.append(error)
+            raise
+
+    with contextlib.ExitStack() as stack:
+        started = time.monotonic()
+        own(config, folder, stack)
+        if config.data.source != "huggingface":
+            open_run_corpus(config, 1)
+        report_path(folder / "logs", 0).unlink(missing_ok=True)
+        stack.enter_context(_process_as_before())
+        # of the launcher "local": a second interrupt must not end this process
+        place = dataclasses.replace(single_placement(), launcher="local", log_dir=folder / "logs")
+        _, report = attempt(train, place)
+    if report or (raised and isinstance(raised[0], KeyboardInterrupt)):
+        raise raised[0]
+
+
+@contextlib.contextmanager
+def _process_as_before() -> Iterator[None]:
+    """Give back what a run sets for its process: signals, log lines, threads, determinism, kernels, the collector."""
+    import logging
+
+    import torch
+
+    from crius.kernels import choice
+    from crius.launch.status import status
+    from crius.signals import STOP_SIGNALS
+
+    threads, is_exact = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    finds_anomalies, collects = torch.is_anomaly_enabled(), gc.isenabled()
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    status.step, status.limit_seconds = None, 0.0
+    try:
+        with choice.applied(choice.current()):
+            yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in handlers.items():
+                signal.signal(number, handler or signal.SIG_DFL)
+        logger = logging.getLogger("crius")
+        for one in list(logger.handlers):
+            logger.removeHandler(one)
+            one.close()
+        if collects:
+            gc.enable()
+        torch.use_deterministic_algorithms(is_exact)
+        torch.autograd.set_detect_anomaly(finds_anomalies)
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+
+
+def _train_apart(words: Sequence[str], folder: Path, sinks: Sequence[Sink]) -> None:
+    """Train in a child, whose lines are printed here: this process may have threads, or a GPU, and cannot be forked."""
+    from crius.cli.app import imports
+    from crius.launch.stop import STOPPED
+
+    command = [sys.executable, "-m", "crius", "train", *words, "--job.run_dir", str(folder), *imports()]
+    records, lines = _NewRecords(folder), deque[str](maxlen=100)
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    )
+    assert process.stdout
+    try:
+        while line := _line_of(process, process.stdout):
+            sys.stdout.write(line)
+            lines.append(line)
+            records.give(sinks)  # a record is in its file before its line is printed
+    finally:
+        if process.poll() is None:  # a sink has failed: save, and end
+            process.terminate()
+        code = process.wait()
+    if code and code not in STOPPED:
+        raise _error_of("".join(lines), folder, code)
+
+
+def _line_of(process: "subprocess.Popen[str]", output: IO[str]) -> str:
+    """The next line that a child prints; an interrupt of this process meanwhile asks the child to stop."""
+    while True:
+        try:
+            return output.readline()
+        except KeyboardInterrupt:
+            process.send_signal(signal.SIGINT)
+
+
+def _error_of(output: str, folder: Path, code: int) -> CriusError:
+    """The error that a child printed last."""
+    found = list(re.finditer(r"^(?:(\w+Error): |FAILED )(.*\n(?:[ \[].*\n)*)", output, re.MULTILINE))
+    if not found:
+        return CriusError(f"the run in {folder} ended with exit code {code}.", why=output[-500:].strip())
+    kind = getattr(errors, found[-1][1] or "", CriusError)
+    error: CriusError = kind(found[-1][2].strip())
+    return error
+
+
+class _NewRecords:
+    """The records that a run adds to its ``metrics.jsonl``, each once, also where a restart repeats steps."""
+
+    def __init__(self, folder: Path) -> None:
+        self._starts, self._metrics = folder / "starts.jsonl", folder / "metrics.jsonl"
+        self._num_starts = len(_lines_of(self._starts, 0))
+        self._place, self._file = 0, 0
+        self._step, self._seen = -1, set[str]()
+
+    def give(self, sinks: Sequence[Sink]) -> None:
+        """Give the sinks what is new."""
+        for told in self._new() if sinks else ():
+            kind = StepMetrics if "loss" in told else ValidationMetrics
+            names = {field.name for field in dataclasses.fields(kind)}
+            # metrics.jsonl has null for a number that is not finite, and for one that is not known
+            must = ("loss", "grad_norm", "val_loss", "val_perplexity", "val_bits_per_byte")
+            values: dict[str, Any] = {name: told[name] for name in names & {*told}}
+            values |= {name: math.nan for name in must if name in values and values[name] is None}
+            record: Record = kind(**values)
+            for sink in sinks:
+                sink.write(record)
+
+    def _new(self) -> Iterator[dict[str, Any]]:
+        starts = [json.loads(line)["step"] for line in _lines_of(self._starts, 0)[self._num_starts :]]
+        if not starts:
+            return  # what is there is of before
+        with contextlib.suppress(FileNotFoundError):
+            found = self._metrics.stat()
+            if found.st_ino != self._file or found.st_size < self._place:  # a restart leaves out what comes again
+                self._file, self._place = found.st_ino, 0
+        for line in _lines_of(self._metrics, self._place):
+            self._place += len(line)
+            told = json.loads(line)
+            kind = "loss" if "loss" in told else f"validation {told.get('val_set')}"
+            if told["step"] > max(self._step, starts[0]):
+                self._step, self._seen = told["step"], set()
+            if told["step"] == self._step and kind not in self._seen:
+                self._seen.add(kind)
+                yield told
+
+
+def _lines_of(path: Path, place: int) -> list[bytes]:
+    """The whole lines of a file from a place on."""
+    try:
+        with path.open("rb") as file:
+            file.seek(place)
+            return [line for line in file if line.endswith(b"\n")]
+    except FileNotFoundError:
+        return []

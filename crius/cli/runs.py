@@ -1,0 +1,53 @@
+"""``crius runs`` and ``crius compare``."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from crius.cli.app import Json, app, emit
+from crius.tools.report.compare import TOLERANCE
+from crius.tools.report.compare import compare as compare_runs
+from crius.tools.report.history import read_run
+from crius.tools.report.runs import find_runs, run_lines
+
+RUNS = Path("runs")
+
+
+@app.command
+def runs(
+    folder: Annotated[Path, Parameter(help="Folder with run folders, or with folders of them.")] = RUNS,
+    /,
+    *,
+    as_json: Json = False,
+) -> int:
+    """List runs, the newest first: state, step, loss, speed, and the time since the last record.
+
+    The state is running, finished, stopped or preempted (with the signal), or failed (with the error).
+    """
+    rows = find_runs(folder) if folder != RUNS or folder.exists() else []
+    if as_json:
+        emit(json.dumps({"folder": str(folder), "runs": [row.as_dict() for row in rows]}, indent=2))
+    elif rows:
+        emit("\n".join(run_lines(rows)))
+    else:
+        emit(f"no run in {folder}; crius train starts a run")
+    return 0
+
+
+@app.command
+def compare(
+    *folders: Annotated[Path, Parameter(help="Run folders, at least two; the others are held against the first.")],
+    tolerance: Annotated[
+        float, Parameter(help="Relative difference of two losses up to which they count as equal.")
+    ] = TOLERANCE,
+    as_json: Json = False,
+) -> int:
+    """Compare runs: settings that differ, the step at which their losses part, results.
+
+    Exit code 1 where a loss differs by more than the tolerance at a step that both runs report.
+    """
+    found = compare_runs([read_run(folder) for folder in folders], tolerance)
+    emit(json.dumps(found.as_dict(), indent=2) if as_json else "\n".join(found.lines()))
+    return 0 if found.are_equal else 1

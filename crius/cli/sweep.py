@@ -1,0 +1,87 @@
+"""``crius sweep``: a run for each combination of values, one after the other, each a ``crius train`` of its own."""
+
+import contextlib
+import io
+import json
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+from cyclopts import CycloptsError, Parameter
+
+from crius.cli import train as train_verb
+from crius.cli.app import Json, app, emit, facts_of
+from crius.config import rules
+from crius.config.argv import normalized_argv
+from crius.config.names import WrongSettings, explain
+from crius.config.run import RunConfig
+from crius.errors import ConfigError, CriusError
+from crius.launch.stop import PREEMPTED, caught_signals
+from crius.tools.report.runs import run_row
+from crius.tools.report.sweep import Trial, best_first, note_trials, plan_trials, train_all, trial_lines
+
+
+@app.command
+def sweep(
+    *flags: Annotated[
+        str, Parameter(help="Flags of crius train; a comma separates the values of one.", allow_leading_hyphen=True)
+    ],
+    as_json: Json = False,
+) -> int:
+    """Train each combination of values in turn, as --optimizer.lr 1e-3,3e-3 --layout fsdp2,tp2, and compare them.
+
+    Takes the flags of train. --job.run_dir is the folder of the sweep; each run has a folder in it. The same command
+    again skips the runs that are finished and continues the others. Exit code 1 where a run failed.
+    """
+    folder, trials = plan_trials(flags)
+    _check(trials)
+    note_trials(folder, trials)
+    with caught_signals() as stops:
+        train_all(trials, stops, is_quiet=as_json)
+    rows = best_first([(trial, run_row(trial.folder)) for trial in trials])
+    if as_json:
+        runs = [{"settings": dict(trial.values), **row.as_dict()} for trial, row in rows]
+        emit(json.dumps({"folder": str(folder), "runs": runs}, indent=2))
+    else:
+        emit("\n".join([f"sweep in {folder}, best first:", *trial_lines(rows)]))
+    if stops:
+        by = stops[0].signal
+        sys.stderr.write(f"stopped by {by.name}; the same command continues the sweep\n")
+        return 128 + by if by.name == "SIGINT" else PREEMPTED
+    return 0 if all(row.state.word == "finished" for _, row in rows) else 1
+
+
+def _check(trials: Sequence[Trial]) -> None:
+    """Hold each run against the rules before the first one starts.
+
+    Raises:
+        ConfigError: names what is wrong with which run.
+    """
+    found: dict[str, tuple[CriusError, list[str]]] = {}
+    for trial in trials:
+        try:
+            _check_one(trial.words)
+        except CriusError as error:
+            found.setdefault(str(error), (error, []))[1].append(trial.label)
+    problems = [
+        error
+        if len(labels) == len(trials)
+        else ConfigError(f"{'; '.join(labels)}: {error.what}", where=error.where, why=error.why, fix=error.fix)
+        for error, labels in found.values()
+    ]
+    if problems:
+        raise ConfigError.together(problems)
+
+
+def _check_one(words: Sequence[str]) -> None:
+    arguments = normalized_argv(["train", *words])
+    try:
+        command, bound, _ = app.parse_args(arguments, exit_on_error=False, print_error=False)
+    except (CycloptsError, WrongSettings) as error:
+        raise explain(error, arguments) from None
+    given = bound.arguments
+    if command is not train_verb.train or given.get("dry_run") or given.get("as_json"):
+        raise ConfigError("a sweep trains.", where="command line", fix="leave out --dry_run, --help and the like")
+    with contextlib.redirect_stderr(io.StringIO()):  # the run itself says what is decided
+        facts = facts_of(given.get("run", RunConfig()), given.get("nproc", 0), None)
+    rules.check(facts)

@@ -1,0 +1,278 @@
+"""Runs side by side: what differs in their settings, their machines, their curves and their results. No torch."""
+
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from crius.errors import ConfigError
+from crius.table import aligned
+from crius.tools.report.history import Columns, RunHistory
+from crius.tools.report.runs import history_state
+
+TOLERANCE = 1e-5
+"""Relative difference of two losses that counts as equal. In float32 two layouts of one run differ by about 1e-6, the
+order of their sums; a changed setting shows above it in the first steps. Runs in bfloat16 differ by more."""
+
+STARTS = (
+    *("crius", "torch", "python", "host", "device", "ranks", "layout", "model", "parameters", "active_parameters"),
+    *("data_hash", "tokenizer", "tokenizer_hash"),
+)
+"""Fields of ``starts.jsonl`` that are compared; see ``crius.train.setup.note_start``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """Two values at one step, and their relative difference: infinite where one is missing or not finite."""
+
+    step: int
+    first: float | None
+    other: float | None
+    relative: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curves:
+    """One curve of a run beside that of the first run.
+
+    Attributes:
+        num_steps: number of steps at which both have a record.
+        range: the first and the last of these steps; None where there are none.
+        only_first: number of steps that only the first run has; only_other: those of the other run.
+        parts: the first step with a difference above the tolerance; None where all are within it.
+        largest: the step with the largest difference; None without a common step.
+    """
+
+    num_steps: int
+    range: tuple[int, int] | None
+    only_first: int
+    only_other: int
+    parts: Point | None
+    largest: Point | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Runs side by side; the first one is what the others are held against.
+
+    Attributes:
+        names: of the runs, in the order of the command line.
+        tolerance: largest relative difference of two losses that counts as equal.
+        settings: dotted names of the settings that differ, with the value of each run; None where it is not set.
+        starts: likewise for versions, machines and layouts; a run that was started several times has all values.
+        losses: for each run but the first.
+        validations: for each run but the first, by validation set.
+        results: names of results, with the value of each run.
+    """
+
+    names: list[str]
+    tolerance: float
+    settings: dict[str, list[Any]]
+    starts: dict[str, list[str]]
+    losses: list[Curves]
+    validations: list[dict[str, Curves]]
+    results: dict[str, list[Any]]
+
+    @property
+    def are_equal(self) -> bool:
+        """Whether all losses are within the tolerance."""
+        return not any(curves.parts for curves in self.losses)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The comparison for JSON, where null stands for what is not finite."""
+        told: dict[str, Any] = json.loads(json.dumps(asdict(self)), parse_constant=lambda name: None)
+        return told | {"equal": self.are_equal}
+
+    def lines(self) -> list[str]:
+        """The comparison as text."""
+        parts = (
+            _table("settings", self.names, self.settings),
+            _table("versions, machine and layout", self.names, self.starts),
+            self._curve_lines(),
+            _table("results", self.names, self.results),
+        )
+        return [line for part in parts for line in (*part, "")][:-1]
+
+    def _curve_lines(self) -> list[str]:
+        head = ["compared", "part at", "values", "difference", "largest", "at"]
+        rows, notes = [[f"curves beside {self.names[0]}, tolerance {self.tolerance:g}:", *head]], []
+        for name, losses, sets in zip(self.names[1:], self.losses, self.validations, strict=True):
+            labels = {"loss": losses} | {f"validation {label}".strip(): found for label, found in sets.items()}
+            rows += [[f"  {name}: {label}", *_told(curves)] for label, curves in labels.items()]
+            if losses.only_first or losses.only_other:
+                lone = f"{losses.only_first} steps of {self.names[0]} and {losses.only_other} of {name}"
+                notes.append(f"  not compared, because the other run has no record of them: {lone}")
+        return [*aligned(rows, left=None), *notes]
+
+
+def compare(runs: Sequence[RunHistory], tolerance: float = TOLERANCE) -> Comparison:
+    """Hold ``runs`` against the first of them.
+
+    Raises:
+        ConfigError: there are fewer than two, the tolerance is not a number of at least 0, or a run has no step in
+            common with the first one.
+    """
+    if len(runs) < 2:
+        fix = "crius compare A B with the folders of two runs"
+        raise ConfigError(f"{len(runs)} run{'s' * (not runs)} cannot be compared.", where="command line", fix=fix)
+    if not 0 <= tolerance < math.inf:
+        raise ConfigError(
+            f"--tolerance {tolerance} is out of range.", where="command line", fix="give a number of at least 0"
+        )
+    first, *others = runs
+    losses = [_curves(first.steps, other.steps, "loss", tolerance) for other in others]
+    apart = [run for run, curves in zip(others, losses, strict=True) if not curves.num_steps]
+    if apart:
+        told = "; ".join(f"{run.path} has {_steps_of(run)}" for run in (first, *apart))
+        raise ConfigError(
+            f"no step is reported by both runs: {told}.",
+            where="metrics.jsonl",
+            why="losses are compared at the steps that both runs have reported",
+            fix="train further, or with the same --metrics.log_interval",
+        )
+    labels = [run.name for run in runs]
+    has_own_names = len(set(labels)) == len({run.path.resolve() for run in runs})
+    return Comparison(
+        names=labels if has_own_names else [str(run.path) for run in runs],
+        tolerance=tolerance,
+        settings=_differing(
+            [run.settings for run in runs], dict.fromkeys(name for run in runs for name in run.settings)
+        ),
+        starts=_differing([_starts(run) for run in runs], STARTS),
+        losses=losses,
+        validations=[
+            {
+                name: _curves(first.validations.get(name, {}), other.validations.get(name, {}), "val_loss", tolerance)
+                for name in first.validations | other.validations
+            }
+            for other in others
+        ],
+        results=_results(runs),
+    )
+
+
+def relative(first: Any, other: Any) -> float:
+    """``|a - b| / max(|a|, |b|)``; infinite where one of the two is missing, not a number or not finite."""
+    if not (_is_finite(first) and _is_finite(other)):
+        return math.inf
+    return 0.0 if first == other else abs(first - other) / max(abs(first), abs(other))
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _curves(first: Columns, other: Columns, name: str, tolerance: float) -> Curves:
+    a, b = (dict(zip(columns.get("step", ()), columns.get(name, ()), strict=True)) for columns in (first, other))
+    points = [
+        Point(step=step, first=a[step], other=b[step], relative=relative(a[step], b[step])) for step in a if step in b
+    ]
+    return Curves(
+        num_steps=len(points),
+        range=(points[0].step, points[-1].step) if points else None,
+        only_first=len(a) - len(points),
+        only_other=len(b) - len(points),
+        parts=next((point for point in points if point.relative > tolerance), None),
+        largest=max(points, key=lambda point: point.relative, default=None),
+    )
+
+
+def _steps_of(run: RunHistory) -> str:
+    steps = run.steps.get("step") or []
+    return f"{len(steps)} of {steps[0]} to {steps[-1]}" if steps else "none"
+
+
+def _differing(runs: Sequence[Mapping[str, Any]], names: Sequence[str] | dict[str, None]) -> dict[str, list[Any]]:
+    rows = {name: [run.get(name) for run in runs] for name in names}
+    return {name: values for name, values in rows.items() if any(value != values[0] for value in values)}
+
+
+def _starts(run: RunHistory) -> dict[str, str]:
+    """Each field of the starts; different values of one run in their order."""
+    values = {name: dict.fromkeys(str(start[name]) for start in run.starts if name in start) for name in STARTS}
+    return {name: ", then ".join(found) for name, found in values.items() if found}
+
+
+def _results(runs: Sequence[RunHistory]) -> dict[str, list[Any]]:
+    """Results of each run; None where a run lacks one."""
+    sets = dict.fromkeys(name for run in runs for name in run.validations)
+    return {
+        "state": [str(history_state(run)) for run in runs],
+        "step": [_end(run.steps, "step") for run in runs],
+        "loss": [_end(run.steps, "loss") for run in runs],
+        **{
+            f"val_loss{name and f' {name}'}": [_end(run.validations.get(name, {}), "val_loss") for run in runs]
+            for name in sets
+        },
+        "tokens_per_second": [_median(run.steps, "tokens_per_second") for run in runs],
+        "memory_gib": [max(_numbers(run.steps, "memory_gib"), default=None) for run in runs],
+        "goodput": [_end(run.steps, "goodput") for run in runs],
+        "skipped_steps": [_end(run.steps, "skipped_steps") for run in runs],
+        "incidents": [len(run.incidents) for run in runs],
+        "damaged_lines": [run.num_damaged for run in runs],
+    }
+
+
+def _end(columns: Columns, name: str) -> Any:
+    return (columns.get(name) or [None])[-1]
+
+
+def _numbers(columns: Columns, name: str) -> list[float]:
+    return [value for value in columns.get(name, ()) if _is_finite(value)]
+
+
+def _median(columns: Columns, name: str) -> float | None:
+    """The median without the first record, in which a run warms up."""
+    values = _numbers(columns, name)
+    return statistics.median(values[1:] or values) if values else None
+
+
+_FORMS = {"tokens_per_second": "{:,.0f}", "memory_gib": "{:.2f}", "goodput": "{:.1%}"}
+_UNITS = {"tokens_per_second": "tokens/s, median", "memory_gib": "memory, GiB", "val_loss": "validation loss"}
+
+
+def _table(title: str, names: Sequence[str], rows: Mapping[str, Sequence[Any]]) -> list[str]:
+    """A table of values by run; of settings and starts the rows differ, of results all are there."""
+    if not rows:
+        return [f"{title}: no difference"]
+    cells = [
+        [
+            "  " + _UNITS.get(name, name).replace("_", " " if title == "results" else "_"),
+            *(_cell(name, value) for value in values),
+        ]
+        for name, values in rows.items()
+        if title != "results" or name not in ("skipped_steps", "incidents", "damaged_lines") or any(values)
+    ]
+    return aligned([[f"{title}:", *names], *cells], left=None)
+
+
+def _cell(name: str, value: Any) -> str:
+    if value is None:
+        return "-"
+    if name in _FORMS:
+        return _FORMS[name].format(value)
+    if isinstance(value, float) and "loss" in name and "." not in name:
+        return f"{value:.6f}"
+    return value if isinstance(value, str) and value else json.dumps(value)
+
+
+def _told(curves: Curves) -> list[str]:
+    """The cells of a row of two curves."""
+    if not curves.largest or not curves.range:
+        return ["no common step", *"-----"]
+    start, end = curves.range
+    compared = f"{curves.num_steps} steps, {start} to {end}" if start < end else f"step {start}"
+    parts, largest = ["never", "-", "-"], [_amount(curves.largest), f"step {curves.largest.step}"]
+    if point := curves.parts:
+        parts = [f"step {point.step}", f"{_loss(point.first)} and {_loss(point.other)}", _amount(point)]
+    return [compared, *parts, *largest]
+
+
+def _loss(value: Any) -> str:
+    return f"{value:.9g}" if _is_finite(value) else "not finite"
+
+
+def _amount(point: Point) -> str:
+    return f"{point.relative:.1e}" if 0 < point.relative < math.inf else "0" if not point.relative else "not finite"

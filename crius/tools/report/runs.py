@@ -1,0 +1,257 @@
+"""Which runs are in a folder and how they stand, from the ends of their files: hundreds in a second. No torch."""
+
+import json
+import math
+import os
+import re
+import time
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from crius.errors import ConfigError
+from crius.launch.lock import NAME as LOCK
+from crius.launch.lock import holder_of
+from crius.table import aligned
+from crius.tools.report.history import RunHistory, read_json
+
+MARKS = ("run.toml", "metrics.jsonl", LOCK)
+"""A folder with one of these files is a run folder."""
+
+_TAIL, _LONG_TAIL = 1 << 16, 1 << 20
+_FAR = 1e12  # seconds: not known; files from the future have an age of 0
+
+
+@dataclass(frozen=True)
+class RunState:
+    """How a run stands.
+
+    Attributes:
+        word: ``running``; ``finished``; ``stopped`` by a signal; ``preempted``: stopped by a signal other than Ctrl-C,
+            with everything saved; ``failed``: ended without a summary; ``unreadable``; ``not started``.
+        reason: name of the signal, or of the error; empty where none is known.
+    """
+
+    word: str
+    reason: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.word} ({self.reason})" if self.reason else self.word
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRow:
+    """One run of a list.
+
+    Attributes:
+        name: path of the run below the folder that was listed.
+        state: how it stands.
+        step: last step with a record; None before the first.
+        steps: steps of the whole run; None where it ends by its epochs or nothing is known.
+        loss: of that step, in nats; None where it is not finite or there is none.
+        val_loss: of the last validation.
+        tokens_per_second: over all ranks, of the last record.
+        goodput: share in [0, 1] of the time that went into steps which count.
+        age_seconds: time since the last record, or since the run folder was claimed.
+    """
+
+    name: str
+    state: RunState
+    step: int | None = None
+    steps: int | None = None
+    loss: float | None = None
+    val_loss: float | None = None
+    tokens_per_second: float | None = None
+    goodput: float | None = None
+    age_seconds: float = _FAR
+
+    def as_dict(self) -> dict[str, Any]:
+        """The row for JSON."""
+        known = self.age_seconds if self.age_seconds < _FAR else None
+        return vars(self) | {"state": self.state.word, "reason": self.state.reason, "age_seconds": known}
+
+
+def find_runs(folder: Path) -> list[RunRow]:
+    """The runs in ``folder`` and in its folders that hold runs, such as those of a sweep; the newest first.
+
+    Raises:
+        ConfigError: ``folder`` is not a folder.
+    """
+    if not folder.is_dir():
+        what = "is not a folder" if folder.exists() else "does not exist"
+        raise ConfigError(f"{folder} {what}.", where="command line", fix="give a folder with runs; the default is runs")
+    rows = [run_row(path, name) for path, name in _run_folders(folder)]
+    return sorted(rows, key=lambda row: (row.age_seconds, row.name))
+
+
+def _run_folders(folder: Path) -> Iterator[tuple[Path, str]]:
+    if _is_run(folder):
+        yield folder, folder.resolve().name
+        return
+    for path in _folders(folder):
+        if _is_run(path):
+            yield path, path.name
+        else:
+            yield from ((below, f"{path.name}/{below.name}") for below in _folders(path) if _is_run(below))
+
+
+def _is_run(path: Path) -> bool:
+    return any(os.path.isfile(path / mark) for mark in MARKS)
+
+
+def _folders(path: Path) -> list[Path]:
+    try:
+        return [Path(entry.path) for entry in os.scandir(path) if entry.is_dir()]
+    except OSError:  # of somebody else
+        return []
+
+
+def run_row(path: Path, name: str = "") -> RunRow:
+    """How the run in the folder ``path`` stands; a folder that cannot be read has the state ``unreadable``."""
+    try:
+        return _row(path, name or path.name)
+    except OSError as error:
+        return RunRow(name=name or path.name, state=RunState("unreadable", error.strerror or str(error)))
+
+
+def _row(path: Path, name: str) -> RunRow:
+    if not _is_run(path):
+        return RunRow(name=name, state=RunState("not started"))
+    metrics, text = path / "metrics.jsonl", _text(path / "run.toml")
+    training, checkpoint = _section(text, "training"), _section(text, "checkpoint")
+    lines = _tail(metrics, _TAIL)
+    last, summary = _last(lines, "loss"), read_json(path / "summary.json") or {}
+    validation = _last(lines, "val_loss")
+    if validation is None and _section(text, "validation").get("interval"):
+        validation = _last(_tail(metrics, _LONG_TAIL), "val_loss")
+    found = last or {}
+    step = _whole(found.get("step"))
+    state = state_of(path, summary, step, _last_start(path), saves=checkpoint.get("enable") is not False)
+    written = next(file.stat().st_mtime for file in (metrics, *(path / mark for mark in MARKS)) if file.exists())
+    return RunRow(
+        name=name,
+        state=state,
+        step=step,
+        steps=_whole(training.get("steps")) or (step if state.word == "finished" else None),
+        loss=_number(found.get("loss")),
+        val_loss=_number((validation or summary).get("val_loss")),
+        tokens_per_second=_number(found.get("tokens_per_second")),
+        goodput=_number(found.get("goodput")),
+        age_seconds=max(0.0, time.time() - written),
+    )
+
+
+def history_state(run: RunHistory) -> RunState:
+    """How a run stands whose files have been read."""
+    steps, starts = run.steps.get("step"), run.starts
+    saves = run.settings.get("checkpoint.enable") is not False
+    last = steps[-1] if steps else None
+    return state_of(run.path, run.summary or {}, last, starts[-1] if starts else {}, saves=saves)
+
+
+def state_of(
+    path: Path, summary: Mapping[str, Any], step: int | None, start: Mapping[str, Any], *, saves: bool
+) -> RunState:
+    """How a run stands.
+
+    Args:
+        path: the run folder.
+        summary: of the run; empty where there is none.
+        step: last step with a record; None before the first.
+        start: the last line of ``starts.jsonl``; empty where there is none.
+        saves: whether the run saves before it stops.
+    """
+    if (holder_of(path) or {}).get("command") == "train":
+        return RunState("running")
+    done, begun = _whole(summary.get("steps")), _number(start.get("time"))
+    if done is not None and done >= (step or 0):
+        # a run that was continued and then failed still has the summary of before
+        if begun is None or (path / "summary.json").stat().st_mtime >= begun:
+            signal = summary.get("stopped_by")
+            if not signal:
+                return RunState("finished")
+            return RunState("preempted" if saves and signal != "SIGINT" else "stopped", str(signal))
+    reports = [read_json(report) or {} for report in (path / "logs").glob("rank-*.error.json")]
+    first = min(
+        reports, key=lambda report: (bool(report.get("peer_loss")), _number(report.get("wall")) or 0), default={}
+    )
+    return RunState("failed", str(first.get("exception", "")))
+
+
+def _number(value: Any) -> float | None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return value if is_number and math.isfinite(value) else None
+
+
+def _whole(value: Any) -> int | None:
+    return value if type(value) is int else None
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+
+
+def _section(text: str, name: str) -> dict[str, Any]:
+    """One table of a run.toml: the whole of it takes milliseconds to read."""
+    found = re.search(rf"^\[{name}\]\n(.*?)(?=^\[|\Z)", text, re.MULTILINE | re.DOTALL)
+    try:
+        return tomllib.loads(found[1]) if found else {}
+    except ValueError:
+        return {}
+
+
+def _last_start(path: Path) -> dict[str, Any]:
+    return _last(_tail(path / "starts.jsonl", _TAIL), "time") or {}
+
+
+def _tail(path: Path, num_bytes: int) -> list[bytes]:
+    """The whole lines among the last bytes of a file."""
+    if not path.is_file():
+        return []
+    with path.open("rb") as file:
+        start = max(0, file.seek(0, os.SEEK_END) - num_bytes)
+        file.seek(start)
+        return file.read().splitlines()[bool(start) :]
+
+
+def _last(lines: Sequence[bytes], name: str) -> dict[str, Any] | None:
+    """The last JSON object with a field called ``name``."""
+    key = f'"{name}"'.encode()
+    for line in (line for line in reversed(lines) if key in line):
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            continue  # damaged, or still being written
+        if isinstance(record, dict) and name in record:
+            return record
+    return None
+
+
+def run_lines(rows: Sequence[RunRow]) -> list[str]:
+    """The table of runs."""
+    head = ("run", "state", "step", "loss", "val loss", "tokens/s", "goodput", "last record")
+    return aligned([head, *map(_cells, rows)], left=(0, 1))
+
+
+def _cells(row: RunRow) -> tuple[str, ...]:
+    known = row.step is not None
+    return (
+        *(row.name, str(row.state)),
+        ("-" if row.step is None else f"{row.step:,}") + (f"/{row.steps:,}" if row.steps else ""),
+        shown(row.loss, "{:.4f}", "nan" if known else "-"),
+        *(shown(row.val_loss, "{:.4f}"), shown(row.tokens_per_second, "{:,.0f}"), shown(row.goodput, "{:.1%}")),
+        f"{age(row.age_seconds)} ago" if row.age_seconds < _FAR else "-",
+    )
+
+
+def shown(value: float | None, form: str, missing: str = "-") -> str:
+    """A number in the form ``form``, or ``missing`` where there is none."""
+    return missing if value is None else form.format(value)
+
+
+def age(seconds: float) -> str:
+    """A time in its largest unit."""
+    units = ((86400, "d"), (3600, "h"), (60, "min"))
+    return next((f"{seconds / size:.0f} {unit}" for size, unit in units if seconds >= size), f"{seconds:.0f} s")

@@ -1,0 +1,188 @@
+"""Runs that differ in some values: what they are, where they lie, and training them one after the other. No torch."""
+
+import contextlib
+import csv
+import hashlib
+import itertools
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from crius.config.rules import plain_name
+from crius.config.run import RunConfig
+from crius.config.toml_file import flatten
+from crius.errors import ConfigError
+from crius.launch.stop import Stop
+from crius.run_file import write_whole
+from crius.table import aligned
+from crius.tools.report.history import read_json
+from crius.tools.report.runs import RunRow, run_row, shown
+
+RUN_DIR = "job.run_dir"
+FILE = "sweep.json"
+PROGRAM = [sys.executable, "-m", "crius"]
+_OPTIONS = {"recipe": "", "layout": "", "nproc": 0}
+_POLL_SECONDS = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One run of a sweep: its values by setting, its folder, and its flags for ``crius train``."""
+
+    values: Mapping[str, str]
+    folder: Path
+    words: list[str]
+
+    @property
+    def label(self) -> str:
+        """The values, for people."""
+        return " ".join(f"{name}={value}" for name, value in self.values.items())
+
+
+def plan_trials(flags: Sequence[str]) -> tuple[Path, list[Trial]]:
+    """Folder of a sweep, and its runs in the order in which they are trained.
+
+    Raises:
+        ConfigError: no setting has several values, or a value is empty or given twice.
+    """
+    fixed, axes = list[str](), dict[str, list[str]]()
+    run_dir = name_of_sweep = ""
+    for name, value, words in _pairs(flags):
+        values = _values(name, value)
+        if name == RUN_DIR:
+            run_dir = value
+        elif len(values) > 1:
+            axes[name] = values
+        else:
+            fixed += words if value == values[0] else [f"--{name}={values[0]}"]
+            name_of_sweep = value if name == "job.name" else name_of_sweep
+    if not axes:
+        raise ConfigError(
+            "no setting has several values.",
+            where="command line",
+            why="a comma separates the values of one setting",
+            fix="--optimizer.lr 1e-3,3e-3; crius train trains one run",
+        )
+    leaves = [name.rpartition(".")[2] for name in axes]
+    labels = leaves if len(set(leaves)) == len(leaves) else list(axes)
+    digest = hashlib.sha256(json.dumps([fixed, axes]).encode()).hexdigest()[:8]
+    folder = Path(run_dir or Path("runs") / (name_of_sweep or plain_name("-".join(["sweep", *leaves, digest]))))
+    trials, taken = list[Trial](), set[str]()
+    for chosen in itertools.product(*axes.values()):
+        name = plain_name("_".join(part for pair in zip(labels, chosen, strict=True) for part in pair))
+        name = f"{name}_{len(trials)}" if name in taken else name
+        taken.add(name)
+        own = [f"--{setting}={value}" for setting, value in zip(axes, chosen, strict=True)]
+        words = [*fixed, *own, f"--{RUN_DIR}={folder / name}"]
+        trials.append(Trial(values=dict(zip(axes, chosen, strict=True)), folder=folder / name, words=words))
+    return folder, trials
+
+
+def _pairs(flags: Sequence[str]) -> Iterator[tuple[str, str, list[str]]]:
+    """Name, value and words of each flag; the value of a flag without one is empty."""
+    words = list(flags)
+    while words:
+        word = words.pop(0)
+        name, equals, value = word.removeprefix("--").partition("=")
+        if equals or not words or words[0].startswith("--") or not word.startswith("--"):
+            yield name, value, [word]
+        else:
+            yield name, words[0], [word, words.pop(0)]
+
+
+def _values(name: str, text: str) -> list[str]:
+    """The values of a setting; a list, JSON and what is in double quotes keep their commas.
+
+    Raises:
+        ConfigError: one is empty, or is there twice.
+    """
+    default = (flatten(RunConfig()) | _OPTIONS).get(name, ())
+    if isinstance(default, tuple) or name.startswith("job.") or text[:1] in ("[", "{") or "," not in text:
+        return [text]
+    values = [value.strip() for value in next(csv.reader([text], skipinitialspace=True))]
+    if "" in values or len(set(values)) < len(values):
+        what = "an empty value" if "" in values else "a value twice"
+        fix = f"--{name} " + ",".join(dict.fromkeys(value for value in values if value))
+        raise ConfigError(f"--{name} {text} has {what}.", where="command line", fix=fix)
+    return values
+
+
+def note_trials(folder: Path, trials: Sequence[Trial]) -> None:
+    """Note the flags of each run in the folder of the sweep; a sweep that is continued may add runs.
+
+    Raises:
+        ConfigError: a run was started there with other flags, or the folder cannot be written.
+    """
+    known = read_json(folder / FILE) or {}
+    flags = {trial.folder.name: trial.words[:-1] for trial in trials}  # the last one is the folder
+    if others := [name for name in flags if known.get(name, flags[name]) != flags[name]]:
+        before = " ".join(map(str, known[others[0]]))
+        raise ConfigError(
+            f"{folder} has a sweep with other flags: those of {others[0]} were {before}.",
+            where=f"--{RUN_DIR}",
+            why="the runs of one sweep differ in nothing but its values",
+            fix=f"another --{RUN_DIR}, or the flags of before",
+        )
+    try:
+        write_whole(folder / FILE, json.dumps(known | flags, indent=2) + "\n")
+    except OSError as error:
+        what = f"the folder {folder} of the sweep cannot be written: {error.strerror}."
+        raise ConfigError(what, where=f"--{RUN_DIR}", fix=f"give another --{RUN_DIR}") from None
+
+
+def train_all(trials: Sequence[Trial], stops: Sequence[Stop], *, is_quiet: bool) -> None:
+    """Train what is not finished; a signal to this process goes to the run, which saves, and ends the sweep.
+
+    Args:
+        trials: of the sweep.
+        stops: signals to this process so far.
+        is_quiet: print to stderr.
+    """
+    for number, trial in enumerate(trials, start=1):
+        is_done = run_row(trial.folder).state.word == "finished"
+        if stops:
+            return
+        line = f"run {number}/{len(trials)}: {trial.label}, {trial.folder}" + ", is finished already" * is_done
+        output = sys.stderr if is_quiet else sys.stdout
+        output.write(line + "\n")
+        output.flush()
+        if is_done:
+            continue
+        process = subprocess.Popen([*PROGRAM, "train", *trial.words], stdout=2 if is_quiet else None)
+        num_sent = 0
+        while process.poll() is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_POLL_SECONDS)
+            for stop in stops[num_sent:]:
+                process.send_signal(stop.signal)
+            num_sent = len(stops)
+
+
+def best_first(rows: Sequence[tuple[Trial, RunRow]]) -> list[tuple[Trial, RunRow]]:
+    """Finished runs by their validation loss, or where one of them lacks it by their loss; then the others."""
+    has_all = all(row.val_loss is not None for _, row in rows if row.state.word == "finished")
+
+    def rank(pair: tuple[Trial, RunRow]) -> tuple[bool, bool, float]:
+        row = pair[1]
+        value = row.val_loss if has_all else row.loss
+        return row.state.word != "finished", value is None, value or 0.0
+
+    return sorted(rows, key=rank)
+
+
+def trial_lines(rows: Sequence[tuple[Trial, RunRow]]) -> list[str]:
+    """The table of a sweep."""
+    names = list(rows[0][0].values)
+    head = [*names, "state", "step", "loss", "val loss", "tokens/s", "run"]
+    cells = [
+        [
+            *(*trial.values.values(), str(row.state), "-" if row.step is None else str(row.step)),
+            *(shown(row.loss, "{:.4f}"), shown(row.val_loss, "{:.4f}"), shown(row.tokens_per_second, "{:,.0f}")),
+            str(trial.folder),
+        ]
+        for trial, row in rows
+    ]
+    return aligned([head, *cells], left=(*range(len(names) + 1), len(head) - 1))

@@ -1,0 +1,159 @@
+"""``crius sweep``: which runs it makes of its flags, what it refuses, and what it says of how they ended."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from crius import cli
+from crius.config.argv import normalized_argv
+from crius.errors import ConfigError
+from crius.tools.report import sweep
+
+# stands for crius train: the loss of a run is its learning rate, and a run with the rate 9 fails
+TRAINER = """
+import json, pathlib, sys
+values = dict(word[2:].split("=", 1) for word in sys.argv[2:] if "=" in word)
+folder = pathlib.Path(values["job.run_dir"])
+folder.mkdir(parents=True, exist_ok=True)
+with (folder / "calls").open("a") as file:
+    file.write("call\\n")
+rate = float(values["optimizer.lr"])
+(folder / "run.toml").write_text("[training]\\nsteps = 4\\n")
+(folder / "metrics.jsonl").write_text(json.dumps({"step": 4, "loss": 10 - rate, "tokens_per_second": 7}) + "\\n")
+if rate == 9:
+    sys.exit(1)
+with (folder / "metrics.jsonl").open("a") as file:
+    file.write(json.dumps({"step": 4, "val_loss": rate}) + "\\n")
+(folder / "summary.json").write_text(json.dumps({"steps": 4, "stopped_by": None}))
+print("trained", rate)
+"""
+
+
+def trials(*flags):
+    return sweep.plan_trials(normalized_argv(["sweep", *flags])[1:])
+
+
+@pytest.fixture
+def trainer(tmp_path, monkeypatch):
+    """Run ``crius sweep`` here, with the stand-in for ``crius train``."""
+    (tmp_path / "trainer.py").write_text(TRAINER)
+    monkeypatch.setattr(sweep, "PROGRAM", [sys.executable, "-IS", str(tmp_path / "trainer.py")])
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_each_combination_is_a_run_in_a_folder_of_its_own():
+    folder, found = trials("--lr", "1e-3,3e-3", "--layout", "1,fsdp2", "--steps", "4", "--job.run_dir", "s")
+    assert folder == Path("s")
+    assert [str(trial.folder) for trial in found] == [
+        *("s/lr_1e-3_layout_1", "s/lr_1e-3_layout_fsdp2", "s/lr_3e-3_layout_1", "s/lr_3e-3_layout_fsdp2")
+    ]
+    assert found[1].words == [
+        *("--training.steps", "4", "--optimizer.lr=1e-3", "--layout=fsdp2"),
+        "--job.run_dir=s/lr_1e-3_layout_fsdp2",
+    ]
+    assert found[1].label == "optimizer.lr=1e-3 layout=fsdp2"
+
+
+@pytest.mark.parametrize(
+    ("flag", "text", "values"),
+    [
+        ("optimizer.lr", "1,2", ["1", "2"]),
+        ("optimizer.lr", "-1, 2", ["-1", "2"]),
+        ("compile.enable", "true,false", ["true", "false"]),
+        ("tokenizer.path", 'a,"b,c"', ["a", "b,c"]),
+        ("recipe", "llama3_debug,verify", ["llama3_debug", "verify"]),
+        ("nproc", "1,2", ["1", "2"]),
+        ("data.path", "a,b", None),  # a list takes its values as they are
+        ("tokenizer.path", '"b,c"', None),
+        ("model.rope_scaling", '{"rope_type": "llama3", "factor": 8.0}', None),
+        ("job.name", "a,b", None),
+        ("no.such", "a,b", None),
+    ],
+)
+def test_commas_separate_the_values_of_a_scalar(flag, text, values):
+    found = trials("--debug.seed", "1,2", f"--{flag}", text)[1]
+    assert len(found) == 2 * len(values or [0])
+    if values:
+        assert [trial.values[flag] for trial in found[: len(values)]] == values
+        assert f"--{flag}={values[0]}" in found[0].words
+    else:
+        words = found[0].words
+        given = words[words.index(f"--{flag}") + 1] if f"--{flag}" in words else words[0].partition("=")[2]
+        assert given == text.strip('"')
+
+
+def test_the_folder_of_a_sweep_follows_from_its_flags():
+    name = trials("--lr", "1,2", "--steps", "4")[0]
+    assert name == trials("--lr", "1,2", "--training.steps", "4")[0] != trials("--lr", "1,3", "--steps", "4")[0]
+    assert str(name).startswith("runs/sweep-lr-")
+    assert trials("--lr", "1,2", "--job.name", "mine")[0] == Path("runs/mine")
+
+
+def test_runs_that_would_share_a_name_do_not():
+    _, found = trials("--tokenizer.path", "a/b,a:b", "--job.run_dir", "s")
+    assert len({trial.folder for trial in found}) == 2
+    _, found = trials("--quantize.dense.float8.enable", "true,false", "--compile.enable", "true,false")
+    assert found[0].folder.name == "quantize.dense.float8.enable_true_compile.enable_true"
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--lr", "1"], "no setting has several values"),
+        (["--lr", "1,"], "--optimizer.lr 1, has an empty value"),
+        (["--lr", "1,2,1"], "--optimizer.lr 1,2"),
+    ],
+)
+def test_what_is_no_sweep_is_refused(flags, told):
+    with pytest.raises(ConfigError) as caught:
+        trials(*flags)
+    assert told in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--lr", "1,x"], 'optimizer.lr=x: Invalid value for --optimizer.lr: unable to convert "x"'),
+        (["--lr", "1,2", "--stesp", "3"], "unknown flag --stesp, did you mean --steps?"),
+        (["--layout", "fsdp2,tp3"], "layout=tp3: tensor_parallel_degree 3 does not divide"),
+        (["--lr", "1,x", "--layout", "fsdp2,tp3"], "2 problems"),
+        (["--lr", "1,2", "--dry_run"], "a sweep trains"),
+        (["--lr", "1,2", "--job.run_dir", "trainer.py"], "trainer.py of the sweep cannot be written"),
+    ],
+)
+def test_nothing_starts_where_a_run_is_impossible(flags, told, trainer, capsys):
+    before = sorted(trainer.iterdir())
+    assert cli.main(["sweep", *flags]) == 2
+    assert told in capsys.readouterr().err
+    assert sorted(trainer.iterdir()) == before
+
+
+def test_a_sweep_trains_all_runs_and_lists_the_best_first(trainer, capfd):
+    command = ["sweep", "--lr", "3,9,2", "--job.run_dir", "s"]
+    assert cli.main(command) == 1  # the run with 9 failed
+    out = capfd.readouterr().out
+    assert "run 2/3: optimizer.lr=9, s/lr_9\n" in out and "trained 2.0\n" in out
+    table = [line.split() for line in out.splitlines()[-4:]]
+    assert table[0][:5] == ["optimizer.lr", "state", "step", "loss", "val"]
+    assert table[1:] == [
+        ["2", "finished", "4", "8.0000", "2.0000", "7", "s/lr_2"],
+        ["3", "finished", "4", "7.0000", "3.0000", "7", "s/lr_3"],
+        ["9", "failed", "4", "1.0000", "-", "7", "s/lr_9"],
+    ]
+    assert cli.main([*command, "--json"]) == 1
+    out, err = capfd.readouterr()
+    assert [run["settings"] for run in json.loads(out)["runs"]] == [{"optimizer.lr": rate} for rate in "239"]
+    assert err.count("is finished already") == 2
+    calls = {path.parent.name: len(path.read_text().split()) for path in trainer.glob("s/*/calls")}
+    assert calls == {"lr_2": 1, "lr_3": 1, "lr_9": 2}
+
+
+def test_a_sweep_takes_more_values_and_no_other_settings(trainer, capfd):
+    assert cli.main(["sweep", "--lr", "1,2", "--job.run_dir", "s"]) == 0
+    assert cli.main(["sweep", "--lr", "2,4", "--job.run_dir", "./s"]) == 0
+    assert cli.main(["sweep", "--lr", "2,4", "--steps", "9", "--job.run_dir", "s"]) == 2
+    assert "s has a sweep with other flags: those of lr_2 were --optimizer.lr=2." in capfd.readouterr().err
+    assert sorted(path.parent.name for path in trainer.glob("s/*/calls")) == ["lr_1", "lr_2", "lr_4"]
