@@ -7,8 +7,8 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from crius.cli.app import Json, app, emit
-from crius.tools.report.compare import TOLERANCE
 from crius.tools.report.compare import compare as compare_runs
+from crius.tools.report.curves import TOLERANCE
 from crius.tools.report.history import read_run
 from crius.tools.report.runs import find_runs, run_lines
 

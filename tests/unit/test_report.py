@@ -12,7 +12,7 @@ from crius import cli
 from crius.cli.report import write_last_report
 from crius.config.run import RunConfig, replace_fields
 from crius.tools.report import page as page_file
-from crius.tools.report.curves import distance, thinned
+from crius.tools.report.curves import thinned
 from crius.tools.report.history import RunHistory, read_run
 from crius.tools.report.page import page
 from crius.tools.report.payload import MOST_INCIDENTS, payload
@@ -88,17 +88,17 @@ def test_a_thinned_curve_keeps_a_gap_that_is_longer_than_a_group():
 @pytest.mark.parametrize(
     ("other", "expected"),
     [
-        ([4.0, 2.0, 1.0], (3, 0.0, 1, None)),
-        ([4.0, 2.000001, 1.0], (3, 5e-7, 2, None)),
-        ([4.0, 2.5, 1.25], (3, 0.2, 2, 2)),
-        ([4.0, None, 1.25], (2, 0.2, 3, 3)),
-        ([], (0, 0.0, None, None)),
+        ((4.0, 2.0, 1.0), (3, 0, 0.0, 1, None)),
+        ((4.0, 2.000001, 1.0), (3, 0, 5e-7, 2, None)),
+        ((4.0, 2.5, 1.25), (3, 0, 0.2, 2, 2)),
+        ((4.0, None, 1.25), (3, 1, 0.2, 3, 2)),
     ],
 )
-def test_the_distance_of_two_curves_is_the_largest_relative_one_in_a_common_step(other, expected):
-    found = distance(([1, 2, 3], [4.0, 2.0, 1.0]), ([*range(1, len(other) + 1)], other))
-    assert (found.num_steps, found.step, found.parts) == (expected[0], *expected[2:])
-    assert found.largest == pytest.approx(expected[1], rel=1e-6)
+def test_the_distance_of_two_losses_is_the_largest_relative_one_in_a_common_step(other, expected, tmp_path):
+    runs = (write_run(tmp_path / "a", (4.0, 2.0, 1.0)), write_run(tmp_path / "b", other))
+    [found] = shown(*runs)["apart"]
+    names = ("num_steps", "num_not_finite", "largest", "step", "parts")
+    assert tuple(found[name] for name in names) == (*expected[:2], pytest.approx(expected[2], rel=1e-6), *expected[3:])
 
 
 def test_a_report_shows_the_settings_that_are_not_the_defaults_and_their_origin(tmp_path):
@@ -132,7 +132,7 @@ def test_curves_are_those_that_a_run_has(tmp_path):
     assert found["curves"]["loss"] == [[1, 2, 3], [3.0, None, None]]
     assert "mfu" not in found["curves"] and found["curves"]["dead_experts"] == [[1, 2, 3], [2.0, 2.0, 2.0]]
     assert found["validations"] == {"web": [[3], [2.0]], "code": [[3], [2.0]]}
-    assert found["results"]["loss"] == 3.0 and found["results"]["validations"] == {"web": 2.0, "code": 2.0}
+    assert found["results"]["loss"] is None and found["results"]["validations"] == {"web": 2.0, "code": 2.0}
 
 
 def test_a_restart_is_told_with_what_its_recovery_took(tmp_path):

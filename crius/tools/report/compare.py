@@ -3,34 +3,21 @@
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from crius.errors import ConfigError
 from crius.table import aligned
-from crius.tools.report.history import Columns, RunHistory
+from crius.tools.report.curves import TOLERANCE, Point, common_points
+from crius.tools.report.history import Columns, RunHistory, finite
 from crius.tools.report.runs import history_state
-
-TOLERANCE = 1e-5
-"""Relative difference of two losses that counts as equal. In float32 two layouts of one run differ by about 1e-6, the
-order of their sums; a changed setting shows above it in the first steps. Runs in bfloat16 differ by more."""
 
 STARTS = (
     *("crius", "torch", "python", "host", "device", "ranks", "layout", "model", "parameters", "active_parameters"),
     *("data_hash", "tokenizer", "tokenizer_hash"),
 )
 """Fields of ``starts.jsonl`` that are compared; see ``crius.train.setup.note_start``."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Point:
-    """Two values at one step, and their relative difference: infinite where one is missing or not finite."""
-
-    step: int
-    first: float | None
-    other: float | None
-    relative: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,10 +124,8 @@ def compare(runs: Sequence[RunHistory], tolerance: float = TOLERANCE) -> Compari
     return Comparison(
         names=labels if has_own_names else [str(run.path) for run in runs],
         tolerance=tolerance,
-        settings=_differing(
-            [run.settings for run in runs], dict.fromkeys(name for run in runs for name in run.settings)
-        ),
-        starts=_differing([_starts(run) for run in runs], STARTS),
+        settings=differing([run.settings for run in runs]),
+        starts=differing([_starts(run) for run in runs], STARTS),
         losses=losses,
         validations=[
             {
@@ -153,27 +138,13 @@ def compare(runs: Sequence[RunHistory], tolerance: float = TOLERANCE) -> Compari
     )
 
 
-def relative(first: Any, other: Any) -> float:
-    """``|a - b| / max(|a|, |b|)``; infinite where one of the two is missing, not a number or not finite."""
-    if not (_is_finite(first) and _is_finite(other)):
-        return math.inf
-    return 0.0 if first == other else abs(first - other) / max(abs(first), abs(other))
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def _curves(first: Columns, other: Columns, name: str, tolerance: float) -> Curves:
-    a, b = (dict(zip(columns.get("step", ()), columns.get(name, ()), strict=True)) for columns in (first, other))
-    points = [
-        Point(step=step, first=a[step], other=b[step], relative=relative(a[step], b[step])) for step in a if step in b
-    ]
+    points = common_points(first, other, name)
     return Curves(
         num_steps=len(points),
         range=(points[0].step, points[-1].step) if points else None,
-        only_first=len(a) - len(points),
-        only_other=len(b) - len(points),
+        only_first=len(first.get("step", ())) - len(points),
+        only_other=len(other.get("step", ())) - len(points),
         parts=next((point for point in points if point.relative > tolerance), None),
         largest=max(points, key=lambda point: point.relative, default=None),
     )
@@ -184,7 +155,9 @@ def _steps_of(run: RunHistory) -> str:
     return f"{len(steps)} of {steps[0]} to {steps[-1]}" if steps else "none"
 
 
-def _differing(runs: Sequence[Mapping[str, Any]], names: Sequence[str] | dict[str, None]) -> dict[str, list[Any]]:
+def differing(runs: Sequence[Mapping[str, Any]], names: Iterable[str] = ()) -> dict[str, list[Any]]:
+    """The ``names`` whose values are not the same in all ``runs``, with the value of each run; all names if none."""
+    names = names or dict.fromkeys(name for run in runs for name in run)
     rows = {name: [run.get(name) for run in runs] for name in names}
     return {name: values for name, values in rows.items() if any(value != values[0] for value in values)}
 
@@ -195,32 +168,56 @@ def _starts(run: RunHistory) -> dict[str, str]:
     return {name: ", then ".join(found) for name, found in values.items() if found}
 
 
-def _results(runs: Sequence[RunHistory]) -> dict[str, list[Any]]:
-    """Results of each run; None where a run lacks one."""
-    sets = dict.fromkeys(name for run in runs for name in run.validations)
+def results_of(run: RunHistory) -> dict[str, Any]:
+    """The numbers that a run comes down to; None where the run lacks one.
+
+    ``validations`` has the last loss of each validation set. ``wall_seconds`` is that of the last command.
+    """
+    summary = whole_summary(run)
     return {
-        "state": [str(history_state(run)) for run in runs],
-        "step": [_end(run.steps, "step") for run in runs],
-        "loss": [_end(run.steps, "loss") for run in runs],
-        **{
-            f"val_loss{name and f' {name}'}": [_end(run.validations.get(name, {}), "val_loss") for run in runs]
-            for name in sets
-        },
-        "tokens_per_second": [_median(run.steps, "tokens_per_second") for run in runs],
-        "memory_gib": [max(_numbers(run.steps, "memory_gib"), default=None) for run in runs],
-        "goodput": [_end(run.steps, "goodput") for run in runs],
-        "skipped_steps": [_end(run.steps, "skipped_steps") for run in runs],
-        "incidents": [len(run.incidents) for run in runs],
-        "damaged_lines": [run.num_damaged for run in runs],
+        "state": str(history_state(run)),
+        "step": _last(run.steps, "step"),
+        "loss": _last(run.steps, "loss"),
+        "validations": {name: _last(columns, "val_loss") for name, columns in run.validations.items()},
+        "tokens_per_second": _median(run.steps, "tokens_per_second"),
+        "mfu": _median(run.steps, "mfu"),
+        "memory_gib": max(_numbers(run.steps, "memory_gib"), default=None),
+        "goodput": _last(run.steps, "goodput"),
+        "wall_seconds": summary.get("wall_seconds") if summary else None,
+        "restarts": max(0, len(run.starts) - 1),
+        "skipped_steps": _last(run.steps, "skipped_steps"),
+        "incidents": len(run.incidents),
+        "damaged_lines": run.num_damaged,
     }
 
 
-def _end(columns: Columns, name: str) -> Any:
+def whole_summary(run: RunHistory) -> dict[str, Any] | None:
+    """``summary.json``; None where there is none, or where the run continued after it."""
+    last = max(run.steps.get("step", []), default=0)
+    return run.summary if run.summary and (finite(run.summary.get("steps")) or 0) >= last else None
+
+
+def _results(runs: Sequence[RunHistory]) -> dict[str, list[Any]]:
+    """``results_of`` by name, with the value of each run; a validation set is a result of its own."""
+    table: dict[str, list[Any]] = {}
+    found = [results_of(run) for run in runs]
+    sets = dict.fromkeys(name for results in found for name in results["validations"])
+    for name in found[0]:
+        if name == "validations":
+            for label in sets:
+                table[f"val_loss {label}".strip()] = [results[name].get(label) for results in found]
+        else:
+            table[name] = [results[name] for results in found]
+    return table
+
+
+def _last(columns: Columns, name: str) -> Any:
+    """The last value, also where it is not a number."""
     return (columns.get(name) or [None])[-1]
 
 
 def _numbers(columns: Columns, name: str) -> list[float]:
-    return [value for value in columns.get(name, ()) if _is_finite(value)]
+    return [value for value in columns.get(name, ()) if finite(value) is not None]
 
 
 def _median(columns: Columns, name: str) -> float | None:
@@ -229,7 +226,12 @@ def _median(columns: Columns, name: str) -> float | None:
     return statistics.median(values[1:] or values) if values else None
 
 
-_FORMS = {"tokens_per_second": "{:,.0f}", "memory_gib": "{:.2f}", "goodput": "{:.1%}"}
+_FORMS = {
+    **{"tokens_per_second": "{:,.0f}", "memory_gib": "{:.2f}", "wall_seconds": "{:,.1f}"},
+    **dict.fromkeys(("mfu", "goodput"), "{:.1%}"),
+}
+_ALWAYS = {"state", "step", "loss", "tokens_per_second", "memory_gib", "goodput"}
+"""Results that are shown even if no run has them."""
 _UNITS = {"tokens_per_second": "tokens/s, median", "memory_gib": "memory, GiB", "val_loss": "validation loss"}
 
 
@@ -243,7 +245,7 @@ def _table(title: str, names: Sequence[str], rows: Mapping[str, Sequence[Any]]) 
             *(_cell(name, value) for value in values),
         ]
         for name, values in rows.items()
-        if title != "results" or name not in ("skipped_steps", "incidents", "damaged_lines") or any(values)
+        if title != "results" or name in _ALWAYS or any(values)
     ]
     return aligned([[f"{title}:", *names], *cells], left=None)
 
@@ -271,7 +273,7 @@ def _told(curves: Curves) -> list[str]:
 
 
 def _loss(value: Any) -> str:
-    return f"{value:.9g}" if _is_finite(value) else "not finite"
+    return f"{value:.9g}" if finite(value) is not None else "not finite"
 
 
 def _amount(point: Point) -> str:

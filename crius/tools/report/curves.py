@@ -5,17 +5,42 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from crius.tools.report.history import Columns, finite
+
 Curve = tuple[list[int], list[float | None]]
 """Steps, ascending, and the value of each; None is a gap: a loss that was not finite."""
 
-PARTED = 1e-6
-"""Relative difference from which on two curves have parted. The order of sums in float32 stays below it at first."""
+TOLERANCE = 1e-5
+"""Relative difference of two losses that counts as equal. In float32 two layouts of one run differ by about 1e-6, the
+order of their sums; a changed setting shows above it in the first steps. Runs in bfloat16 differ by more."""
 
 
-def finite(value: Any) -> float | None:
-    """``value`` where it is a finite number, else None."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return float(value) if is_number and math.isfinite(value) else None
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """Two values at one step, and their relative difference: infinite where one is missing or not finite."""
+
+    step: int
+    first: float | None
+    other: float | None
+    relative: float
+
+
+def common_points(first: Columns, other: Columns, name: str) -> list[Point]:
+    """The values of column ``name`` at each step that both runs have."""
+    values, others = (dict(zip(run.get("step", ()), run.get(name, ()), strict=True)) for run in (first, other))
+    return [
+        Point(step=step, first=value, other=others[step], relative=relative(value, others[step]))
+        for step, value in values.items()
+        if step in others
+    ]
+
+
+def relative(first: Any, other: Any) -> float:
+    """``|a - b| / max(|a|, |b|)``; infinite where one of the two is missing, not a number or not finite."""
+    a, b = finite(first), finite(other)
+    if a is None or b is None:
+        return math.inf
+    return 0.0 if a == b else abs(a - b) / max(abs(a), abs(b))
 
 
 def curve(steps: Sequence[int], values: Iterable[Any]) -> Curve:
@@ -41,42 +66,3 @@ def thinned(whole: Curve, most: int) -> Curve:
         kept += sorted(ends)
     kept += [len(steps) - 1] if kept[-1] != len(steps) - 1 else []
     return [steps[place] for place in kept], [values[place] for place in kept]
-
-
-@dataclass(frozen=True)
-class Distance:
-    """How far a curve is from another one.
-
-    Attributes:
-        num_steps: steps that both have, with a finite value each.
-        largest: largest relative difference, ``abs(a - b) / max(abs(a), abs(b))``; 0 where no step is common.
-        step: the first step with it; None where no step is common.
-        parts: the first step with a difference above ``PARTED``; None where there is none.
-        curve: the relative difference in each of these steps.
-    """
-
-    num_steps: int
-    largest: float
-    step: int | None
-    parts: int | None
-    curve: Curve
-
-
-def distance(a: Curve, b: Curve) -> Distance:
-    """How far ``b`` is from ``a``."""
-    others = dict(zip(*b, strict=True))
-    steps: list[int] = []
-    differences: list[float] = []
-    for step, left in zip(*a, strict=True):
-        right = others.get(step)
-        if left is not None and right is not None:
-            steps.append(step)
-            differences.append(0.0 if left == right else abs(left - right) / max(abs(left), abs(right)))
-    largest = max(differences, default=0.0)
-    return Distance(
-        num_steps=len(steps),
-        largest=largest,
-        step=steps[differences.index(largest)] if steps else None,
-        parts=next((step for step, value in zip(steps, differences, strict=True) if value > PARTED), None),
-        curve=(steps, list(differences)),
-    )

@@ -1,6 +1,7 @@
 """The files of a run folder, read into one object. No torch."""
 
 import json
+import math
 import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from typing import Any
 
 from crius.config.toml_file import toml_table
 from crius.errors import ConfigError
+from crius.redact import redact_value
 
 Columns = dict[str, list[Any]]
 """Name of a field to its values, one for each record, in the order of ``step``; None where a record lacks it."""
@@ -138,7 +140,13 @@ def _dotted(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
         if isinstance(value, dict):
             yield from _dotted(value, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{name}", value
+            yield f"{prefix}{name}", redact_value(f"{prefix}{name}", value)
+
+
+def finite(value: Any) -> float | None:
+    """``value`` if it is a finite number, else None."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return value if is_number and math.isfinite(value) else None
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

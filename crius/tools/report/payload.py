@@ -3,19 +3,17 @@
 import json
 import math
 import os
-import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from crius import __version__
 from crius.config.run import RunConfig
 from crius.config.toml_file import flatten
-from crius.redact import redact_value
 from crius.tools.plan.compare import measured_of
-from crius.tools.report.curves import PARTED, Curve, curve, distance, finite, thinned
-from crius.tools.report.history import RunHistory
+from crius.tools.report.compare import differing, results_of, whole_summary
+from crius.tools.report.curves import TOLERANCE, Curve, common_points, curve, thinned
+from crius.tools.report.history import RunHistory, finite
 
 SHOWN = (
     *("loss", "grad_norm", "lr", "tokens_per_second", "mfu", "memory_gib", "load_max_over_mean", "load_entropy"),
@@ -47,17 +45,17 @@ def payload(runs: Sequence[RunHistory], origins: Mapping[str, str] | None = None
         names = [str(run.path) for run in runs]
     num_curves = sum(len(run.steps.keys() & {*SHOWN}) + len(run.validations) + 1 for run in runs)
     most = max(40, min(MOST_POINTS, ALL_POINTS // max(1, num_curves)))
-    losses = [_loss(run) for run in runs]
-    apart = [distance(losses[0], loss) for loss in losses[1:]]
     shown: dict[str, Any] = {
         "version": __version__,
         "written": time.time(),
         "runs": [
             _run(run, name, most, max(1, MOST_INCIDENTS // len(runs))) for run, name in zip(runs, names, strict=True)
         ],
-        "parted": PARTED,
-        "apart": [asdict(one) | {"curve": _shown(one.curve, most)} for one in apart],
-        "settings": _differences(runs),
+        "tolerance": TOLERANCE,
+        "apart": [_apart(runs[0], run, most) for run in runs[1:]],
+        "settings": [
+            {"name": name, "values": values} for name, values in differing([run.settings for run in runs]).items()
+        ],
     }
     for row in shown["runs"][0]["settings"] if len(runs) == 1 else []:
         row["origin"] = (origins or {}).get(row["name"])
@@ -79,7 +77,7 @@ def _run(run: RunHistory, name: str, most: int, most_incidents: int) -> dict[str
     curves = {key: found for key, found in curves.items() if any(value is not None for value in found[1])}
     sets = {key: curve(found["step"], found["val_loss"]) for key, found in run.validations.items()}
     incidents = list(_incidents(run.incidents))
-    summary = _summary(run)
+    summary = whole_summary(run)
     return {
         "name": name,
         "path": str(run.path),
@@ -96,28 +94,32 @@ def _run(run: RunHistory, name: str, most: int, most_incidents: int) -> dict[str
         "settings": _changed(run),
         "curves": {key: _shown(found, most) for key, found in curves.items()},
         "validations": {key: _shown(found, most) for key, found in sets.items()},
-        "results": _results(curves, sets, summary, len(run.starts)),
+        "results": results_of(run),
         "incidents": incidents[:most_incidents],
         "more_incidents": max(0, len(incidents) - most_incidents),
         "plan": _plan(run, summary),
     }
 
 
-def _loss(run: RunHistory) -> Curve:
-    return curve(run.steps.get("step", []), run.steps.get("loss", []))
+def _apart(first: RunHistory, other: RunHistory, most: int) -> dict[str, Any]:
+    """How far the losses of two runs are apart, relative, at the steps that both have."""
+    points = common_points(first.steps, other.steps, "loss")
+    known = [point for point in points if math.isfinite(point.relative)]
+    largest = max(known, key=lambda point: point.relative, default=None)
+    return {
+        "num_steps": len(points),
+        "num_not_finite": len(points) - len(known),
+        "largest": largest.relative if largest else 0.0,
+        "step": largest.step if largest else None,
+        "parts": next((point.step for point in points if point.relative > TOLERANCE), None),
+        "curve": _shown(([point.step for point in known], [point.relative for point in known]), most),
+    }
 
 
 def _shown(whole: Curve, most: int) -> Curve:
     """A curve as it is drawn, with 7 digits."""
     steps, values = thinned(whole, most)
     return steps, [None if value is None else float(f"{value:.7g}") for value in values]
-
-
-def _summary(run: RunHistory) -> dict[str, Any] | None:
-    """``summary.json``, unless the run went on after it."""
-    last = max(run.steps.get("step", []), default=0)
-    is_new = run.summary is not None and finite(run.summary.get("steps")) is not None and run.summary["steps"] >= last
-    return run.summary if is_new else None
 
 
 def _modified(run: RunHistory) -> float | None:
@@ -131,34 +133,10 @@ def _changed(run: RunHistory) -> list[dict[str, Any]]:
     """The settings that are not the defaults; one that this version does not know has no default."""
     defaults = json.loads(json.dumps(flatten(RunConfig())))
     return [
-        {"name": name, "value": redact_value(name, value), "default": defaults.get(name)}
+        {"name": name, "value": value, "default": defaults.get(name)}
         for name, value in run.settings.items()
         if value != defaults.get(name)
     ]
-
-
-def _differences(runs: Sequence[RunHistory]) -> list[dict[str, Any]]:
-    """The settings in which runs differ, but for their names."""
-    names = dict.fromkeys(name for run in runs for name in run.settings if not name.startswith("job."))
-    rows = [{"name": name, "values": [redact_value(name, run.settings.get(name)) for run in runs]} for name in names]
-    return [row for row in rows if any(value != row["values"][0] for value in row["values"])]
-
-
-def _results(
-    curves: Mapping[str, Curve], sets: Mapping[str, Curve], summary: Mapping[str, Any] | None, num_starts: int
-) -> dict[str, Any]:
-    """The numbers that a run comes down to."""
-    known = {key: [value for value in values if value is not None] for key, (_, values) in curves.items()}
-    scores = {key: [value for value in values if value is not None] for key, (_, values) in sets.items()}
-    return {
-        "loss": known["loss"][-1] if "loss" in known else None,
-        "validations": {key: values[-1] for key, values in scores.items() if values},
-        **{key: statistics.median(known[key]) if key in known else None for key in ("tokens_per_second", "mfu")},
-        "memory_gib": max(known["memory_gib"]) if "memory_gib" in known else None,
-        "goodput": known["goodput"][-1] if "goodput" in known else None,
-        "wall_seconds": summary.get("wall_seconds") if summary else None,
-        "restarts": max(0, num_starts - 1),
-    }
 
 
 def _restarts(run: RunHistory) -> list[dict[str, Any]]:

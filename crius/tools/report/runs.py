@@ -1,7 +1,6 @@
 """Which runs are in a folder and how they stand, from the ends of their files: hundreds in a second. No torch."""
 
 import json
-import math
 import os
 import re
 import time
@@ -15,7 +14,7 @@ from crius.errors import ConfigError
 from crius.launch.lock import NAME as LOCK
 from crius.launch.lock import holder_of
 from crius.table import aligned
-from crius.tools.report.history import RunHistory, read_json
+from crius.tools.report.history import RunHistory, finite, read_json
 
 MARKS = ("run.toml", "metrics.jsonl", LOCK)
 """A folder with one of these files is a run folder."""
@@ -135,10 +134,10 @@ def _row(path: Path, name: str) -> RunRow:
         state=state,
         step=step,
         steps=_whole(training.get("steps")) or (step if state.word == "finished" else None),
-        loss=_number(found.get("loss")),
-        val_loss=_number((validation or summary).get("val_loss")),
-        tokens_per_second=_number(found.get("tokens_per_second")),
-        goodput=_number(found.get("goodput")),
+        loss=finite(found.get("loss")),
+        val_loss=finite((validation or summary).get("val_loss")),
+        tokens_per_second=finite(found.get("tokens_per_second")),
+        goodput=finite(found.get("goodput")),
         age_seconds=max(0.0, time.time() - written),
     )
 
@@ -165,7 +164,7 @@ def state_of(
     """
     if (holder_of(path) or {}).get("command") == "train":
         return RunState("running")
-    done, begun = _whole(summary.get("steps")), _number(start.get("time"))
+    done, begun = _whole(summary.get("steps")), finite(start.get("time"))
     if done is not None and done >= (step or 0):
         # a run that was continued and then failed still has the summary of before
         if begun is None or (path / "summary.json").stat().st_mtime >= begun:
@@ -175,14 +174,9 @@ def state_of(
             return RunState("preempted" if saves and signal != "SIGINT" else "stopped", str(signal))
     reports = [read_json(report) or {} for report in (path / "logs").glob("rank-*.error.json")]
     first = min(
-        reports, key=lambda report: (bool(report.get("peer_loss")), _number(report.get("wall")) or 0), default={}
+        reports, key=lambda report: (bool(report.get("peer_loss")), finite(report.get("wall")) or 0), default={}
     )
     return RunState("failed", str(first.get("exception", "")))
-
-
-def _number(value: Any) -> float | None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return value if is_number and math.isfinite(value) else None
 
 
 def _whole(value: Any) -> int | None:

@@ -334,8 +334,7 @@ const PHASES = {
 };
 
 function state(run) {
-  if (run.summary) return run.summary.stopped_by ? [`stopped by ${run.summary.stopped_by}`, "open"] : ["finished", "good"];
-  return run.records ? ["no end recorded", "open"] : ["no step yet", "open"];
+  return [run.results.state, run.results.state === "finished" ? "good" : "open"];
 }
 
 function byline(run) {
@@ -471,9 +470,10 @@ function verdicts() {
   return el("ul", { class: "verdicts" }, shown.apart.map((one, i) => {
     const b = runs[i + 1].name, a = runs[0].name, name = el("span", { class: "key" }, el("i", { "data-colour": i + 1 }), el("b", {}, b));
     if (!one.num_steps) return el("li", {}, name, ` and ${a} have no step in common.`);
+    if (one.num_not_finite) return el("li", {}, name, ` and ${a} have ${many(one.num_not_finite, "common step")} in which a loss is not finite, from step ${grouped(one.parts)} on, of ${grouped(one.num_steps)}.`);
     if (!one.largest) return el("li", {}, name, ` has the losses of ${a}, to the last bit, in all ${many(one.num_steps, "common step")}.`);
     return el("li", {}, name, " is ", el("b", { class: "apart" }, small(one.largest, 1)), ` apart from ${a}: the largest relative difference of the loss over ${many(one.num_steps, "common step")}, in step ${grouped(one.step)}. `,
-      one.parts === null ? `No step differs by more than ${exponentOf(shown.parted)}.` : `Step ${grouped(one.parts)} is the first that differs by more than ${exponentOf(shown.parted)}.`);
+      one.parts === null ? `No step differs by more than ${exponentOf(shown.tolerance)}.` : `Step ${grouped(one.parts)} is the first that differs by more than ${exponentOf(shown.tolerance)}.`);
   }));
 }
 const exponentOf = (value) => small(value, 0);
