@@ -6,7 +6,7 @@ J5 experts rehearsed on a laptop, J6 my own model outside the repository, J7 som
 
 from dataclasses import dataclass
 
-BUILT = {"engine", "nothing lost", "one description", "from weights to weights", "fine-tuning", "experts"}
+BUILT = {"engine", "nothing lost", "one description", "from weights to weights", "fine-tuning", "experts", "runs seen"}
 """What Crius can do so far. A row that needs more is skipped until its part is built, and added here with it."""
 
 
@@ -60,7 +60,7 @@ J1 = [
         says=("2 ok, 0 failed", r"loss [\d.]+e-(0[89]|1\d)"),
         needs="engine",
     ),
-    Row("crius report {run} --out report.html", needs="runs that can be seen"),
+    Row("crius report {run} --out report.html && grep -c uPlot report.html", needs="runs seen", says=("report.html",)),
     Row("{next_4}", says=(r"^def [\s\S]{50}",)),
 ]
 
@@ -227,6 +227,7 @@ J4 = [
             r"(?m)^oom +failed \(OutOfMemoryError\) +-/1 ",
         ),
     ),
+    Row("crius report runs/dies runs/nan --out night.html", needs="runs seen", says=("report: night.html",)),
 ]
 
 MOE = f"--model.name qwen3_moe --model.flavor debug {SHORT} --training.steps 3"
