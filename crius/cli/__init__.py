@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from cyclopts import CycloptsError
 
 from crius.cli.app import COMMAND, SOURCES, app, silence_stdout
+from crius.cli.help import HELP_PAGE
 from crius.config.argv import normalized_argv
 from crius.config.names import WrongSettings, explain
 from crius.data.documents import is_utf8
@@ -41,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = _import_models(arguments)
         add_verbs(arguments[0] if arguments else "")
+        arguments = HELP_PAGE.choose(arguments, app)
         command, bound, _ = parse(arguments)
         is_parsed = True
         return command(*bound.args, **bound.kwargs) or 0

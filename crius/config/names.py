@@ -93,7 +93,7 @@ def conversion(error: CycloptsError, commands: Iterable[str]) -> ConfigError:
         value = (error.unused_tokens or [""])[0]
     if guess and not nearest_typo(value, [guess[1]]):
         text = text.replace(guess[0], "")
-    return ConfigError(text, fix=f"see {' '.join(['crius', *commands])} --help for what can be given")
+    return ConfigError(text, fix=f"see {' '.join(['crius', *commands])} --help all for what can be given")
 
 
 def unknown(kind: str, written: str, known: Iterable[str], where: str, verb: str = "train") -> ConfigError:
@@ -107,7 +107,7 @@ def unknown(kind: str, written: str, known: Iterable[str], where: str, verb: str
     if why:
         return ConfigError(f"unknown {kind} {shown}: nothing stands for it.", where=where, why=why, fix="leave it out")
     what = f"unknown {kind} {shown}: there is no such setting."
-    return ConfigError(what, where=where, fix=f"crius {verb} --help lists every flag")
+    return ConfigError(what, where=where, fix=f"crius {verb} --help all lists every flag")
 
 
 # torchtitan's names of flags that Crius spells otherwise; accepted wherever a flag or a TOML key is.
