@@ -21,7 +21,7 @@ from crius.redact import printable, redact
 VERBS = {
     **{"train": "train", "plan": "plan", "verify": "verify", "bench": "bench", "checkpoint": "checkpoint"},
     **{"generate": "generate", "evaluate": "evaluating", "import": "importing", "export": "exporting"},
-    **{"config": "settings", "data": "settings", "doctor": "settings"},
+    **{"config": "settings", "data": "settings", "doctor": "settings", "completion": "completion"},
 }
 """The module here of each verb, which adds it to ``app`` when it is imported."""
 

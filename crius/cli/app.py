@@ -18,7 +18,7 @@ from crius import __version__
 from crius.cli.help import HELP_PAGE
 from crius.config.data import SOURCES as DATA_SOURCES
 from crius.config.facts import Facts
-from crius.config.load import RunSources
+from crius.config.load import RunSources, recipe_names
 from crius.config.resolve import USABLE, leaves_open
 from crius.config.rules import plain_name
 from crius.config.run import ModelConfig, RunConfig, replace_fields
@@ -35,7 +35,13 @@ if TYPE_CHECKING:
     from crius.tools.plan.hardware import Hardware
 
 Run = Annotated[RunConfig, Parameter(name="*")]
-Recipe = Annotated[str, Parameter(help="A run that comes with Crius; llama3_debug where no --config is given.")]
+Recipe = Annotated[
+    str,
+    Parameter(
+        help="A run that comes with Crius; llama3_debug where no --config is given.",
+        completer=lambda context: recipe_names(),
+    ),
+]
 Layout = Annotated[
     str,
     Parameter(help="Degrees and options in one word, as fsdp4_tp2 or pp2_fsdp2+full: docs/verify.md."),

@@ -37,6 +37,7 @@ VERBS = (
     *("checkpoint ls", "checkpoint verify", "checkpoint prune", "checkpoint convert"),
     "config show",
     "config diff",
+    "completion",
     "data prepare",
     "data show",
     "data audit",
