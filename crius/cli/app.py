@@ -93,8 +93,10 @@ SOURCES = RunSources(
 COMMAND: list[str] = []
 """Verb and flags of this command, as ``normalized_argv`` gives them."""
 
+FLAG = Parameter(name_transform=lambda name: name, negative_bool="no_", negative_iterable=())
+"""How a field becomes a flag."""
 _SHARED: dict[str, Any] = {
-    "default_parameter": Parameter(name_transform=lambda name: name, negative_bool="no_", negative_iterable=()),
+    "default_parameter": FLAG,
     "config": [SOURCES],
     "help_format": "plaintext",
     "help_formatter": HELP_PAGE,

@@ -79,12 +79,12 @@ class HelpPage:
 
     def render_usage(self, console: Console, options: ConsoleOptions, usage: object) -> None:
         """Print how a command is called."""
-        if (text := _plain(usage)) and not self._shows_sections():
+        if (text := plain(usage)) and not self._shows_sections():
             console.out(f"{text}\n", highlight=False)
 
     def render_description(self, console: Console, options: ConsoleOptions, description: object) -> None:
         """Print what a command does: the docstring's paragraphs, filled anew."""
-        for paragraph in [] if self._shows_sections() else _plain(description).split("\n\n"):
+        for paragraph in [] if self._shows_sections() else plain(description).split("\n\n"):
             if text := " ".join(paragraph.split()):
                 console.out(textwrap.fill(text, _width(options), break_on_hyphens=False) + "\n", highlight=False)
 
@@ -92,7 +92,7 @@ class HelpPage:
         """Print one panel."""
         if not panel.entries:
             return
-        width, title = _width(options), _plain(panel.title)
+        width, title = _width(options), plain(panel.title)
         by_name = {_name(entry): entry for entry in panel.entries}
         if "recipe" not in by_name:
             blocks = iter([_block(title, panel.entries, width)])
@@ -133,7 +133,7 @@ def _first_page(title: str, by_name: dict[str, HelpEntry], width: int) -> Iterat
         for name in names:
             entry = by_name[name]
             room = width - max(column, len(labels[name])) - 4
-            text = _cut(_plain(entry.description), room)
+            text = _cut(plain(entry.description), room)
             note = f"  [{entry.default}]" if entry.default not in _SAYS_NOTHING else ""
             yield f"  {labels[name]:<{column}}  {text}{note if len(text) + len(note) <= room else ''}"
     sections = f"Sections: {' '.join(SECTIONS)}."
@@ -162,7 +162,7 @@ def _entry(entry: HelpEntry, width: int) -> list[str]:
     if entry.default is not None and entry.default not in ("", "()"):
         notes.append(f"default: {entry.default}")
     head = "  " + " ".join(entry.display_labels_with_metavar) + (f"   [{'; '.join(notes)}]" if notes else "")
-    text = " ".join(_plain(entry.description).split())
+    text = " ".join(plain(entry.description).split())
     indent = " " * 6
     wrapped = textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
     return [head, *wrapped]
@@ -172,7 +172,7 @@ def _width(options: ConsoleOptions) -> int:
     return min(_WIDTH, max(40, options.max_width))
 
 
-def _plain(text: Any) -> str:
+def plain(text: Any) -> str:
     """A renderable of cyclopts' plain text, without the marks of code in docstrings."""
     if isinstance(text, InlineText):
         text = " ".join(str(part) for part in (text.primary_renderable, *text.texts))
@@ -181,7 +181,7 @@ def _plain(text: Any) -> str:
 
 def _sentence(text: str) -> str:
     """The first sentence, without its full stop."""
-    return re.split(r"\.(?:\s|$)", " ".join(_plain(text).split()), maxsplit=1)[0]
+    return re.split(r"\.(?:\s|$)", " ".join(plain(text).split()), maxsplit=1)[0]
 
 
 def _cut(text: str, width: int) -> str:
