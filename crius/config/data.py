@@ -1,11 +1,15 @@
 """What is trained and validated on: sections of ``RunConfig``."""
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
 from crius import plugins
 from crius.config.names import did_you_mean
 from crius.errors import ConfigError
+
+SET = re.compile(r"(\w[\w.-]*)=(.*)", re.DOTALL)
+"""``NAME=PATH`` of ``validation.path``; a path that looks like it is written ./PATH."""
 
 SOURCES = ("stdlib", "text", "jsonl", "parquet", "huggingface", "tokens")
 
@@ -122,4 +126,14 @@ class ValidationConfig:
 
     path: tuple[str, ...] = ()
     """Validate on this data, of the same kind as ``data.source``, instead of holding out a part of the training data.
-    huggingface: a split of the dataset, for example validation."""
+    huggingface: a split of the dataset, for example validation. NAME=PATH puts it into the set NAME, which is scored
+    and reported on its own (repeat the flag for more)."""
+
+    @property
+    def sets(self) -> dict[str, tuple[str, ...]]:
+        """Paths of each set by its name. Without names one set, whose name is empty, also where nothing is given."""
+        sets: dict[str, tuple[str, ...]] = {}
+        for written in self.path:
+            name, path = match.groups() if (match := SET.fullmatch(written)) else ("", written)
+            sets[name] = (*sets.get(name, ()), path)
+        return sets or {"": ()}

@@ -75,6 +75,7 @@ class ValidationMetrics:
         val_bits_per_byte: bits needed for a byte of the text; comparable between tokenizers.
         val_samples: sequences that were scored.
         val_seconds: time it took.
+        val_set: name of the validation set; empty where there is one without a name.
     """
 
     step: int
@@ -83,6 +84,7 @@ class ValidationMetrics:
     val_bits_per_byte: float
     val_samples: int
     val_seconds: float
+    val_set: str = ""
 
 
 Record = StepMetrics | ValidationMetrics

@@ -55,7 +55,8 @@ class ConsoleSink:
                     self._bar.update(self._task, completed=record.step)
         else:
             log.info(
-                "validation at step %d  loss %.4f  perplexity %.3f  bits_per_byte %.4f  (%d samples, %.1f s)",
+                "validation%s at step %d  loss %.4f  perplexity %.3f  bits_per_byte %.4f  (%d samples, %.1f s)",
+                f" of {record.val_set}" * bool(record.val_set),
                 record.step,
                 record.val_loss,
                 record.val_perplexity,
@@ -127,6 +128,7 @@ class JsonlSink:
         finite = {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in dataclasses.asdict(record).items()  # JSON has no NaN
+            if (name, value) != ("val_set", "")
         }
         self._file.append(json.dumps(finite) + "\n")
 

@@ -53,11 +53,9 @@ class TensorBoardSink:
 
 def _scalars(record: Record, total_gib: float | None) -> dict[str, float]:
     if not isinstance(record, StepMetrics):
-        return {
-            "validation_metrics/loss": record.val_loss,
-            "validation_metrics/perplexity": record.val_perplexity,
-            "validation_metrics/bits_per_byte": record.val_bits_per_byte,
-        }
+        tag = f"validation_metrics/{record.val_set}{'/' * bool(record.val_set)}"
+        names = ("loss", "perplexity", "bits_per_byte")
+        return {f"{tag}{name}": getattr(record, f"val_{name}") for name in names}
     scalars = {
         "loss_metrics/global_avg_loss": record.loss,
         "grad_norm": record.grad_norm,

@@ -29,7 +29,7 @@ from crius.launch.stop import PREEMPTED, catch_stop_signals
 from crius.metrics.device import machine_of, peak_tflops, total_memory_gib
 from crius.metrics.ledger import TimeLedger
 from crius.metrics.loads import ExpertLoads
-from crius.metrics.record import PlanSink, Sink
+from crius.metrics.record import PlanSink, Sink, ValidationMetrics
 from crius.metrics.sinks import build_sinks
 from crius.models import registry
 from crius.optim.build import WarmupStableDecay, build_optimizer
@@ -165,9 +165,9 @@ def _run(loop: Loop, run_dir: Path, placement: Placement, watch: PlanSink | None
     if step >= steps:
         rest = "" if was_complete or not loop.config.validation.interval else "; the last validation is made up for"
         log.info("nothing to train: %d of %d steps are done%s", step, steps, rest)
-    validation, stopped = None, None
+    validations, stopped = list[ValidationMetrics](), None
     try:
-        validation = dataclasses.replace(loop, is_complete=was_complete).run()
+        validations = dataclasses.replace(loop, is_complete=was_complete).run()
     except Preempted as end:
         stopped = end.signal
         where = loop.checkpoints.folder.disk.where if loop.checkpoints else ""
@@ -175,7 +175,7 @@ def _run(loop: Loop, run_dir: Path, placement: Placement, watch: PlanSink | None
         fate += "; the last validation is not done" if end.step == steps else ""
         log.info("stopped by %s after %d of %d steps, %s", signal.Signals(stopped).name, end.step, steps, fate)
     if loop.world.rank == 0 and not was_complete:
-        write_summary(run_dir, loop.ledger, loop.state, validation, watch, stopped)
+        write_summary(run_dir, loop.ledger, loop.state, validations, watch, stopped)
     if stopped:
         # a script may start again what exits with 75, but not what a person stopped
         is_ctrl_c = stopped == signal.SIGINT and placement.launcher != "local"
@@ -316,12 +316,13 @@ def set_up_torch(config: RunConfig, placement: Placement) -> torch.device:
 
 
 def _validation(job: Job, corpus: Corpus) -> Validation | None:
-    source, sizes, mesh = corpus.validation, job.sizes, job.mesh
-    if source is None or not job.config.validation.interval:
+    sizes, mesh = job.sizes, job.mesh
+    if not corpus.held_out or not job.config.validation.interval:
         return None
     return Validation(
-        batches=lambda: validation_batches(
-            source,
+        sets=tuple(corpus.held_out),
+        batches=lambda name: validation_batches(
+            corpus.held_out[name],
             num_samples=job.config.validation.num_samples,
             batch_size=sizes.local * (sizes.accumulation if mesh.pp else 1),  # a pipeline needs all its microbatches
             rank=mesh.batch_rank,

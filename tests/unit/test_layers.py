@@ -64,7 +64,7 @@ OPTIONAL |= {
 AIM_FILE, STOP_FILE, AIM_FUNCTION, STOP_FUNCTION = 400, 500, 60, 100
 LONGER: dict[str, str] = {}  # "file" or "file:function" to the reason; still below the hard stop
 
-MOST_CODE = {"trainer": 23_980, "tools": 12_450}
+MOST_CODE = {"trainer": 24_110, "tools": 12_450}
 """Lines of code of the two houses: decision 041 has the aims, with all models and features."""
 
 MOST_LOADED = {"crius": 196, "crius.tools.plan": 13}

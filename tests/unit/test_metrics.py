@@ -65,7 +65,9 @@ def test_jsonl_is_flushed_at_once_and_at_full_precision(tmp_path):
     sink.write(third)
     sink.write(VALIDATION)
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()  # before close
-    assert [json.loads(line) for line in lines] == [dataclasses.asdict(third), dataclasses.asdict(VALIDATION)]
+    validation = dataclasses.asdict(VALIDATION)
+    assert validation.pop("val_set") == ""  # the only set needs no name
+    assert [json.loads(line) for line in lines] == [dataclasses.asdict(third), validation]
     sink.close()
 
 
@@ -243,6 +245,7 @@ def test_tensorboard_has_torchtitans_tags_and_reads_back(tmp_path):
     for sink in sinks:
         sink.write(dataclasses.replace(STEP, **more))
         sink.write(VALIDATION)
+        sink.write(dataclasses.replace(VALIDATION, val_set="books", val_loss=2.25))
         sink.close()
     events = accumulator.EventAccumulator(str(tmp_path / "tb"))
     events.Reload()
@@ -269,10 +272,27 @@ def test_tensorboard_has_torchtitans_tags_and_reads_back(tmp_path):
         "validation_metrics/loss": 2.5,
         "validation_metrics/perplexity": 12.182,
         "validation_metrics/bits_per_byte": 1.25,
+        "validation_metrics/books/loss": 2.25,
+        "validation_metrics/books/perplexity": 12.182,
+        "validation_metrics/books/bits_per_byte": 1.25,
     }
     # event files hold float32
     assert found == {tag: [(120, pytest.approx(value, rel=1e-6))] for tag, value in want.items()}
     assert not (tmp_path / "tb" / "metrics.jsonl").exists() and (tmp_path / "metrics.jsonl").exists()
+
+
+def test_a_record_names_its_validation_set_where_there_are_several(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    sinks = build_sinks(MetricsConfig(), tmp_path, 120, None)
+    for sink in sinks:
+        sink.write(VALIDATION)
+        sink.write(dataclasses.replace(VALIDATION, val_set="books"))
+        sink.close()
+    alone, named = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert "val_set" not in alone and named == alone | {"val_set": "books"}
+    first, second = (line for line in caplog.messages if line.startswith("validation"))
+    assert first.startswith("validation at step 120  loss 2.5000")
+    assert second == first.replace("validation at", "validation of books at")
 
 
 def test_the_largest_loss_is_the_mean_of_one_rank_over_its_own_tokens():
