@@ -125,7 +125,8 @@ class MetricsConfig:
     devices; others print n/a."""
 
     enable_progress_bar: bool = True
-    """Show a bar with the remaining time on a terminal. Pipes and files always get plain lines."""
+    """Show a live line with step, loss, tokens/s and remaining time on a terminal. Pipes and files always get plain
+    lines."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import logging
 import platform
+import shutil
 import socket
 import sys
 import threading
@@ -27,6 +28,7 @@ from crius.errors import ConfigError
 from crius.host import Machine, free_host_bytes
 from crius.kernels import choice
 from crius.launch.status import status
+from crius.metrics.sinks import FIT
 from crius.models.description import ModelDescription
 from crius.parallel.runtime import World
 from crius.redact import printable, redact
@@ -56,6 +58,8 @@ class _ConsoleHandler(logging.Handler):
             text = self.format(record)
             if getattr(record, MARKED, False) and takes_colour(sys.stdout):
                 text = coloured(text)
+            if (fit := getattr(record, FIT, None)) and sys.stdout.isatty():
+                text = fit(shutil.get_terminal_size().columns)
             sys.stdout.write(text + "\n")
             sys.stdout.flush()
         except OSError as error:
