@@ -4,9 +4,10 @@ import inspect
 import json
 import re
 import textwrap
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 from cyclopts import Parameter
+from cyclopts.argument import Argument
 
 from crius.cli.app import (
     FLAG,
@@ -21,7 +22,7 @@ from crius.cli.app import (
     emit,
     facts_of,
 )
-from crius.cli.help import SECTIONS, plain
+from crius.cli.help import plain
 from crius.config import names, rules
 from crius.config.run import RunConfig
 from crius.config.toml_file import choices_of, flatten, in_words
@@ -48,19 +49,18 @@ def explain(
     """
     name, note = _find(key.replace("-", "_"))
     facts = facts_of(run, nproc, None, is_dry=run.parallelism.auto)
-    value, decided = flatten(run)[name], flatten(facts.config)[name]
-    hint = _hint(name)
-    default = redact_value(name, DEFAULTS[name])
-    explained: dict[str, Any] = {
+    value, decided, default = (redact_value(name, flatten(of)[name]) for of in (run, facts.config, RunConfig()))
+    argument = _argument(name)
+    explained = {
         "name": name,
         "note": note,
-        "type": in_words(hint),
-        "choices": choices_of(hint),
-        "default": list(default) if isinstance(default, tuple) else default,
-        "meaning": _meaning(name),
-        "value": redact_value(name, value),
+        "type": in_words(argument.hint),
+        "choices": choices_of(argument.hint),
+        "default": default,
+        "meaning": " ".join(plain(argument.parameter.help).split()),
+        "value": value,
         "origin": SOURCES.origin(name),
-        "decided": redact_value(name, decided) if decided != value else None,
+        "decided": decided if decided != value else None,
         "why": facts.reasons.get(name, "") if decided != value else "",
         "rules": _rules_of(name),
         "other_names": _other_names(name),
@@ -77,32 +77,25 @@ def _find(written: str) -> tuple[str, str]:
     """
     if written in DEFAULTS:
         return written, ""
-    for table, note in ((names.ALIASES, "is taken for"), (names.SHORT, "is short for"), (names.MOVED, "is called")):
-        other = table.get(written) or table.get(written.rpartition(".")[2], "")
+    leaf = {written: names.MOVED.get(written.rpartition(".")[2], "")}
+    tables = ((names.ALIASES, "is taken for"), (names.SHORT, "is short for"), (names.MOVED, "is called"))
+    for table, note in (*tables, (leaf, "is called")):
+        other = table.get(written, "")
         if other.split(" ")[0] in DEFAULTS:
             return other.split(" ")[0], f"{written} {note} {other}"
     raise names.unknown("setting", written, DEFAULTS, "command line", "train")
 
 
-def _hint(name: str) -> Any:
-    """The type of a setting."""
-    section: Any = RunConfig
-    for part in name.split("."):
-        section = get_type_hints(section)[part]
-    return section
-
-
-def _meaning(name: str) -> str:
-    """The docstring of a setting, which is its help."""
+def _argument(name: str) -> Argument:
+    """The flag of a setting: its type, and the docstring that is its help."""
     arguments = config_app["explain"].assemble_argument_collection(default_parameter=FLAG, parse_docstring=True)
-    found = next(argument for argument in arguments if f"--{name}" in argument.names)
-    return " ".join(plain(found.parameter.help).split())
+    return next(argument for argument in arguments if f"--{name}" in argument.names)
 
 
 def _rules_of(name: str) -> list[str]:
     """What rules hold the setting to: the range of its number, and the rules whose code names it."""
     found = [f"It must be {right}." for field, _, right, _ in rules.RANGES if field == name]
-    word = re.compile(rf"(?<![\w.]){re.escape(name)}(?![\w])|\.{re.escape(name)}(?![\w])")
+    word = re.compile(rf"(?<!\w){re.escape(name)}(?!\w)")
     others = [rule for rule in rules.RULES if rule is not rules.ranges]
     return found + [
         plain((rule.__doc__ or "").strip().split("\n\n")[0]) for rule in others if word.search(inspect.getsource(rule))
@@ -122,14 +115,9 @@ def _lines(explained: dict[str, Any]) -> list[str]:
 
     rows = [("value", f"{shown(explained['value'])}   ({explained['origin']})")]
     if explained["decided"] is not None:
-        why = f": {explained['why']}" if explained["why"] else ""
-        rows.append(("here", f"{shown(explained['decided'])}{why}"))
+        rows.append(("here", ": ".join(filter(None, (shown(explained["decided"]), explained["why"])))))
     rows += [("default", shown(explained["default"])), ("type", explained["type"])]
-    section = explained["name"].split(".")[0]
-    rows += [("section", f"{section}: {plain(SECTIONS[section].__doc__).splitlines()[0]}")]
-    rows += [("rule", rule) for rule in explained["rules"]]
-    if explained["other_names"]:
-        rows.append(("also", ", ".join(explained["other_names"])))
+    rows += [*(("rule", rule) for rule in explained["rules"]), ("also", ", ".join(explained["other_names"]) or "-")]
     meaning = textwrap.wrap(explained["meaning"], 110, initial_indent="  ", subsequent_indent="  ")
     note = [explained["note"]] if explained["note"] else []
     return [*note, f"--{explained['name']}", *meaning, "", *(f"{label:<8} {text}" for label, text in rows)]

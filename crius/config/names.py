@@ -241,6 +241,7 @@ MOVED = {
     "num_train_epochs": "training.epochs",
     "optim": "optimizer.name",
     "output_dir": "job.run_dir",
+    "report_to": "metrics.enable_wandb",
     "per_device_train_batch_size": "training.local_batch_size",
     "rms_norm_eps": "model.norm_eps",
     "rope_theta": "model.rope_theta",
@@ -257,7 +258,6 @@ MOVED = {
 _ACCUMULATION = (
     "training.global_batch_size / (training.local_batch_size x data-parallel ranks) microbatches are added up"
 )
-_WANDB = "metrics are written to metrics.jsonl in the run folder; none are sent anywhere"
 _EXPORT = "checkpoints are saved in Crius's own format: docs/checkpoints.md"
 _MODULES = "settings are data: --import MODULE on the command line names a module with a model"
 _VALIDATION = "validation takes the sequences and the microbatches of training"
@@ -289,7 +289,6 @@ NOTHING = {
     "job.print_args": "crius config show prints all settings",
     "memory_estimation.enabled": "crius train --dry_run shows the memory of a rank",
     "metrics.disable_color_printing": "nothing is printed in colours",
-    "metrics.enable_wandb": _WANDB,
     "metrics.save_for_all_ranks": "rank 0 writes the metrics, which are sums over all ranks",
     **dict.fromkeys(("lora.use_dora", "lora.dora", "use_dora"), "DoRA is not built; LoRA and rsLoRA are (lora.rslora)"),
     **dict.fromkeys(
@@ -310,7 +309,6 @@ NOTHING = {
     "profiling.save_traces_folder": "traces are in the run folder",
     "push_to_hub": "nothing is uploaded",
     "quantize.grouped_mm.*": "experts are computed in training.mixed_precision_param: float8 and MXFP8 are for linears",
-    "report_to": _WANDB,
     "tf32": "float32 is computed in full; training.mixed_precision_param bfloat16 is what is fast",
     "training.enable_loss_parallel": "the output layer is split under tensor parallelism, and so is the loss",
     "training.gc_debug": "training.gc_interval sets how often garbage is collected",

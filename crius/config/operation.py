@@ -117,6 +117,10 @@ class MetricsConfig:
     enable_tensorboard: bool = False
     """Write TensorBoard event files with torchtitan's tag names (needs ``pip install crius[tensorboard]``)."""
 
+    enable_wandb: bool = False
+    """Send metrics and settings to Weights & Biases too (needs ``pip install crius[wandb]``, and ``wandb login`` or
+    WANDB_MODE=offline). Restarts and resumes are one run there. The project is WANDB_PROJECT, or crius."""
+
     sinks: tuple[str, ...] = ()
     """Sinks of installed packages that take every record too (repeat the flag for more): docs/plugins.md."""
 

@@ -264,6 +264,7 @@ def extras_installed(facts: Facts) -> Violations:
     needs_datasets = config.data.source == "huggingface"
     wanted = [
         (config.metrics.enable_tensorboard, "metrics.enable_tensorboard", "tensorboard"),
+        (config.metrics.enable_wandb, "metrics.enable_wandb", "wandb"),
         (needs_datasets, "data.source", "datasets"),
         (config.data.source == "parquet", "data.source", "pyarrow"),
         (config.data.format == "chat", "data.format", "jinja2"),

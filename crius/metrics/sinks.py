@@ -8,9 +8,11 @@ import logging
 import math
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TimeElapsedColumn
@@ -254,9 +256,14 @@ class ForeignSink:
 
 
 def build_sinks(
-    config: MetricsConfig, run_dir: Path, steps: int, total_memory_gib: float | None, resumed_step: int = 0
+    config: MetricsConfig,
+    run_dir: Path,
+    steps: int,
+    total_memory_gib: float | None,
+    resumed_step: int = 0,
+    settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[Sink]:
-    """The sinks of rank 0: metrics.jsonl and the console always, TensorBoard and those of packages where asked for.
+    """The sinks of rank 0: metrics.jsonl and the console always, trackers and those of packages where asked for.
 
     Args:
         config: the section.
@@ -264,6 +271,7 @@ def build_sinks(
         steps: of the run.
         total_memory_gib: memory of the device, None where it is not known.
         resumed_step: steps that the run has done before; their records go on, later ones come again. 0: a new run.
+        settings: of the run, by dotted name, for trackers that keep them.
     """
     sinks: list[Sink] = [
         JsonlSink(run_dir, resumed_step),
@@ -273,4 +281,8 @@ def build_sinks(
         from crius.metrics.tensorboard import TensorBoardSink  # noqa: PLC0415  needs an optional package
 
         sinks.append(TensorBoardSink(run_dir, total_memory_gib, resumed_step))
+    if config.enable_wandb:
+        from crius.metrics.wandb import WandbSink  # noqa: PLC0415  needs an optional package
+
+        sinks.append(WandbSink(run_dir, settings, total_memory_gib, resumed_step))
     return [*sinks, *(ForeignSink(name, run_dir, resumed_step) for name in dict.fromkeys(config.sinks))]

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 import crius
 from crius.config.layout import Layout
 from crius.config.run import RunConfig, replace_fields
-from crius.config.toml_file import to_toml
+from crius.config.toml_file import shown, to_toml
 from crius.data.corpus import Corpus
 from crius.data.loader import Batch, BatchLoader, validation_batches
 from crius.data.sample_log import Attempt, SampleLog, next_attempt, source_digest
@@ -340,7 +340,8 @@ def _sinks(job: Job, run_dir: Path, stack: contextlib.ExitStack, loop: Loop) -> 
     imports = "".join(f"# --import {name}\n" for name in registry.IMPORTED)
     write_run_file(run_dir / "run.toml", imports + to_toml(job.config), log.warning)
     memory_gib = total_memory_gib(job.ranks.device)
-    sinks = build_sinks(job.config.metrics, run_dir, loop.config.training.steps, memory_gib, loop.state.step)
+    settings, steps = shown(job.config), loop.config.training.steps
+    sinks = build_sinks(job.config.metrics, run_dir, steps, memory_gib, loop.state.step, settings)
     for sink in sinks:
         stack.callback(sink.close)
     return sinks

@@ -263,7 +263,7 @@ class Loop:
         self.reports.count(step, tokens, started, data_seconds)
         if is_reported:
             numbers = {"loss": result.loss, "grad_norm": result.grad_norm}
-            if config.metrics.enable_tensorboard:
+            if config.metrics.enable_tensorboard or config.metrics.enable_wandb:
                 numbers["max_loss"] = largest_loss(result, placed, self.world, self.layout)
             self.reports.add(state, lr, numbers | loads)
         if step == config.training.steps:

@@ -58,6 +58,7 @@ def test_choices_rules_and_what_this_machine_decides_are_told(explain):
         ("seq_len", "training.seq_len"),
         ("per_device_train_batch_size", "training.local_batch_size"),
         ("training.batch_size", "training.local_batch_size"),
+        ("args.num_train_epochs", "training.epochs"),
         ("bf16", "training.mixed_precision_param"),
     ],
 )
@@ -73,6 +74,7 @@ def test_names_of_other_trainers_are_found(explain, written, name):
         ("optimizer.lrr", "did you mean optimizer.lr?"),
         ("fp16", "bfloat16 needs none"),
         ("zzz", "there is no such setting"),
+        ("zzz.seq_len", "there is no such setting"),
     ],
 )
 def test_an_unknown_setting_is_an_error_with_a_guess_or_a_reason(explain, written, said):
