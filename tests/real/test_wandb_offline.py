@@ -12,16 +12,17 @@ FLAGS = [*SMALL, "--model.num_layers", "1", "--validation.interval", "2", "--met
 KEY = "0123456789abcdef0123456789abcdef01234567"
 
 
-def train(folder, steps, **environ):
-    flags = ["--training.steps", str(steps), "--checkpoint.interval", "2", "--metrics.enable_wandb"]
+def train(folder, steps, num_ranks=1, **environ):
+    flags = ["--parallelism.data_parallel_shard_degree", str(num_ranks), "--training.steps", str(steps)]
+    flags += ["--metrics.enable_wandb", "--checkpoint.interval", "2"]
     done = crius("train", *FLAGS, *flags, "--job.run_dir", str(folder), **environ)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def test_a_run_and_its_resume_are_one_run_in_wandbs_own_files(tmp_path):
-    for steps in (3, 5):
-        out = train(tmp_path / "run", steps, WANDB_MODE="offline", WANDB_API_KEY=KEY)
+    for steps, num_ranks in ((3, 1), (5, 2)):  # rank 0 alone sends
+        out = train(tmp_path / "run", steps, num_ranks, WANDB_MODE="offline", WANDB_API_KEY=KEY)
         assert re.search(r"^W&B: run [0-9a-f]{12} in .*wandb, offline$", out, re.MULTILINE)
     identity = (tmp_path / "run" / "wandb_id.txt").read_text().strip()
     files = sorted((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
