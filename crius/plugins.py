@@ -81,6 +81,7 @@ REQUIREMENTS = {
     "datasets": "datasets>=3.1",
     "tokenizers": "tokenizers>=0.20",
     "tensorboard": "tensorboard>=2.15",
+    "wandb": "wandb>=0.31",
     "torchao": "torchao>=0.18",
     "matplotlib": "matplotlib>=3.8",
     "jinja2": "jinja2>=3.1",

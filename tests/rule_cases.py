@@ -292,6 +292,21 @@ CASES = [
     (rules_layout.reshard_degree_divides, [SHARD, "8", RESHARD, "3"], {}, "mode 3 is no proper", RESHARD, "use 2, 4"),
     (rules_layout.reshard_degree_divides, [SHARD, "2", RESHARD, "2"], {}, "degree 2", RESHARD, "use always or never"),
     (rules.sinks_installed, ["--metrics.sinks", "x"], {}, "no sink is called x.", "--metrics.sinks", "leave it out"),
+    *(
+        (
+            rules_data.validation_sets_have_names,
+            ["--data.source", source, "--data.path", "x", *(f"--validation.path={path}" for path in paths)],
+            {},
+            said,
+            "--validation.path (command line)",
+            fix,
+        )
+        for source, paths, said, fix in (
+            ("text", ("a=x", "y"), "validation.path y is in no set", "code=PATH"),
+            ("text", ("a=",), "validation.path a= names no data", "books=PATH"),
+            ("tokens", ("a=x", "a=y"), "takes one validation.path for a set, not 2", "--validation.path a=x"),
+        )
+    ),
     (
         rules_data.data_path_given,
         ["--data.path", "x"],

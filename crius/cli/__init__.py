@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from cyclopts import CycloptsError
 
 from crius.cli.app import COMMAND, SOURCES, app, silence_stdout
+from crius.cli.help import HELP_PAGE
 from crius.config.argv import normalized_argv
 from crius.config.names import WrongSettings, explain
 from crius.data.documents import is_utf8
@@ -20,9 +21,8 @@ from crius.redact import printable, redact
 VERBS = {
     **{"train": "train", "plan": "plan", "verify": "verify", "bench": "bench", "checkpoint": "checkpoint"},
     **{"generate": "generate", "evaluate": "evaluating", "import": "importing", "export": "exporting"},
-    **{"report": "report"},
+    **{"report": "report", "runs": "runs", "compare": "runs", "sweep": "sweep", "completion": "completion"},
     **{"config": "settings", "data": "settings", "doctor": "settings"},
-    **{"runs": "runs", "compare": "runs", "sweep": "sweep"},
 }
 """The module here of each verb, which adds it to ``app`` when it is imported."""
 
@@ -43,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = _import_models(arguments)
         add_verbs(arguments[0] if arguments else "")
+        arguments = HELP_PAGE.choose(arguments, app)
         command, bound, _ = parse(arguments)
         is_parsed = True
         return command(*bound.args, **bound.kwargs) or 0

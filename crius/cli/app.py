@@ -7,20 +7,18 @@ import importlib.util
 import itertools
 import os
 import sys
-import textwrap
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
-from cyclopts.help import HelpEntry, HelpPanel, InlineText
-from rich.console import Console, ConsoleOptions
 
 from crius import __version__
+from crius.cli.help import HELP_PAGE
 from crius.config.data import SOURCES as DATA_SOURCES
 from crius.config.facts import Facts
-from crius.config.load import RunSources
+from crius.config.load import RunSources, recipe_names
 from crius.config.resolve import USABLE, leaves_open
 from crius.config.rules import plain_name
 from crius.config.run import ModelConfig, RunConfig, replace_fields
@@ -37,16 +35,20 @@ if TYPE_CHECKING:
     from crius.tools.plan.hardware import Hardware
 
 Run = Annotated[RunConfig, Parameter(name="*")]
-Recipe = Annotated[str, Parameter(help="A run that comes with Crius; llama3_debug where no --config is given.")]
+Recipe = Annotated[
+    str,
+    Parameter(
+        help="A run that comes with Crius; llama3_debug where no --config is given.",
+        completer=lambda context: recipe_names(),
+    ),
+]
 Layout = Annotated[
     str,
     Parameter(help="Degrees and options in one word, as fsdp4_tp2 or pp2_fsdp2+full: docs/verify.md."),
 ]
 ConfigFiles = Annotated[tuple[Path, ...], Parameter(help="TOML file with settings; repeat it, the last one wins.")]
 NumProcesses = Annotated[int, Parameter(help="Processes to start here. 0: what the degrees multiply to.")]
-Strict = Annotated[
-    bool, Parameter(negative=(), help="End the run when an optimisation that is on turns out to do nothing.")
-]
+Strict = Annotated[bool, Parameter(negative=(), help="End the run when an optimisation that is on has no effect.")]
 DryRun = Annotated[
     bool,
     Parameter(
@@ -91,67 +93,20 @@ SOURCES = RunSources(
 COMMAND: list[str] = []
 """Verb and flags of this command, as ``normalized_argv`` gives them."""
 
-_HELP_WIDTH = 110
-
-
-class PlainHelp:
-    """Prints cyclopts' help as plain text, for its format ``plaintext``: rich's markup takes longer than all else.
-
-    A flag is on a line of its own, never broken, with its explanation indented below it.
-    """
-
-    def render_usage(self, console: Console, options: ConsoleOptions, usage: object) -> None:
-        """Print how a command is called."""
-        if text := _plain_help(usage):
-            console.out(f"{text}\n", highlight=False)
-
-    def render_description(self, console: Console, options: ConsoleOptions, description: object) -> None:
-        """Print what a command does: the docstring's paragraphs, filled anew."""
-        for paragraph in _plain_help(description).split("\n\n"):
-            if text := " ".join(paragraph.split()):
-                console.out(textwrap.fill(text, _help_width(options), break_on_hyphens=False) + "\n", highlight=False)
-
-    def __call__(self, console: Console, options: ConsoleOptions, panel: HelpPanel) -> None:
-        """Print one panel."""
-        if panel.entries:
-            lines = [line for entry in panel.entries for line in _help_entry(entry, _help_width(options))]
-            console.out("\n".join([f"{_plain_help(panel.title)}:", *lines, ""]), highlight=False)
-
-
-def _help_width(options: ConsoleOptions) -> int:
-    return min(_HELP_WIDTH, max(40, options.max_width))
-
-
-def _help_entry(entry: HelpEntry, width: int) -> list[str]:
-    notes = [f"choices: {', '.join(entry.choices)}"] if entry.choices else []
-    if entry.default is not None and entry.default not in ("", "()"):
-        notes.append(f"default: {entry.default}")
-    head = "  " + " ".join(entry.display_labels_with_metavar) + (f"   [{'; '.join(notes)}]" if notes else "")
-    text = " ".join(_plain_help(entry.description).split())
-    indent = " " * 6
-    wrapped = textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
-    return [head, *wrapped]
-
-
-def _plain_help(text: Any) -> str:
-    """A renderable of cyclopts' plain text, without the marks of code in docstrings."""
-    if isinstance(text, InlineText):
-        text = " ".join(str(part) for part in (text.primary_renderable, *text.texts))
-    return str(text or "").replace("``", "").strip()
-
-
+FLAG = Parameter(name_transform=lambda name: name, negative_bool="no_", negative_iterable=())
+"""How a field becomes a flag."""
 _SHARED: dict[str, Any] = {
-    "default_parameter": Parameter(name_transform=lambda name: name, negative_bool="no_", negative_iterable=()),
+    "default_parameter": FLAG,
     "config": [SOURCES],
     "help_format": "plaintext",
-    "help_formatter": PlainHelp(),
+    "help_formatter": HELP_PAGE,
     "result_action": "return_value",
 }
-HELP = """Train large language models, from one CPU to hundreds of GPUs.
+_ABOUT = """Train large language models, from one CPU to hundreds of GPUs.
 
 Every verb takes --import MODULE, which makes a model of your own known: docs/adding_a_model.md.
 """
-app = App(name="crius", help=HELP, version=__version__, **_SHARED)
+app = App(name="crius", help=_ABOUT, version=__version__, **_SHARED)
 config_app = App(name="config", help="Show and compare the settings of runs.")
 verify_app = App(name="verify", help="Prove on this machine that every layout trains alike.")
 bench_app = App(name="bench", help="Measure on this machine what pays.")

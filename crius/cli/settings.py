@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 from cyclopts import CycloptsError, Parameter
 
+from crius.cli import explaining  # noqa: F401  adds its verb
 from crius.cli.app import (
     COMMAND,
     SOURCES,

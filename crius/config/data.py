@@ -1,11 +1,15 @@
 """What is trained and validated on: sections of ``RunConfig``."""
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
 from crius import plugins
 from crius.config.names import did_you_mean
 from crius.errors import ConfigError
+
+SET = re.compile(r"(\w[\w.-]*)=(.*)", re.DOTALL)
+"""``NAME=PATH`` of ``validation.path``; a path that looks like it is written ./PATH."""
 
 SOURCES = ("stdlib", "text", "jsonl", "parquet", "huggingface", "tokens")
 
@@ -25,10 +29,11 @@ class DataConfig:
     """The corpus and how it is read."""
 
     source: str = "stdlib"
-    """stdlib: the source text of the running Python's standard library, nothing to download. text: files, one document
-    each. jsonl: files with one JSON object a line, plain, .gz or .zst. parquet: files with one row each (needs ``pip
-    install crius[chat]``, as .zst does). huggingface: a streamed dataset (needs ``pip install crius[huggingface]``).
-    tokens: a folder written by ``crius data prepare``. Installed packages may add kinds of files: docs/plugins.md."""
+    """What kind of data. stdlib: the source text of the running Python's standard library, nothing to download. text:
+    files, one document each. jsonl: files with one JSON object a line, plain, .gz or .zst. parquet: files with one row
+    each (needs ``pip install crius[chat]``, as .zst does). huggingface: a streamed dataset (needs ``pip install
+    crius[huggingface]``). tokens: a folder written by ``crius data prepare``. Installed packages may add kinds of
+    files: docs/plugins.md."""
 
     format: Literal["documents", "chat"] = "documents"
     """What a row is. documents: a text, all of which is trained on. chat: a conversation, which becomes a text by the
@@ -46,9 +51,9 @@ class DataConfig:
     the model learns nothing about when to stop."""
 
     path: tuple[str, ...] = ()
-    """text, jsonl, parquet: files, globs and folders (repeat the flag for more); of a folder all .txt, .jsonl (also
-    .jsonl.gz and .jsonl.zst) or .parquet files in it and its subfolders. huggingface: the dataset's name or folder.
-    tokens: the folder. stdlib takes none."""
+    """Files, folders, globs, or the name of a dataset. text, jsonl, parquet: files, globs and folders (repeat the flag
+    for more); of a folder all .txt, .jsonl (also .jsonl.gz and .jsonl.zst) or .parquet files in it and its subfolders.
+    huggingface: the dataset's name or folder. tokens: the folder. stdlib takes none."""
 
     text_field: str = "text"
     """jsonl, parquet, huggingface: the key or column that holds the document."""
@@ -95,9 +100,10 @@ class TokenizerConfig:
     """Text to token ids."""
 
     path: str = "byte"
-    """byte: one token a byte and one for the end of a document, 257 in all. Else a Hugging Face tokenizer.json, or a
-    folder that holds one (needs ``pip install crius[huggingface]``). A file of sentencepiece, tiktoken or tekken, or a
-    folder that holds one, is converted once, into the cache (needs ``pip install crius[tokenizers]``)."""
+    """What makes tokens of text. byte: one token a byte and one for the end of a document, 257 in all. Else a Hugging
+    Face tokenizer.json, or a folder that holds one (needs ``pip install crius[huggingface]``). A file of sentencepiece,
+    tiktoken or tekken, or a folder that holds one, is converted once, into the cache (needs ``pip install
+    crius[tokenizers]``)."""
 
     eos_token: str = ""
     """Token that ends a document. Empty: the first of the usual names that the tokenizer has."""
@@ -120,4 +126,14 @@ class ValidationConfig:
 
     path: tuple[str, ...] = ()
     """Validate on this data, of the same kind as ``data.source``, instead of holding out a part of the training data.
-    huggingface: a split of the dataset, for example validation."""
+    huggingface: a split of the dataset, for example validation. NAME=PATH puts it into the set NAME, which is scored
+    and reported on its own (repeat the flag for more)."""
+
+    @property
+    def sets(self) -> dict[str, tuple[str, ...]]:
+        """Paths of each set by its name. Without names one set, whose name is empty, also where nothing is given."""
+        sets: dict[str, tuple[str, ...]] = {}
+        for written in self.path:
+            name, path = match.groups() if (match := SET.fullmatch(written)) else ("", written)
+            sets[name] = (*sets.get(name, ()), path)
+        return sets or {"": ()}

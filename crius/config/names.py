@@ -93,7 +93,7 @@ def conversion(error: CycloptsError, commands: Iterable[str]) -> ConfigError:
         value = (error.unused_tokens or [""])[0]
     if guess and not nearest_typo(value, [guess[1]]):
         text = text.replace(guess[0], "")
-    return ConfigError(text, fix=f"see {' '.join(['crius', *commands])} --help for what can be given")
+    return ConfigError(text, fix=f"see {' '.join(['crius', *commands])} --help all for what can be given")
 
 
 def unknown(kind: str, written: str, known: Iterable[str], where: str, verb: str = "train") -> ConfigError:
@@ -107,7 +107,7 @@ def unknown(kind: str, written: str, known: Iterable[str], where: str, verb: str
     if why:
         return ConfigError(f"unknown {kind} {shown}: nothing stands for it.", where=where, why=why, fix="leave it out")
     what = f"unknown {kind} {shown}: there is no such setting."
-    return ConfigError(what, where=where, fix=f"crius {verb} --help lists every flag")
+    return ConfigError(what, where=where, fix=f"crius {verb} --help all lists every flag")
 
 
 # torchtitan's names of flags that Crius spells otherwise; accepted wherever a flag or a TOML key is.
@@ -244,6 +244,7 @@ MOVED = {
     "num_train_epochs": "training.epochs",
     "optim": "optimizer.name",
     "output_dir": "job.run_dir",
+    "report_to": "metrics.enable_wandb",
     "per_device_train_batch_size": "training.local_batch_size",
     "rms_norm_eps": "model.norm_eps",
     "rope_theta": "model.rope_theta",
@@ -260,7 +261,6 @@ MOVED = {
 _ACCUMULATION = (
     "training.global_batch_size / (training.local_batch_size x data-parallel ranks) microbatches are added up"
 )
-_WANDB = "metrics are written to metrics.jsonl in the run folder; none are sent anywhere"
 _EXPORT = "a run saves whole checkpoints in Crius's own format; crius export writes a folder of Hugging Face"
 _INITIAL = "checkpoint.init_from names what weights start from: a run, a checkpoint or a folder of Hugging Face"
 _MODULES = "settings are data: --import MODULE on the command line names a module with a model"
@@ -292,7 +292,6 @@ NOTHING = {
     "job.print_args": "crius config show prints all settings",
     "memory_estimation.enabled": "crius train --dry_run shows the memory of a rank",
     "metrics.disable_color_printing": "nothing is printed in colours",
-    "metrics.enable_wandb": _WANDB,
     "metrics.save_for_all_ranks": "rank 0 writes the metrics, which are sums over all ranks",
     **dict.fromkeys(("lora.use_dora", "lora.dora", "use_dora"), "DoRA is not built; LoRA and rsLoRA are (lora.rslora)"),
     **dict.fromkeys(
@@ -312,7 +311,6 @@ NOTHING = {
     "profiling.save_traces_folder": "traces are in the run folder",
     "push_to_hub": "nothing is uploaded",
     "quantize.grouped_mm.*": "experts are computed in training.mixed_precision_param: float8 and MXFP8 are for linears",
-    "report_to": _WANDB,
     "tf32": "float32 is computed in full; training.mixed_precision_param bfloat16 is what is fast",
     "training.gc_debug": "training.gc_interval sets how often garbage is collected",
     **dict.fromkeys(("validation.local_batch_size", "validation.seq_len", "per_device_eval_batch_size"), _VALIDATION),

@@ -117,6 +117,10 @@ class MetricsConfig:
     enable_tensorboard: bool = False
     """Write TensorBoard event files with torchtitan's tag names (needs ``pip install crius[tensorboard]``)."""
 
+    enable_wandb: bool = False
+    """Send metrics and settings to Weights & Biases too (needs ``pip install crius[wandb]``, and ``wandb login`` or
+    WANDB_MODE=offline). Restarts and resumes are one run there. The project is WANDB_PROJECT, or crius."""
+
     sinks: tuple[str, ...] = ()
     """Sinks of installed packages that take every record too (repeat the flag for more): docs/plugins.md."""
 
@@ -125,7 +129,8 @@ class MetricsConfig:
     devices; others print n/a."""
 
     enable_progress_bar: bool = True
-    """Show a bar with the remaining time on a terminal. Pipes and files always get plain lines."""
+    """Show a live line with step, loss, tokens/s and remaining time on a terminal. Pipes and files always get plain
+    lines."""
 
     enable_report: bool = True
     """Write report.html at the end of the run: curves, time, incidents and settings in one file."""

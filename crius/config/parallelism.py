@@ -21,8 +21,8 @@ class ParallelismConfig:
     over slow links: gradients are all-reduced over replicas, weights are gathered inside one."""
 
     data_parallel_shard_degree: int = -1
-    """FSDP: weights, gradients and optimizer state are split over this many ranks. -1: all ranks left over
-    (``--nproc``, or the visible GPUs, or 1 on a CPU). Raise it until the model fits."""
+    """FSDP: ranks that share the weights, gradients and optimizer state. -1: all ranks left over (``--nproc``, or the
+    visible GPUs, or 1 on a CPU). Raise it until the model fits."""
 
     tensor_parallel_degree: int = 1
     """Ranks that share the matmuls of one layer, with sequence-parallel norms, a vocabulary-parallel embedding and a
@@ -43,10 +43,10 @@ class ParallelismConfig:
     pipeline's bubble."""
 
     expert_parallel_degree: int = 1
-    """Ranks that share the experts of a mixture-of-experts layer, each with whole ones; rows travel to them by
-    all-to-all. It adds no ranks: it must divide the product of the shard, context and tensor parallel degrees, and the
-    experts. FSDP splits the experts of a rank over the ranks that are left. Raise it until the experts that are
-    gathered for one layer fit, and keep it inside a node."""
+    """Ranks that share the experts of one layer, each with whole experts; rows travel to them by all-to-all. It adds no
+    ranks: it must divide the product of the shard, context and tensor parallel degrees, and the experts. FSDP splits
+    the experts of a rank over the ranks that are left. Raise it until the experts that are gathered for one layer fit,
+    and keep it inside a node."""
 
     pipeline_parallel_schedule: Schedule = "1f1b"
     """Order of the microbatches in the pipeline. gpipe: all forwards, then all backwards. 1f1b: fewer live

@@ -97,7 +97,7 @@ _LONGEST_NAME = 200
 _LONGEST_PLAIN = 60
 
 # Field, whether a value is right, what is right, a value that works. Cheap ranges, one row each.
-_RANGES: list[tuple[str, Callable[[Any], bool], str, str]] = [
+RANGES: list[tuple[str, Callable[[Any], bool], str, str]] = [
     *[
         (name, lambda value: value >= 1, "at least 1", default)
         for name, default in (
@@ -181,7 +181,7 @@ _RANGES: list[tuple[str, Callable[[Any], bool], str, str]] = [
 def ranges(facts: Facts) -> Violations:
     """Every number is in the range where it means something."""
     values = flatten(facts.config)
-    for name, is_right, right, example in _RANGES:
+    for name, is_right, right, example in RANGES:
         value = values[name]
         if isinstance(value, float) and not math.isfinite(value):
             right, is_right = "a finite number", lambda _: False
@@ -264,6 +264,7 @@ def extras_installed(facts: Facts) -> Violations:
     needs_datasets = config.data.source == "huggingface"
     wanted = [
         (config.metrics.enable_tensorboard, "metrics.enable_tensorboard", "tensorboard"),
+        (config.metrics.enable_wandb, "metrics.enable_wandb", "wandb"),
         (needs_datasets, "data.source", "datasets"),
         (config.data.source == "parquet", "data.source", "pyarrow"),
         (config.data.format == "chat", "data.format", "jinja2"),

@@ -37,6 +37,21 @@ def data_path_given(facts: Facts) -> Violations:
         )
 
 
+def validation_sets_have_names(facts: Facts) -> Violations:
+    """Several validation sets have a name each, and data."""
+    sets, where = facts.config.validation.sets, facts.flag("validation.path")
+    fix = "--validation.path books=PATH --validation.path code=PATH; ./PATH where a path itself has a ="
+    if nameless := sets.get("") if len(sets) > 1 else ():
+        yield ConfigError(f"validation.path {' '.join(nameless)} is in no set, others are.", where=where, fix=fix)
+    for name in (name for name, paths in sets.items() if "" in paths and name):
+        yield ConfigError(f"validation.path {name}= names no data.", where=where, fix=fix)
+    source = facts.config.data.source
+    for name, paths in sets.items():
+        if source in ("tokens", "huggingface") and len(paths) > 1:
+            what = f"data.source {source} takes one validation.path for a set, not {len(paths)}."
+            yield ConfigError(what, where=where, fix=f"--validation.path {name}{'=' * bool(name)}{paths[0]}")
+
+
 def data_flags_have_effect(facts: Facts) -> Violations:
     """What was given on the command line for one kind of source is not given to another."""
     source = facts.config.data.source
@@ -164,6 +179,7 @@ CORPUS_RULES: tuple[Rule, ...] = (
 
 DATA_RULES: tuple[Rule, ...] = (
     data_path_given,
+    validation_sets_have_names,
     *CORPUS_RULES,
     virtual_shards_split,
     length_is_said_once,

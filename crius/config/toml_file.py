@@ -140,7 +140,7 @@ def wrong_kind(name: str, value: Any, hint: Any, source: str) -> ConfigError:
         source: where the value came from.
     """
     shown = tomli_w.dumps({"": value}).partition("=")[2].strip()
-    what = f"{name} = {shown} is {_kind(type(value))}, and the setting takes {_kind(hint)}."
+    what = f"{name} = {shown} is {in_words(type(value))}, and the setting takes {in_words(hint)}."
     leaf, fix = name.rpartition(".")[2], ""
     choices = choices_of(hint)
     if isinstance(value, str):
@@ -162,14 +162,14 @@ def choices_of(hint: Any) -> list[str]:
     return []
 
 
-def _kind(hint: Any) -> str:
+def in_words(hint: Any) -> str:
     """A type in words."""
     if get_origin(hint) in (Union, types.UnionType):
-        return " or ".join(_kind(part) for part in get_args(hint) if part is not types.NoneType)
+        return " or ".join(in_words(part) for part in get_args(hint) if part is not types.NoneType)
     if get_origin(hint) is Literal:
         return f"one of {', '.join(map(str, get_args(hint)))}"
     if get_origin(hint) is tuple:
-        return f"a list of which each item is {_kind(get_args(hint)[0])}"
+        return f"a list of which each item is {in_words(get_args(hint)[0])}"
     words = {bool: "true or false", int: "an integer", float: "a number", str: "text", Path: "text", list: "a list"}
     return words.get(hint, "a date or a time")
 

@@ -155,11 +155,11 @@ class ActivationCheckpointConfig:
     """Recompute activations in the backward instead of keeping them. The loss stays the same to the last bit."""
 
     mode: Literal["none", "full", "selective", "memory_budget", "auto"] | None = None
-    """none keeps all activations. full keeps only each block's input and runs its forward again in the backward.
-    selective does so for some blocks or some ops (selective_option). memory_budget lets torch.compile choose what to
-    recompute so that memory_budget of the activations stay; it needs compile.enable. auto: that of none, selective by
-    op and full that is planned to be the fastest of those that fit into 90 % of the memory of every rank; the log says
-    why. Not given: auto on a GPU, none on a CPU."""
+    """Which activations the backward computes again. none keeps all of them. full keeps only each block's input and
+    runs its forward again in the backward. selective does so for some blocks or some ops (selective_option).
+    memory_budget lets torch.compile choose what to recompute so that memory_budget of the activations stay; it needs
+    compile.enable. auto: that of none, selective by op and full that is planned to be the fastest of those that fit
+    into 90 % of the memory of every rank; the log says why. Not given: auto on a GPU, none on a CPU."""
 
     selective_option: Literal["op"] | int = "op"
     """mode selective. op: in every block the results of save_ops stay, all else is recomputed. An integer n: every

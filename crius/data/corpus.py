@@ -1,6 +1,6 @@
 """Turns ``[data]``, ``[tokenizer]`` and ``[validation]`` into the training data and the held-out data. No torch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,17 +24,23 @@ class Corpus:
 
     Attributes:
         train: endless sequences for training.
-        validation: sequences that are never trained on; None if ``validation.interval`` is 0.
+        held_out: sequences that are never trained on, by the name of their set; a single set without a name has the
+            name "". Empty if ``validation.interval`` is 0.
         tokenizer: the tokenizer.
         token_bytes: ``(vocab_size of the model,)`` int32, number of UTF-8 bytes of text that each id stands for.
         description: lines for the log.
     """
 
     train: TokenSource
-    validation: HeldOut | None
+    held_out: Mapping[str, HeldOut]
     tokenizer: Tokenizer
     token_bytes: npt.NDArray[np.int32]
     description: tuple[str, ...]
+
+    @property
+    def validation(self) -> HeldOut | None:
+        """The first of ``held_out``; None without one."""
+        return next(iter(self.held_out.values()), None)
 
 
 def open_corpus(
@@ -73,25 +79,27 @@ def open_corpus(
         source, held_out, lines = _opener_of_streams()(data, tok, boundary, validation, seq_len=seq_len)
         return Corpus(source, held_out, tok, token_bytes, (f"{lines[0]}; {boundary.describe()}", *lines[1:]))
     file = _token_file(data, tokenizer, tok, vocab_size, "--data.path")
-    held_file, scores = file, validation.interval > 0
-    if scores and validation.path:
-        other = replace(data, path=validation.path)
-        held_file = _token_file(other, tokenizer, tok, vocab_size, "--validation.path")
+    sets = validation.sets if validation.interval > 0 else {}
+    held_files = {
+        name: _token_file(replace(data, path=paths), tokenizer, tok, vocab_size, "--validation.path") if paths else file
+        for name, paths in sets.items()
+    }
     if data.format == "chat":
         sizes = {"global_batch_size": global_batch_size, "seq_len": seq_len, "vocab_size": vocab_size, "seed": seed}
-        samples, scored, lines = open_samples(file, held_file if scores else None, data, validation, **sizes)
+        samples, scored, lines = open_samples(file, held_files, data, validation, **sizes)
         return Corpus(samples, scored, tok, token_bytes, (_corpus_line(file, tok), *lines))
     # held out even if nothing is scored, so that switching validation on or off does not change the training data
     holds_out = validation.fraction > 0 and not validation.path
     cut = _cut(file, validation.fraction, seq_len) if holds_out else file.meta.num_tokens
     windows = partial(IndexedSource, boundary=boundary, seq_len=seq_len, vocab_size=vocab_size, seed=seed)
     train = windows(file, 0, cut, shuffle=data.shuffle)
-    held = None
-    if scores:
-        held = windows(held_file, cut if held_file is file else 0, held_file.meta.num_tokens, shuffle=False)
-    _check_train(train, held, global_batch_size)
-    if held is not None:
-        _check_held_out(train, held, validation, global_batch_size)
+    held = {
+        name: windows(held_file, cut if held_file is file else 0, held_file.meta.num_tokens, shuffle=False)
+        for name, held_file in held_files.items()
+    }
+    _check_train(train, list(held.values()), global_batch_size)
+    for name, part in held.items():
+        _check_held_out(train, part, validation, global_batch_size, name)
     lines = _describe(train, held, tok, global_batch_size)
     return Corpus(train, held, tok, token_bytes, (f"{lines[0]}; {boundary.describe()}", *lines[1:]))
 
@@ -127,7 +135,7 @@ def boundary_of(data: DataConfig, tokenizer: Tokenizer) -> Boundary:
     return Boundary(eos_id=tokenizer.eos_id, start_id=start, end_label=tokenizer.eos_id if data.add_eos else NO_LABEL)
 
 
-def _opener_of_streams() -> Callable[..., tuple[TokenSource, HeldOut | None, tuple[str, ...]]]:
+def _opener_of_streams() -> Callable[..., tuple[TokenSource, Mapping[str, HeldOut], tuple[str, ...]]]:
     """``open_huggingface``, if its package is installed."""
     try:
         from crius.data.huggingface import open_huggingface  # noqa: PLC0415  optional package
@@ -195,15 +203,15 @@ def _num_tokens(source: IndexedSource) -> int:
     return source.last_token - source.first_token
 
 
-def _check_train(train: IndexedSource, held: IndexedSource | None, global_batch_size: int) -> None:
+def _check_train(train: IndexedSource, held: Sequence[IndexedSource], global_batch_size: int) -> None:
     if train.num_samples >= global_batch_size:
         return
     fixes = []
     # both must have enough tokens at the proposed length
-    limits = [(_num_tokens(train) - 1) // global_batch_size, *([] if held is None else [_num_tokens(held) - 1])]
+    limits = [(_num_tokens(train) - 1) // global_batch_size, *(_num_tokens(part) - 1 for part in held)]
     if (shorter := min(limits)) >= 1:
         fixes.append(f"--training.seq_len {_power_of_two(shorter)}")
-    if train.num_samples and (held is None or held.num_samples):
+    if train.num_samples and all(part.num_samples for part in held):
         fixes.append(f"--training.global_batch_size {_power_of_two(train.num_samples)}")
     raise DataError(
         f"the corpus has {_num_tokens(train):,} tokens to train on = {train.num_samples:,} sequences of "
@@ -214,7 +222,7 @@ def _check_train(train: IndexedSource, held: IndexedSource | None, global_batch_
 
 
 def _check_held_out(
-    train: IndexedSource, held: IndexedSource, validation: ValidationConfig, global_batch_size: int
+    train: IndexedSource, held: IndexedSource, validation: ValidationConfig, global_batch_size: int, name: str
 ) -> None:
     if held.num_samples:
         return
@@ -226,7 +234,7 @@ def _check_held_out(
     if tokens >= 2:
         fixes.append(f"--training.seq_len {_power_of_two(tokens - 1)}")
     raise DataError(
-        f"{tokens:,} tokens are held out for validation, but one sequence needs {needed:,}.",
+        f"{tokens:,} tokens are held out for validation{f' {name}' * bool(name)}, but one sequence needs {needed:,}.",
         where="--validation.path" if validation.path else f"--validation.fraction {validation.fraction}",
         fix=", or ".join([*fixes, "--validation.interval 0 for no validation"]),
     )
@@ -244,14 +252,15 @@ def _corpus_line(file: TokenFile, tok: Tokenizer) -> str:
 
 
 def _describe(
-    train: IndexedSource, held: IndexedSource | None, tok: Tokenizer, global_batch_size: int
+    train: IndexedSource, held: Mapping[str, IndexedSource], tok: Tokenizer, global_batch_size: int
 ) -> tuple[str, ...]:
-    lines = (
+    lines = [
         _corpus_line(train.file, tok),
         f"train: {_num_tokens(train):,} tokens = {train.num_samples:,} sequences of {train.seq_len:,} = "
         f"{train.num_samples / global_batch_size:,.1f} steps per epoch",
-    )
-    if held is None:
-        return (*lines, "validation: off")
-    where = "" if held.file is train.file else f" of {held.file.meta.source}"
-    return (*lines, f"validation: {_num_tokens(held):,} tokens = {held.num_samples:,} sequences held out{where}")
+    ]
+    for name, part in held.items():
+        where = "" if part.file is train.file else f" of {part.file.meta.source}"
+        counts = f"{_num_tokens(part):,} tokens = {part.num_samples:,} sequences held out{where}"
+        lines.append(f"validation{f' {name}' * bool(name)}: {counts}")
+    return (*lines, *([] if held else ["validation: off"]))

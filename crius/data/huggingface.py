@@ -88,11 +88,11 @@ def open_huggingface(
     *,
     seq_len: int,
     sleep: Callable[[float], None] = time.sleep,
-) -> tuple[StreamSource, HeldOut | None, tuple[str, ...]]:
+) -> tuple[StreamSource, dict[str, HeldOut], tuple[str, ...]]:
     """The source of training data, the held-out data, and lines for the log.
 
-    The split ``validation.path`` is held out, or else one document out of ``1 / validation.fraction``, spread over the
-    dataset. These documents are never trained on. Reading them also reads the documents in between.
+    The splits ``validation.path`` are held out, or else one document out of ``1 / validation.fraction``, spread over
+    the dataset. These documents are never trained on. Reading them also reads the documents in between.
 
     Raises:
         DataError: the dataset, the split or its first documents are bad.
@@ -120,20 +120,19 @@ def open_huggingface(
         train.train_reader(shard).check()
     lines = [train.describe()]
     if not validates:
-        return source, None, (*lines, "validation: off")
-    held = train
-    if validation.path:
-        held = Split(data, validation.path[0], 1, 0, new_reader)
-        lines.append(f"validation: first {validation.num_samples:,} sequences of {held.label}")
-    else:
-        lines.append(
-            f"validation: first {validation.num_samples:,} sequences of every {hold_out:,}th document, held out"
+        return source, {}, (*lines, "validation: off")
+    samples: dict[str, HeldOut] = {}
+    for name, paths in validation.sets.items():
+        held = Split(data, paths[0], 1, 0, new_reader) if paths else train
+        what = held.label if paths else f"every {hold_out:,}th document, held out"
+        label = f"validation{f' {name}' * bool(name)}"
+        lines.append(f"{label}: first {validation.num_samples:,} sequences of {what}")
+        sample = StreamSample(
+            held.validation_readers, num_samples=validation.num_samples, seq_len=seq_len, label=held.label
         )
-    sample = StreamSample(
-        held.validation_readers, num_samples=validation.num_samples, seq_len=seq_len, label=held.label
-    )
-    sample.check()
-    return source, sample, tuple(lines)
+        sample.check()
+        samples[name] = sample
+    return source, samples, tuple(lines)
 
 
 def load(data: DataConfig, split: str) -> Any:

@@ -237,7 +237,7 @@ class SampleSource:
 
 def open_samples(
     file: TokenFile,
-    held_file: TokenFile | None,
+    held_files: Mapping[str, TokenFile],
     data: DataConfig,
     validation: ValidationConfig,
     *,
@@ -245,14 +245,14 @@ def open_samples(
     global_batch_size: int,
     vocab_size: int,
     seed: int,
-) -> tuple[SampleSource, SampleSource | None, tuple[str, ...]]:
+) -> tuple[SampleSource, dict[str, SampleSource], tuple[str, ...]]:
     """The sequences for training, the held-out sequences, and lines for the log.
 
-    Whole conversations are held out: the last ``validation.fraction`` of them, at least one, or all of ``held_file``.
+    Whole conversations are held out: the last ``validation.fraction`` of them, at least one, or all of ``held_files``.
 
     Args:
         file: folder with the training data.
-        held_file: folder with the data to score, which may be ``file``; None: nothing is scored.
+        held_files: folder with the data to score of each set, which may be ``file``; empty: nothing is scored.
         data: section with packing and the treatment of long samples.
         validation: the section.
         seq_len: tokens per sequence.
@@ -270,14 +270,14 @@ def open_samples(
         SampleSource, seq_len=seq_len, vocab_size=vocab_size, packing=data.packing, too_long=data.too_long
     )
     train = sequences(file, 0, cut, seed=seed, shuffle=data.shuffle)
-    held = None
-    if held_file is not None:
-        first = cut if held_file is file else 0
-        held = sequences(held_file, first, len(held_file.documents), seed=0, shuffle=False)
+    held = {
+        name: sequences(one, cut if one is file else 0, len(one.documents), seed=0, shuffle=False)
+        for name, one in held_files.items()
+    }
     _check(train, "to train on", global_batch_size, "")
-    if held is not None:
+    for name, part in held.items():
         where = "--validation.path" if validation.path else f"--validation.fraction {validation.fraction}"
-        _check(held, "held out for validation", 1, where)
+        _check(part, f"held out for validation{f' {name}' * bool(name)}", 1, where)
     return train, held, tuple(_describe(train, held, global_batch_size))
 
 
@@ -309,17 +309,17 @@ def _left_out(source: SampleSource) -> list[str]:
     return [text for text, number in ((long, source.num_long), (empty, source.num_empty)) if number]
 
 
-def _describe(train: SampleSource, held: SampleSource | None, global_batch_size: int) -> list[str]:
+def _describe(train: SampleSource, held: Mapping[str, SampleSource], global_batch_size: int) -> list[str]:
     lines = [f"train: {_counts(train)} = {train.num_samples / global_batch_size:,.1f} steps per epoch"]
     if left_out := _left_out(train):
         lines.append(f"train: {'; '.join(left_out)}")
-    if held is None:
-        return [*lines, "validation: off"]
-    where = "" if held.file is train.file else f" of {held.file.meta.source}"
-    lines.append(f"validation: {_counts(held)} held out{where}")
-    if left_out := _left_out(held):
-        lines.append(f"validation: {'; '.join(left_out)}")
-    return lines
+    for name, part in held.items():
+        label = f"validation{f' {name}' * bool(name)}"
+        where = "" if part.file is train.file else f" of {part.file.meta.source}"
+        lines.append(f"{label}: {_counts(part)} held out{where}")
+        if left_out := _left_out(part):
+            lines.append(f"{label}: {'; '.join(left_out)}")
+    return lines if held else [*lines, "validation: off"]
 
 
 def _counts(source: SampleSource) -> str:

@@ -35,6 +35,7 @@ PACKAGES = (
     ),
     ("gguf", False, "crius import of a GGUF file", REQUIREMENTS["gguf"]),
     ("tensorboard", False, "--metrics.enable_tensorboard", REQUIREMENTS["tensorboard"]),
+    ("wandb", False, "--metrics.enable_wandb", REQUIREMENTS["wandb"]),
     ("torchao", False, "float8, MXFP8, 8-bit optimizer states", REQUIREMENTS["torchao"]),
     ("matplotlib", False, "the picture of crius verify precision", REQUIREMENTS["matplotlib"]),
 )

@@ -30,7 +30,7 @@ class StepMetrics:
         skipped_steps: steps so far whose update was left out.
         rolled_back_steps: steps so far whose update was lost when the weights of a snapshot came back.
         goodput: share in [0, 1] of the time since the command began that went into steps which count.
-        max_loss: largest of the means over the valid tokens of one rank; None unless TensorBoard is on.
+        max_loss: largest of the means over the valid tokens of one rank; None unless TensorBoard or W&B is on.
         load_max_over_mean: tokens of the expert with the most, over the mean of its layer's, in the worst layer. Like
             the next three of models with experts only, and of steps whose update was applied.
         load_entropy: of the share of tokens of each expert of a layer, 1 where it is even; in the worst layer.
@@ -75,6 +75,7 @@ class ValidationMetrics:
         val_bits_per_byte: bits needed for a byte of the text; comparable between tokenizers.
         val_samples: sequences that were scored.
         val_seconds: time it took.
+        val_set: name of the validation set; empty where there is one without a name.
     """
 
     step: int
@@ -83,9 +84,50 @@ class ValidationMetrics:
     val_bits_per_byte: float
     val_samples: int
     val_seconds: float
+    val_set: str = ""
 
 
 Record = StepMetrics | ValidationMetrics
+
+
+def scalars_of(record: Record, total_gib: float | None) -> dict[str, float]:
+    """The numbers of a record by torchtitan's tags, so that curves of both lie in one plot.
+
+    Args:
+        record: of a step or of a validation.
+        total_gib: memory of the device; None where it is not known.
+    """
+    if not isinstance(record, StepMetrics):
+        tag = f"validation_metrics/{record.val_set}{'/' * bool(record.val_set)}"
+        names = ("loss", "perplexity", "bits_per_byte")
+        return {f"{tag}{name}": getattr(record, f"val_{name}") for name in names}
+    scalars = {
+        "loss_metrics/global_avg_loss": record.loss,
+        "grad_norm": record.grad_norm,
+        "lr": record.lr,
+        "n_tokens_seen": record.tokens,
+        "throughput(tps)": record.tokens_per_second_per_rank,
+        "tflops": record.tflops,
+        "time_metrics/end_to_end(s)": record.step_seconds,
+        "time_metrics/data_loading(s)": record.data_seconds,
+        "time_metrics/data_loading(%)": 100 * record.data_seconds / record.step_seconds if record.step_seconds else 0.0,
+        "memory/max_active(GiB)": record.max_active_gib,
+        "memory/max_reserved(GiB)": record.max_reserved_gib,
+        "memory/num_alloc_retries": record.num_alloc_retries,
+        "memory/num_ooms": record.num_ooms,
+        "goodput": record.goodput,
+    }
+    if record.max_loss is not None:
+        scalars["loss_metrics/global_max_loss"] = record.max_loss
+    if total_gib:
+        scalars["memory/max_active(%)"] = 100 * record.max_active_gib / total_gib
+        scalars["memory/max_reserved(%)"] = 100 * record.max_reserved_gib / total_gib
+    if record.mfu is not None:
+        scalars["mfu(%)"] = 100 * record.mfu
+    loads = ("load_max_over_mean", "load_entropy", "dead_experts", "aux_loss")
+    scalars |= {f"experts/{name}": value for name in loads if (value := getattr(record, name)) is not None}
+    lost = {"skipped_steps": record.skipped_steps, "rolled_back_steps": record.rolled_back_steps}
+    return scalars | {f"stability/{name}": float(count) for name, count in lost.items() if count}
 
 
 class Sink(Protocol):

@@ -2,31 +2,70 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import math
+import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import timedelta
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TimeElapsedColumn
+from rich.text import Text
 
 from crius import plugins
 from crius.config.operation import MetricsConfig
-from crius.metrics.record import Record, Sink, StepMetrics
+from crius.metrics.record import Record, Sink, StepMetrics, ValidationMetrics
 from crius.run_file import RunFile
 
 log = logging.getLogger("crius.metrics")
 
 
+FIT = "fit"
+"""Attribute of a log record: makes its line of the columns that a terminal has. Files and pipes get the whole line."""
+
+_BAR_COLUMNS = 110
+"""Columns of a terminal from which on the live line has a bar too."""
+
+_LESS_IMPORTANT = (
+    *("data", "load", "dead", "mfu", "mem", "alloc_retries", "lr", "grad_norm", "tokens/s", "skipped", "rolled_back"),
+    *("(", "bits_per_byte", "perplexity"),
+)
+"""What the fields of a line begin with that go first where a terminal is too narrow, in this order."""
+
+
+def fitted(fields: Iterable[str], width: int) -> str:
+    """The fields as one line of at most ``width`` columns, without the less important ones where that is too few."""
+    kept = list(fields)
+    for name in _LESS_IMPORTANT:
+        if len("  ".join(kept)) <= width:
+            break
+        kept = [field for field in kept if not field.startswith(name)]
+    return "  ".join(kept)[:width]
+
+
+class _LiveLine(ProgressColumn):
+    """Step, loss, tokens/s and the time that is left, as wide as the terminal is now."""
+
+    def render(self, task: Task) -> Text:
+        """See ``rich.progress.ProgressColumn``."""
+        left = "-" if task.time_remaining is None else timedelta(seconds=round(task.time_remaining))
+        fields = (f"step {task.completed:.0f}/{task.total:.0f}", *task.fields["shown"], f"left {left}")
+        return Text(fitted(fields, shutil.get_terminal_size().columns - task.fields["beside"]), no_wrap=True)
+
+
 class ConsoleSink:
-    """Logs each record as one aligned line; on a terminal a bar with the remaining time stands below the lines.
+    """Logs each record as one aligned line; on a terminal a live line with loss and remaining time stands below.
 
     Args:
         steps: steps of the run.
         total_memory_gib: memory of the device, None where it is not known.
-        show_bar: show the bar where standard output is a terminal.
+        show_bar: show the live line where standard output is a terminal.
     """
 
     def __init__(self, steps: int, total_memory_gib: float | None, show_bar: bool) -> None:
@@ -34,37 +73,26 @@ class ConsoleSink:
         self._total = total_memory_gib
         self._bar: Progress | None = None
         if show_bar and sys.stdout.isatty():
+            has_bar = shutil.get_terminal_size().columns >= _BAR_COLUMNS
             self._bar = Progress(  # obeys NO_COLOR and moves what is printed meanwhile above itself
-                TextColumn("step {task.completed}/{task.total}"),
-                BarColumn(),
-                TimeElapsedColumn(),
-                TextColumn("left"),
-                TimeRemainingColumn(),
+                _LiveLine(),
+                *((BarColumn(), TimeElapsedColumn()) if has_bar else ()),
                 transient=True,
-                console=Console(soft_wrap=True),  # a step line stays one line, also in a narrow terminal
+                console=Console(soft_wrap=True),  # a line above it that is longer stays one line
             )
-            self._task = self._bar.add_task("train", total=steps)
+            self._task = self._bar.add_task("train", total=steps, shown=(), beside=50 if has_bar else 1)
             self._bar.start()
 
     def write(self, record: Record) -> None:
-        """Log one line; a step also moves the bar."""
-        if isinstance(record, StepMetrics):
-            log.info("%s", self._step_line(record))
-            if self._bar:
-                with contextlib.suppress(OSError):  # the terminal may be gone
-                    self._bar.update(self._task, completed=record.step)
-        else:
-            log.info(
-                "validation at step %d  loss %.4f  perplexity %.3f  bits_per_byte %.4f  (%d samples, %.1f s)",
-                record.step,
-                record.val_loss,
-                record.val_perplexity,
-                record.val_bits_per_byte,
-                record.val_samples,
-                record.val_seconds,
-            )
+        """Log one line; a step also changes the live line."""
+        fields = self._step_fields(record) if isinstance(record, StepMetrics) else _validation_fields(record)
+        log.info("%s", "  ".join(fields), extra={FIT: functools.partial(fitted, fields)})
+        if self._bar and isinstance(record, StepMetrics):
+            shown = (f"loss {record.loss:.4f}", f"tokens/s {record.tokens_per_second:,.0f}")
+            with contextlib.suppress(OSError):  # the terminal may be gone
+                self._bar.update(self._task, completed=record.step, shown=shown)
 
-    def _step_line(self, record: StepMetrics) -> str:
+    def _step_fields(self, record: StepMetrics) -> list[str]:
         width = len(str(self._steps))
         mfu = "n/a" if record.mfu is None else f"{record.mfu:.1%}"
         total = "" if self._total is None else f"/{self._total:.0f}"
@@ -75,26 +103,34 @@ class ConsoleSink:
             ("rolled_back", record.rolled_back_steps),
         )
         load = record.load_max_over_mean
-        return "  ".join(
-            (
-                f"step {record.step:>{width}}/{self._steps}",
-                f"loss {record.loss:.4f}",
-                f"grad_norm {record.grad_norm:.3f}",
-                f"lr {record.lr:.1e}",
-                f"tokens/s/rank {record.tokens_per_second_per_rank:,.0f}",
-                f"mfu {mfu}",
-                f"mem {record.memory_gib:.2f}{total} GiB",
-                f"data {data:.1%}",
-                *(() if load is None else (f"load {load:.2f}", f"dead {record.dead_experts:.0f}")),
-                *(f"{name} {count}" for name, count in lost if count),
-            )
-        )
+        return [
+            f"step {record.step:>{width}}/{self._steps}",
+            f"loss {record.loss:.4f}",
+            f"grad_norm {record.grad_norm:.3f}",
+            f"lr {record.lr:.1e}",
+            f"tokens/s/rank {record.tokens_per_second_per_rank:,.0f}",
+            f"mfu {mfu}",
+            f"mem {record.memory_gib:.2f}{total} GiB",
+            f"data {data:.1%}",
+            *(() if load is None else (f"load {load:.2f}", f"dead {record.dead_experts:.0f}")),
+            *(f"{name} {count}" for name, count in lost if count),
+        ]
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Take the live line away."""
         if self._bar:
             with contextlib.suppress(OSError):  # the terminal may be gone
                 self._bar.stop()
+
+
+def _validation_fields(record: ValidationMetrics) -> list[str]:
+    return [
+        f"validation{f' of {record.val_set}' * bool(record.val_set)} at step {record.step}",
+        f"loss {record.val_loss:.4f}",
+        f"perplexity {record.val_perplexity:.3f}",
+        f"bits_per_byte {record.val_bits_per_byte:.4f}",
+        f"({record.val_samples} samples, {record.val_seconds:.1f} s)",
+    ]
 
 
 class JsonlSink:
@@ -127,6 +163,7 @@ class JsonlSink:
         finite = {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in dataclasses.asdict(record).items()  # JSON has no NaN
+            if (name, value) != ("val_set", "")
         }
         self._file.append(json.dumps(finite) + "\n")
 
@@ -219,9 +256,14 @@ class ForeignSink:
 
 
 def build_sinks(
-    config: MetricsConfig, run_dir: Path, steps: int, total_memory_gib: float | None, resumed_step: int = 0
+    config: MetricsConfig,
+    run_dir: Path,
+    steps: int,
+    total_memory_gib: float | None,
+    resumed_step: int = 0,
+    settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[Sink]:
-    """The sinks of rank 0: metrics.jsonl and the console always, TensorBoard and those of packages where asked for.
+    """The sinks of rank 0: metrics.jsonl and the console always, trackers and those of packages where asked for.
 
     Args:
         config: the section.
@@ -229,6 +271,7 @@ def build_sinks(
         steps: of the run.
         total_memory_gib: memory of the device, None where it is not known.
         resumed_step: steps that the run has done before; their records go on, later ones come again. 0: a new run.
+        settings: of the run, by dotted name, for trackers that keep them.
     """
     sinks: list[Sink] = [
         JsonlSink(run_dir, resumed_step),
@@ -238,4 +281,8 @@ def build_sinks(
         from crius.metrics.tensorboard import TensorBoardSink  # noqa: PLC0415  needs an optional package
 
         sinks.append(TensorBoardSink(run_dir, total_memory_gib, resumed_step))
+    if config.enable_wandb:
+        from crius.metrics.wandb import WandbSink  # noqa: PLC0415  needs an optional package
+
+        sinks.append(WandbSink(run_dir, settings, total_memory_gib, resumed_step))
     return [*sinks, *(ForeignSink(name, run_dir, resumed_step) for name in dict.fromkeys(config.sinks))]

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 import crius
 from crius.config.layout import Layout
 from crius.config.run import RunConfig, replace_fields
-from crius.config.toml_file import to_toml
+from crius.config.toml_file import shown, to_toml
 from crius.data.corpus import Corpus
 from crius.data.loader import Batch, BatchLoader, validation_batches
 from crius.data.sample_log import Attempt, SampleLog, next_attempt, source_digest
@@ -29,7 +29,7 @@ from crius.launch.stop import PREEMPTED, catch_stop_signals
 from crius.metrics.device import machine_of, peak_tflops, total_memory_gib
 from crius.metrics.ledger import TimeLedger
 from crius.metrics.loads import ExpertLoads
-from crius.metrics.record import PlanSink, Sink
+from crius.metrics.record import PlanSink, Sink, ValidationMetrics
 from crius.metrics.sinks import build_sinks
 from crius.models import registry
 from crius.optim.build import WarmupStableDecay, build_optimizer
@@ -166,9 +166,9 @@ def _run(loop: Loop, run_dir: Path, placement: Placement, watch: PlanSink | None
     if step >= steps:
         rest = "" if was_complete or not loop.config.validation.interval else "; the last validation is made up for"
         log.info("nothing to train: %d of %d steps are done%s", step, steps, rest)
-    validation, stopped = None, None
+    validations, stopped = list[ValidationMetrics](), None
     try:
-        validation = dataclasses.replace(loop, is_complete=was_complete).run()
+        validations = dataclasses.replace(loop, is_complete=was_complete).run()
     except Preempted as end:
         stopped = end.signal
         where = loop.checkpoints.folder.disk.where if loop.checkpoints else ""
@@ -176,7 +176,7 @@ def _run(loop: Loop, run_dir: Path, placement: Placement, watch: PlanSink | None
         fate += "; the last validation is not done" if end.step == steps else ""
         log.info("stopped by %s after %d of %d steps, %s", signal.Signals(stopped).name, end.step, steps, fate)
     if loop.world.rank == 0 and not was_complete:
-        write_summary(run_dir, loop.ledger, loop.state, validation, watch, stopped)
+        write_summary(run_dir, loop.ledger, loop.state, validations, watch, stopped)
     if stopped:
         # a script may start again what exits with 75, but not what a person stopped
         is_ctrl_c = stopped == signal.SIGINT and placement.launcher != "local"
@@ -318,12 +318,13 @@ def set_up_torch(config: RunConfig, placement: Placement) -> torch.device:
 
 
 def _validation(job: Job, corpus: Corpus) -> Validation | None:
-    source, sizes, mesh = corpus.validation, job.sizes, job.mesh
-    if source is None or not job.config.validation.interval:
+    sizes, mesh = job.sizes, job.mesh
+    if not corpus.held_out or not job.config.validation.interval:
         return None
     return Validation(
-        batches=lambda: validation_batches(
-            source,
+        sets=tuple(corpus.held_out),
+        batches=lambda name: validation_batches(
+            corpus.held_out[name],
             num_samples=job.config.validation.num_samples,
             batch_size=sizes.local * (sizes.accumulation if mesh.pp else 1),  # a pipeline needs all its microbatches
             rank=mesh.batch_rank,
@@ -342,7 +343,8 @@ def _sinks(job: Job, run_dir: Path, corpus: Corpus, stack: contextlib.ExitStack,
     write_run_file(run_dir / "run.toml", imports + to_toml(job.config), log.warning)
     note_start(job, run_dir, corpus, loop.state.step)
     memory_gib = total_memory_gib(job.ranks.device)
-    sinks = build_sinks(job.config.metrics, run_dir, loop.config.training.steps, memory_gib, loop.state.step)
+    settings, steps = shown(job.config), loop.config.training.steps
+    sinks = build_sinks(job.config.metrics, run_dir, steps, memory_gib, loop.state.step, settings)
     for sink in sinks:
         stack.callback(sink.close)
     return sinks

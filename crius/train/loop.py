@@ -4,8 +4,8 @@ import contextlib
 import gc
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -123,11 +123,13 @@ class Validation:
     """What ``evaluate`` needs beside the model.
 
     Attributes:
-        batches: makes this rank's batches anew for each validation.
+        sets: names of the validation sets, in order.
+        batches: makes this rank's batches of a set, for each validation again.
         token_bytes: bytes of text that each token id stands for, int ``(vocabulary,)``, on the host.
     """
 
-    batches: Callable[[], Iterable[Batch]]
+    sets: Sequence[str]
+    batches: Callable[[str], Iterable[Batch]]
     token_bytes: Tensor
 
 
@@ -166,8 +168,8 @@ class Loop:
     stop: StopRequest | None = None
     is_complete: bool = False
 
-    def run(self) -> ValidationMetrics | None:
-        """Train until ``training.steps``; returns the last validation.
+    def run(self) -> list[ValidationMetrics]:
+        """Train until ``training.steps``; returns the last validation, a record for each set.
 
         Raises:
             Preempted: the run was asked to stop.
@@ -177,7 +179,7 @@ class Loop:
             DataError: the data cannot be read.
         """
         config, state = self.config, self.state
-        last_validation = None
+        last_validation = list[ValidationMetrics]()
         interval, first = config.validation.interval, state.step
         tidied = _tidied(config.training.gc_interval, self.world.device, self.ledger)
         with tidied as tidy, self.profiler as profile, self.reports.rescued():
@@ -201,7 +203,7 @@ class Loop:
                 self.guard.check_weights()  # no save has looked at what the last update made of them
             if self.validation and not self.is_complete:  # what goes wrong in it loses nothing
                 last_validation = self._validate(self.validation)
-                if last_validation is None:
+                if not last_validation:
                     raise Preempted(stop_number(self.stop, self.world.size), state.step)
         return last_validation
 
@@ -261,38 +263,44 @@ class Loop:
         self.reports.count(step, tokens, started, data_seconds)
         if is_reported:
             numbers = {"loss": result.loss, "grad_norm": result.grad_norm}
-            if config.metrics.enable_tensorboard:
+            if config.metrics.enable_tensorboard or config.metrics.enable_wandb:
                 numbers["max_loss"] = largest_loss(result, placed, self.world, self.layout)
             self.reports.add(state, lr, numbers | loads)
         if step == config.training.steps:
             self.reports.finish()
         self.reports.settle(step)
 
-    def _validate(self, validation: Validation) -> ValidationMetrics | None:
+    def _validate(self, validation: Validation) -> list[ValidationMetrics]:
+        """Score all sets and report them; none where the run was asked to stop meanwhile."""
         status.update(step=self.state.step, phase="validation")
         self.reports.finish()
+        records = []
         with self.ledger.phase("validation"):
-            record = evaluate(
-                self.state.parts,
-                self.runner,
-                validation.batches(),
-                self.place,
-                validation.token_bytes,
-                self.world,
-                self.layout,
-                self.state.step,
-                lambda: stop_number(self.stop, self.world.size) > 0,
-            )
-            if record is None:
-                return None
-            if not math.isfinite(record.val_loss):
-                raise NonFiniteError(
-                    f"the validation loss after step {record.step} is {record.val_loss}.",
-                    why="the updates before it broke the weights",
-                    fix="lower --optimizer.lr, or lengthen --lr_scheduler.warmup_steps",
+            for name in validation.sets:
+                record = evaluate(
+                    self.state.parts,
+                    self.runner,
+                    validation.batches(name),
+                    self.place,
+                    validation.token_bytes,
+                    self.world,
+                    self.layout,
+                    self.state.step,
+                    lambda: stop_number(self.stop, self.world.size) > 0,
                 )
-            self.reports.write(record)
-        return record
+                if record is None:
+                    return []
+                if not math.isfinite(record.val_loss):
+                    raise NonFiniteError(
+                        f"the validation loss{f' of {name}' * bool(name)} after step {record.step} is "
+                        f"{record.val_loss}.",
+                        why="the updates before it broke the weights",
+                        fix="lower --optimizer.lr, or lengthen --lr_scheduler.warmup_steps",
+                    )
+                records.append(replace(record, val_set=name))
+            for record in records:  # all or none: a run that goes on after a stop repeats all
+                self.reports.write(record)
+        return records
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import math
 import signal
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -367,11 +367,17 @@ def write_summary(
     run_dir: Path,
     ledger: TimeLedger,
     state: TrainState,
-    validation: ValidationMetrics | None,
+    validations: Sequence[ValidationMetrics],
     watch: PlanSink | None,
     stop_signal: int | None,
 ) -> None:
-    """Log where the time went and how the plan did, and write ``summary.json``; for rank 0."""
+    """Log where the time went and how the plan did, and write ``summary.json``; for rank 0.
+
+    Of several validation sets the first is ``val_loss``, and ``validation_sets`` has all.
+    """
+    scores = {
+        one.val_set: {"val_loss": one.val_loss, "val_bits_per_byte": one.val_bits_per_byte} for one in validations
+    }
     log.info("time: %s", ledger.summary())
     if watch and (line := watch.line()):
         log.info("plan: %s", line)
@@ -381,13 +387,13 @@ def write_summary(
         "tokens": state.tokens,
         "skipped_steps": state.skipped_steps,
         "rolled_back_steps": state.rolled_back_steps,
-        "val_loss": validation.val_loss if validation else None,
-        "val_bits_per_byte": validation.val_bits_per_byte if validation else None,
+        **next(iter(scores.values()), dict.fromkeys(("val_loss", "val_bits_per_byte"))),
+        **({"validation_sets": scores} if any(scores) else {}),
         "wall_seconds": ledger.wall(),
         "seconds": ledger.parts(),
         "goodput": ledger.goodput(),
         "plan": watch.as_dict() if watch else None,
     }
     write_run_file(run_dir / SUMMARY, json.dumps(summary, indent=2) + "\n", log.warning)
-    if validation:
-        log.info("final validation: loss %.4f, %.4f bits per byte", validation.val_loss, validation.val_bits_per_byte)
+    for name, score in scores.items():
+        log.info("final validation%s: loss %.4f, %.4f bits per byte", f" of {name}" * bool(name), *score.values())

@@ -5,6 +5,7 @@ import functools
 import json
 import logging
 import platform
+import shutil
 import socket
 import sys
 import threading
@@ -34,6 +35,7 @@ from crius.host import Machine, free_host_bytes
 from crius.kernels import choice
 from crius.launch.status import status
 from crius.metrics.device import machine_of
+from crius.metrics.sinks import FIT
 from crius.models.description import ModelDescription
 from crius.parallel.runtime import World
 from crius.redact import printable, redact
@@ -66,6 +68,8 @@ class _ConsoleHandler(logging.Handler):
             text = self.format(record)
             if getattr(record, MARKED, False) and takes_colour(sys.stdout):
                 text = coloured(text)
+            if (fit := getattr(record, FIT, None)) and sys.stdout.isatty():
+                text = fit(shutil.get_terminal_size().columns)
             sys.stdout.write(text + "\n")
             sys.stdout.flush()
         except OSError as error:

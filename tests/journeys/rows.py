@@ -328,7 +328,7 @@ J7 = [
     Row("crius train --model.name lama3", 2, ("did you mean llama3",)),
     Row("crius train --model.flavor 7b", 2, ("no flavor 7b", "8b"), never=("did you mean 70b",)),
     Row("crius train --checkpoint.last_save_in_hf", 2, ("--checkpoint.last_save_in_hf",), never=("load_step",)),
-    Row("crius train --metrics.enable_wandb", 2, ("--metrics.enable_wandb",), never=("enable_tensorboard?",)),
+    Row("crius train --metrics.save_for_all_ranks", 2, ("--metrics.save_for_all_ranks",), never=("did you mean",)),
     Row("crius train --quantize.dense.float9.enable", 2, ("did you mean --quantize.dense.float8.enable",)),
     Row("crius train --training.mixed_precision_param float99", 2, ("float99", "bfloat16")),
     Row("crius train --training.seq_len 1000000000000000000 --dry_run", 2, ("--training.seq_len",)),

@@ -231,3 +231,18 @@ def test_validation_scores_what_one_device_scores(layout, validated_alone, tmp_p
     for name in ("val_loss", "val_bits_per_byte"):
         assert got[name] == pytest.approx(validated_alone[name], rel=1e-6, abs=0)
     assert got["val_samples"] == validated_alone["val_samples"] == 20
+
+
+def test_each_validation_set_is_scored_alike_by_every_layout(tmp_path):
+    (tmp_path / "other.txt").write_text("0123456789" * 400)
+    sets = ["--validation.path", f"play={TEXT}", "--validation.path", f"digits={tmp_path / 'other.txt'}"]
+    runs = {}
+    for layout in ("1", "fsdp2", "pp2"):
+        records = train([*VALIDATED, *sets, *layout_flags(layout)], tmp_path / layout)
+        runs[layout] = {record["val_set"]: record for record in records if "val_loss" in record}
+        assert list(runs[layout]) == ["play", "digits"]
+        summary = json.loads((tmp_path / layout / "summary.json").read_text())
+        for name, record in runs[layout].items():
+            assert summary["validation_sets"][name]["val_loss"] == record["val_loss"]
+            assert record["val_loss"] == pytest.approx(runs["1"][name]["val_loss"], rel=1e-6, abs=0)
+        assert summary["val_loss"] == runs[layout]["play"]["val_loss"] != runs[layout]["digits"]["val_loss"]

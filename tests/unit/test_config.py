@@ -37,6 +37,8 @@ VERBS = (
     *("checkpoint ls", "checkpoint verify", "checkpoint prune", "checkpoint convert"),
     "config show",
     "config diff",
+    "config explain",
+    "completion",
     "data prepare",
     "data show",
     "data audit",
@@ -182,7 +184,7 @@ def test_the_torchtitan_name_of_a_setting_works_as_a_flag_and_in_toml(shown, tom
         (["--fault_tolerance.enable"], "launch.max_restarts starts all ranks again"),
         (["--experimental.custom_import", "x"], "--import MODULE on the command line"),
         (["--zzz"], "unknown flag --zzz: there is no such setting."),
-        (["--zzz"], "--help lists every flag"),
+        (["--zzz"], "--help all lists every flag"),
         (["--stps", "4"], "did you mean --steps?"),
         (["--recipe", "llama_debug"], "did you mean llama3_debug?"),
         (["--config", "none.toml"], "none.toml cannot be read: No such file"),
@@ -480,7 +482,9 @@ def test_no_released_flag_disappears(crius, monkeypatch):
         f"{verb} {flag}"
         for verb in VERBS
         for flag in flags_of(crius, monkeypatch, *verb.split())
-        if not (verb.startswith(("verify", "bench", "plan", "doctor", "data show")) and "." in flag)  # those of train
+        if not (
+            verb.startswith(("verify", "bench", "plan", "doctor", "data show", "config explain")) and "." in flag
+        )  # those of train
     )
     assert released == sorted(set(released))
     assert set(released) - set(now) == set(), "released flags are gone; see the docstring of this test"
@@ -490,7 +494,7 @@ def test_no_released_flag_disappears(crius, monkeypatch):
 def flags_of(crius, monkeypatch, *verb):
     """Every flag that the help of a verb names at the start of an entry."""
     monkeypatch.setenv("COLUMNS", "300")
-    code, out, _ = crius(*verb, "--help")
+    code, out, _ = crius(*verb, "--help", "all")
     assert code == 0
     entries = re.findall(r"^  (?:[A-Z]+ )?((?:--[\w.]+ ?)+)", out, re.MULTILINE)
     return sorted({flag for entry in entries for flag in entry.split()})

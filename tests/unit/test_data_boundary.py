@@ -289,5 +289,6 @@ def test_held_out_documents_of_a_stream_start_with_their_bos_too(tmp_path):
     corpus_of(tmp_path, config, "huggingface")
     data = DataConfig(source="huggingface", path=(str(tmp_path / "in"),), virtual_shards=2)
     validation = ValidationConfig(fraction=0.25, num_samples=20)
-    _, held, _ = open_huggingface(data, tok, boundary_of(data, tok), validation, seq_len=T)
+    _, sets, _ = open_huggingface(data, tok, boundary_of(data, tok), validation, seq_len=T)
+    [held] = sets.values()
     assert held.read([0]).tokens[0, 0] == tok.bos_id

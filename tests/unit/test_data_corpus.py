@@ -76,6 +76,34 @@ def test_validation_on_other_files_holds_nothing_out(tmp_path):
         corpus(data, ValidationConfig(path=("missing.jsonl",)))
 
 
+def test_named_sets_are_held_out_each_on_its_own(tmp_path):
+    data = jsonl(tmp_path, documents(50))
+    paths = [
+        f"{name}={jsonl(tmp_path, [name * 60], f'{name}{number}.jsonl').path[0]}" for name in "xy" for number in "12"
+    ]
+    opened = corpus(data, ValidationConfig(path=tuple(paths)))
+    assert list(opened.held_out) == ["x", "y"] and opened.validation is opened.held_out["x"]
+    for name, part in opened.held_out.items():
+        assert set(part.read(range(7))[0].ravel().tolist()) == {ord(name), 256} and part.num_samples == 7
+    assert [line.split(":")[0] for line in opened.description] == ["corpus", "train", "validation x", "validation y"]
+    with pytest.raises(DataError, match=r"held out for validation short, but one sequence needs 17"):
+        corpus(data, ValidationConfig(path=(f"short={jsonl(tmp_path, ['z'], 'z.jsonl').path[0]}",)))
+
+
+@pytest.mark.parametrize(
+    ("paths", "sets"),
+    [
+        ((), {"": ()}),
+        (("a", "b/*.txt"), {"": ("a", "b/*.txt")}),
+        (("books=a", "code-2=b", "books=c"), {"books": ("a", "c"), "code-2": ("b",)}),
+        (("./year=1/a", "/x=1"), {"": ("./year=1/a", "/x=1")}),
+        (("a=", "b=c=d"), {"a": ("",), "b": ("c=d",)}),
+    ],
+)
+def test_a_name_before_the_path_makes_a_set(paths, sets):
+    assert ValidationConfig(path=paths).sets == sets
+
+
 def test_opening_again_gives_the_same(tmp_path):
     data = jsonl(tmp_path, documents(50))
     one, two = corpus(data), corpus(data)

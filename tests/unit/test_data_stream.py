@@ -189,7 +189,8 @@ def test_the_shards_of_a_local_folder_have_every_document_once(tmp_path, num_fil
 def test_held_out_documents_are_validated_on_and_never_trained_on(tmp_path, num_files):
     data = folder_of(tmp_path, num_files)
     validation = ValidationConfig(fraction=0.2, num_samples=6)
-    source, held, _ = open_huggingface(data, ByteTokenizer(), BOUNDARY, validation, seq_len=8)
+    source, sets, _ = open_huggingface(data, ByteTokenizer(), BOUNDARY, validation, seq_len=8)
+    [held] = sets.values()
     trained = numbers_in([shard_stream(source, shard, 100) for shard in range(4)])
     rows = held.read(range(held.num_samples))
     assert held.num_samples == 6 and {part.shape for part in rows} == {(6, 8)}
@@ -203,12 +204,25 @@ def test_a_split_for_validation_is_used_whole(tmp_path):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": f"{name} {n}"}) + "\n" for n in range(9)))
     data = DataConfig(source="huggingface", path=(str(tmp_path),), virtual_shards=2)
     validation = ValidationConfig(path=("validation",), num_samples=99)
-    source, held, _ = open_huggingface(data, ByteTokenizer(), BOUNDARY, validation, seq_len=8)
+    source, sets, _ = open_huggingface(data, ByteTokenizer(), BOUNDARY, validation, seq_len=8)
+    [held] = sets.values()
     tokens = held.read(range(held.num_samples)).tokens
     stream = stream_of([f"validation {n}" for n in range(9)])
     np.testing.assert_array_equal(tokens.ravel(), stream[: held.num_samples * 8])
     assert held.num_samples == (len(stream) - 1) // 8
     assert documents_in(shard_stream(source, 0, 5))[0] == "train 0"
+
+
+def test_each_set_of_a_stream_is_a_split(tmp_path):
+    for name in ("train", "validation", "test"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": f"{name} {n}"}) + "\n" for n in range(9)))
+    data = DataConfig(source="huggingface", path=(str(tmp_path),), virtual_shards=2)
+    validation = ValidationConfig(path=("easy=validation", "hard=test"), num_samples=3)
+    _, held, lines = open_huggingface(data, ByteTokenizer(), BOUNDARY, validation, seq_len=8)
+    for name, split in (("easy", "validation"), ("hard", "test")):
+        tokens = held[name].read(range(held[name].num_samples)).tokens
+        np.testing.assert_array_equal(tokens.ravel(), stream_of([f"{split} {n}" for n in range(9)])[: tokens.size])
+        assert any(line.startswith(f"validation {name}: first 3 sequences") for line in lines)
 
 
 def test_a_local_folder_resumes_in_the_middle_of_a_file(tmp_path):

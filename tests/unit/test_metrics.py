@@ -8,6 +8,7 @@ import pty
 import re
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -65,7 +66,9 @@ def test_jsonl_is_flushed_at_once_and_at_full_precision(tmp_path):
     sink.write(third)
     sink.write(VALIDATION)
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()  # before close
-    assert [json.loads(line) for line in lines] == [dataclasses.asdict(third), dataclasses.asdict(VALIDATION)]
+    validation = dataclasses.asdict(VALIDATION)
+    assert validation.pop("val_set") == ""  # the only set needs no name
+    assert [json.loads(line) for line in lines] == [dataclasses.asdict(third), validation]
     sink.close()
 
 
@@ -166,27 +169,31 @@ def test_validation_line_is_told_apart_by_its_first_word(caplog):
 PROGRAM = """
 from pathlib import Path
 import sys
-from crius.metrics.record import StepMetrics
+from crius.metrics.record import StepMetrics, ValidationMetrics
 from crius.metrics.sinks import ConsoleSink
 from crius.train.setup import start_logging
 start_logging(0, Path(sys.argv[1]), is_own_file=False)
 sink = ConsoleSink(3, None, show_bar=sys.argv[2] == "bar")
 for step in (1, 2, 3):
-    sink.write(StepMetrics(step=step, loss=3.5, grad_norm=0.4, lr=3e-4, tokens=1, tokens_per_second=1.0,
-        tokens_per_second_per_rank=1.0, mfu=None, tflops=1.0, step_seconds=0.5, data_seconds=0.0, memory_gib=1.0))
+    sink.write(StepMetrics(step=step, loss=3.5, grad_norm=0.4, lr=3e-4, tokens=1, tokens_per_second=23684.0,
+        tokens_per_second_per_rank=11842.0, mfu=None, tflops=1.0, step_seconds=0.5, data_seconds=0.0, memory_gib=1.0,
+        load_max_over_mean=1.5, dead_experts=0.0))
+sink.write(ValidationMetrics(step=3, val_loss=2.5, val_perplexity=12.182, val_bits_per_byte=1.25, val_samples=128,
+    val_seconds=3.21, val_set="books"))
 sink.close()
 """
 
 
-def on_terminal(run_dir, show_bar, **environ):
-    """What three step lines put on a terminal of 200 columns."""
+def on_terminal(run_dir, show_bar, columns=200, **environ):
+    """What three steps and a validation put on a terminal."""
     leader, follower = pty.openpty()
-    kept = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
+    termios.tcsetwinsize(follower, (40, columns))
+    kept = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR", "COLUMNS")}
     root = str(Path(crius.__file__).parents[1])
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, str(run_dir), "bar" if show_bar else ""],
         stdout=follower,
-        env={**kept, "PYTHONPATH": root, "TERM": "xterm-256color", "COLUMNS": "200", **environ},
+        env={**kept, "PYTHONPATH": root, "TERM": "xterm-256color", **environ},
     )
     os.close(follower)
     text = b""
@@ -210,7 +217,7 @@ def test_a_pipe_gets_plain_lines(tmp_path):
         env={**os.environ, "PYTHONPATH": root, "FORCE_COLOR": "1"},
     )
     assert ESCAPE not in done.stdout and "\r" not in done.stdout
-    assert [line[:8] for line in done.stdout.splitlines()] == ["step 1/3", "step 2/3", "step 3/3"]
+    assert [line[:8] for line in done.stdout.splitlines()] == ["step 1/3", "step 2/3", "step 3/3", "validati"]
 
 
 COLOUR = re.compile(ESCAPE + r"\[[0-9;]*(3[0-8]|4[0-8]|9[0-7])[0-9;]*m")
@@ -221,9 +228,36 @@ def test_a_terminal_gets_a_bar_and_whole_lines_above_it(tmp_path):
     assert COLOUR.search(text)
     assert "left" in text
     for step in (1, 2, 3):
-        assert f"step {step}/3  loss 3.5000  grad_norm 0.400  lr 3.0e-04  tokens/s/rank 1  mfu n/a" in text
+        assert f"step {step}/3  loss 3.5000  grad_norm 0.400  lr 3.0e-04  tokens/s/rank 11,842  mfu n/a" in text
     log = (tmp_path / "logs" / "rank-0.log").read_text()
-    assert ESCAPE not in log and log.count("\n") == 3
+    assert ESCAPE not in log and log.count("\n") == 4
+
+
+@pytest.mark.parametrize(
+    ("columns", "step", "validation", "live"),
+    [
+        (
+            80,
+            "step 1/3  loss 3.5000  grad_norm 0.400  lr 3.0e-04  tokens/s/rank 11,842",
+            "validation of books at step 3  loss 2.5000  perplexity 12.182",
+            "step 3/3  loss 3.5000  tokens/s 23,684  left 0:00:00",
+        ),
+        (
+            50,
+            "step 1/3  loss 3.5000  tokens/s/rank 11,842",
+            "validation of books at step 3  loss 2.5000",
+            "step 3/3  loss 3.5000  left 0:00:00",
+        ),
+    ],
+)
+def test_lines_of_a_narrow_terminal_lose_fields_and_do_not_wrap(columns, step, validation, live, tmp_path):
+    text = on_terminal(tmp_path, show_bar=True, columns=columns)
+    lines = re.split(r"[\r\n]+", re.sub(ESCAPE + r"\[[0-9;?]*[a-zA-Z]", "", text))
+    assert max(map(len, lines)) <= columns
+    assert {step, validation, live} <= {line.rstrip() for line in lines}
+    log = (tmp_path / "logs" / "rank-0.log").read_text().splitlines()
+    assert log[0].endswith("mfu n/a  mem 1.00 GiB  data 0.0%  load 1.50  dead 0")  # files have whole lines
+    assert log[3].endswith("bits_per_byte 1.2500  (128 samples, 3.2 s)")
 
 
 def test_no_color_leaves_a_terminal_without_colours(tmp_path):
@@ -233,7 +267,7 @@ def test_no_color_leaves_a_terminal_without_colours(tmp_path):
 def test_without_the_bar_a_terminal_gets_plain_lines(tmp_path):
     text = on_terminal(tmp_path, show_bar=False)
     assert ESCAPE not in text
-    assert text.count("\n") == 3
+    assert text.count("\n") == 4
 
 
 def test_tensorboard_has_torchtitans_tags_and_reads_back(tmp_path):
@@ -243,6 +277,7 @@ def test_tensorboard_has_torchtitans_tags_and_reads_back(tmp_path):
     for sink in sinks:
         sink.write(dataclasses.replace(STEP, **more))
         sink.write(VALIDATION)
+        sink.write(dataclasses.replace(VALIDATION, val_set="books", val_loss=2.25))
         sink.close()
     events = accumulator.EventAccumulator(str(tmp_path / "tb"))
     events.Reload()
@@ -269,10 +304,27 @@ def test_tensorboard_has_torchtitans_tags_and_reads_back(tmp_path):
         "validation_metrics/loss": 2.5,
         "validation_metrics/perplexity": 12.182,
         "validation_metrics/bits_per_byte": 1.25,
+        "validation_metrics/books/loss": 2.25,
+        "validation_metrics/books/perplexity": 12.182,
+        "validation_metrics/books/bits_per_byte": 1.25,
     }
     # event files hold float32
     assert found == {tag: [(120, pytest.approx(value, rel=1e-6))] for tag, value in want.items()}
     assert not (tmp_path / "tb" / "metrics.jsonl").exists() and (tmp_path / "metrics.jsonl").exists()
+
+
+def test_a_record_names_its_validation_set_where_there_are_several(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    sinks = build_sinks(MetricsConfig(), tmp_path, 120, None)
+    for sink in sinks:
+        sink.write(VALIDATION)
+        sink.write(dataclasses.replace(VALIDATION, val_set="books"))
+        sink.close()
+    alone, named = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert "val_set" not in alone and named == alone | {"val_set": "books"}
+    first, second = (line for line in caplog.messages if line.startswith("validation"))
+    assert first.startswith("validation at step 120  loss 2.5000")
+    assert second == first.replace("validation at", "validation of books at")
 
 
 def test_the_largest_loss_is_the_mean_of_one_rank_over_its_own_tokens():

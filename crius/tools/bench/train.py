@@ -116,6 +116,7 @@ def prepared(config: RunConfig, schedule: Schedule) -> RunConfig:
             "watchdog.enable": False,
             "comm.timeout_seconds": _WAIT_SECONDS,
             "metrics.enable_tensorboard": False,
+            "metrics.enable_wandb": False,
             "metrics.enable_progress_bar": False,
         },
     )

@@ -167,6 +167,7 @@ def bare(config: RunConfig, layouts: Sequence[Layout], steps: int) -> RunConfig:
         "validation.interval": 0,
         "metrics.log_interval": 1,
         "metrics.enable_tensorboard": False,
+        "metrics.enable_wandb": False,
         "profiler.enable": False,
         "checkpoint": CheckpointConfig(enable=False),
     }

@@ -1,0 +1,123 @@
+"""``crius config explain``: all that there is to know of one setting."""
+
+import inspect
+import json
+import re
+import textwrap
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+from cyclopts.argument import Argument
+
+from crius.cli.app import (
+    FLAG,
+    SOURCES,
+    ConfigFiles,
+    Json,
+    Layout,
+    NumProcesses,
+    Recipe,
+    Run,
+    config_app,
+    emit,
+    facts_of,
+)
+from crius.cli.help import plain
+from crius.config import names, rules
+from crius.config.run import RunConfig
+from crius.config.toml_file import choices_of, flatten, in_words
+from crius.redact import redact_value
+
+DEFAULTS = flatten(RunConfig())
+
+
+@config_app.command
+def explain(
+    key: Annotated[str, Parameter(completer=lambda context: list(DEFAULTS))],
+    /,
+    run: Run = RunConfig(),  # noqa: B008
+    *,
+    recipe: Recipe = "",
+    config: ConfigFiles = (),
+    layout: Layout = "",
+    nproc: NumProcesses = 0,
+    as_json: Json = False,
+) -> int:
+    """Explain one setting: type, choices, default, meaning, and its value with the flags of train that follow.
+
+    KEY is dotted, such as optimizer.lr. A name that torchtitan or Hugging Face has for a setting is found too.
+    """
+    name, note = _find(key.replace("-", "_"))
+    facts = facts_of(run, nproc, None, is_dry=run.parallelism.auto)
+    value, decided, default = (redact_value(name, flatten(of)[name]) for of in (run, facts.config, RunConfig()))
+    argument = _argument(name)
+    explained = {
+        "name": name,
+        "note": note,
+        "type": in_words(argument.hint),
+        "choices": choices_of(argument.hint),
+        "default": default,
+        "meaning": " ".join(plain(argument.parameter.help).split()),
+        "value": value,
+        "origin": SOURCES.origin(name),
+        "decided": decided if decided != value else None,
+        "why": facts.reasons.get(name, "") if decided != value else "",
+        "rules": _rules_of(name),
+        "other_names": _other_names(name),
+    }
+    emit(json.dumps(explained, indent=2) if as_json else "\n".join(_lines(explained)))
+    return 0
+
+
+def _find(written: str) -> tuple[str, str]:
+    """The setting that is meant, and a note where it is written otherwise.
+
+    Raises:
+        ConfigError: there is no such setting.
+    """
+    if written in DEFAULTS:
+        return written, ""
+    leaf = {written: names.MOVED.get(written.rpartition(".")[2], "")}
+    tables = ((names.ALIASES, "is taken for"), (names.SHORT, "is short for"), (names.MOVED, "is called"))
+    for table, note in (*tables, (leaf, "is called")):
+        other = table.get(written, "")
+        if other.split(" ")[0] in DEFAULTS:
+            return other.split(" ")[0], f"{written} {note} {other}"
+    raise names.unknown("setting", written, DEFAULTS, "command line", "train")
+
+
+def _argument(name: str) -> Argument:
+    """The flag of a setting: its type, and the docstring that is its help."""
+    arguments = config_app["explain"].assemble_argument_collection(default_parameter=FLAG, parse_docstring=True)
+    return next(argument for argument in arguments if f"--{name}" in argument.names)
+
+
+def _rules_of(name: str) -> list[str]:
+    """What rules hold the setting to: the range of its number, and the rules whose code names it."""
+    found = [f"It must be {right}." for field, _, right, _ in rules.RANGES if field == name]
+    word = re.compile(rf"(?<!\w){re.escape(name)}(?!\w)")
+    others = [rule for rule in rules.RULES if rule is not rules.ranges]
+    return found + [
+        plain((rule.__doc__ or "").strip().split("\n\n")[0]) for rule in others if word.search(inspect.getsource(rule))
+    ]
+
+
+def _other_names(name: str) -> list[str]:
+    """What other trainers, and short forms, call the setting."""
+    tables = names.ALIASES | names.SHORT | names.MOVED
+    return sorted(other for other, ours in tables.items() if ours.split(" ")[0] == name)
+
+
+def _lines(explained: dict[str, Any]) -> list[str]:
+    def shown(value: Any) -> str:
+        text = " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+        return "(not given)" if value is None else text or "(empty)"
+
+    rows = [("value", f"{shown(explained['value'])}   ({explained['origin']})")]
+    if explained["decided"] is not None:
+        rows.append(("here", ": ".join(filter(None, (shown(explained["decided"]), explained["why"])))))
+    rows += [("default", shown(explained["default"])), ("type", explained["type"])]
+    rows += [*(("rule", rule) for rule in explained["rules"]), ("also", ", ".join(explained["other_names"]) or "-")]
+    meaning = textwrap.wrap(explained["meaning"], 110, initial_indent="  ", subsequent_indent="  ")
+    note = [explained["note"]] if explained["note"] else []
+    return [*note, f"--{explained['name']}", *meaning, "", *(f"{label:<8} {text}" for label, text in rows)]

@@ -1,0 +1,99 @@
+"""The scripts of ``crius completion`` in the shells themselves: what TAB gives."""
+
+import os
+import pty
+import re
+import select
+import shutil
+import subprocess
+import sys
+import time
+
+import harness
+import pytest
+from harness import ROOT
+
+SHELLS = ("bash", "zsh", "fish")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A folder with the scripts, and ``bin/crius`` that runs this checkout."""
+    folder = tmp_path_factory.mktemp("home")
+    (folder / "bin").mkdir()
+    command = folder / "bin" / "crius"
+    command.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} -m crius "$@"\n')
+    command.chmod(0o755)
+    for shell, name in zip(SHELLS, ("crius.bash", "_crius", "crius.fish"), strict=True):
+        if shutil.which(shell):
+            done = harness.crius("completion", shell)
+            assert (done.returncode, done.stderr) == (0, "")
+            (folder / name).write_text(done.stdout)
+    return folder
+
+
+def completed(shell, line, want, home):
+    """What the shell offers for the last word of ``line``; zsh is waited for until it offers ``want``."""
+    environ = {**os.environ, "HOME": str(home), "PATH": f"{home / 'bin'}:{os.environ['PATH']}", "TERM": "vt100"}
+    if shell == "zsh":
+        return in_zsh(line, want, environ)
+    if shell == "fish":
+        command = ["fish", "--no-config", "-c", f"source ~/crius.fish; complete -C '{line}'"]
+    else:
+        words = " ".join(f"'{word}'" for word in line.split(" "))
+        code = (
+            f"source ~/crius.bash; COMP_WORDS=({words}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); "
+            'complete -p crius | grep -q -- "-F _crius" && _crius; printf "%s\\n" "${COMPREPLY[@]}"'
+        )
+        command = ["bash", "--norc", "-c", code]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stderr == ""
+    return [offer.split("\t")[0] for offer in done.stdout.splitlines()]
+
+
+def in_zsh(line, want, environ):
+    """zsh completes in a line editor only: the key TAB on a terminal, here one that this process holds."""
+    child, terminal = pty.fork()
+    if not child:
+        os.execvpe("zsh", ["zsh", "-f", "-i"], environ)
+    setup = "PS1= ; unsetopt zle_bracketed_paste; fpath=(~ $fpath); autoload -Uz compinit; compinit -u -D; "
+    os.write(terminal, f"{setup}LISTMAX=0; setopt no_beep; echo rea''dy\n".encode())
+    try:
+        until(terminal, r"ready\r\n")
+        os.write(terminal, f"{line}\t".encode())
+        text = until(terminal, re.escape(want))
+    finally:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+        os.close(terminal)
+    return re.findall(r"[\w.-]+", text.replace("\r", "\n"))
+
+
+def until(terminal, pattern):
+    """What the terminal prints until it matches, or for 30 s."""
+    text, end = "", time.monotonic() + 30
+    while not re.search(pattern, text) and select.select([terminal], [], [], max(0, end - time.monotonic()))[0]:
+        text += os.read(terminal, 65536).decode(errors="replace")
+    return text
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+@pytest.mark.parametrize(
+    ("line", "want"),
+    [
+        ("crius train --parallelism.ten", "--parallelism.tensor_parallel_degree"),
+        ("crius verify parity --layouts fsdp2 --checkpoint.keep_l", "--checkpoint.keep_last"),
+        ("crius config dif", "diff"),
+        ("crius train --model.attention_mask doc", "document"),
+        ("crius train --recipe smollm2_l", "smollm2_lora"),
+    ],
+)
+def test_tab_completes_verbs_dotted_flags_choices_and_recipes(shell, line, want, home):
+    if not shutil.which(shell):
+        pytest.skip(f"{shell} is not installed")
+    assert want in completed(shell, line, want, home)
+
+
+def test_a_shell_that_has_no_script_is_named(capsys):
+    done = harness.crius("completion", "tcsh")
+    assert done.returncode == 2 and "bash" in done.stderr and "tcsh" in done.stderr
