@@ -115,7 +115,7 @@ def config_of(place: str) -> RunConfig:
     path = Path(place) / "run.toml" if Path(place).is_dir() else Path(place)
     if place not in recipe_names() and not path.exists():
         raise ConfigError(
-            f"{place} is no run folder, no TOML file and no recipe.",
+            f"{place} is not a run folder, a TOML file or a recipe.",
             where="command line",
             fix=f"give a folder with a run.toml, a TOML file, or one of {', '.join(recipe_names())}",
         )

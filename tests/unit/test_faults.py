@@ -57,13 +57,13 @@ def test_faults_are_read_in_their_order(text):
 
 
 BAD_FAULTS = {
-    **{"nan": "step is missing", "nan:step=": "step '' is no whole", "nan:step=x": "step 'x' is no whole"},
+    **{"nan": "step is missing", "nan:step=": "step '' is not a whole", "nan:step=x": "step 'x' is not a whole"},
     **{"nan:step=5,step=6": "'step' is given twice", "nan:step=5,factor=2": "nan has no 'factor'"},
     **{"nan:step=5,": "nan has no ''", "inf:step=5": "there is no fault 'inf'", "nan:rank=1": "step is missing"},
-    **{"nan:step=5-": "is no whole", "spike:step=5": "factor is missing", "spike:step=5,factor=big": "is no number"},
-    **{"spike:step=5,factor=inf": "is no number", "nan:step=5,rank=-1": "rank '-1' is no whole"},
+    **{"nan:step=5-": "is not a whole", "spike:step=5": "factor is missing", "spike:step=5,factor=big": "not a number"},
+    **{"spike:step=5,factor=inf": "is not a number", "nan:step=5,rank=-1": "rank '-1' is not a whole"},
     **{"nan:step=5,where=weights": "is none of loss, grad", "nan:step=5,layer=1": "nan has no 'layer'"},
-    **{"dropout:p=1": "is not between", "dropout:": "p is missing", "dropout:p=nan": "is no number"},
+    **{"dropout:p=1": "is not between", "dropout:": "p is missing", "dropout:p=nan": "is not a number"},
     **{"kill:step=1-2": "happens once", "kill:rank=1": "step is missing", "kill:step=1,phase=save=": "is none of"},
     **{"kill:step=1,phase=start": "comes before the steps", "kill:step=1,phase=lunch": "is none of start, load"},
     **{"disk:save=1": "error is missing", "disk:save=1,error=eio": "is none of enospc"},

@@ -128,7 +128,7 @@ def test_rows_are_those_of_the_file_but_never_fewer_than_ids(tmp_path):
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
         ({"hidden_size": ...}, "it has no hidden_size"),
         ({"hidden_size": "48"}, 'hidden_size is "48", not a whole number above 0'),
-        ({"hidden_size": 50}, "model.dim 50 is no multiple of the 6 query heads"),
+        ({"hidden_size": 50}, "model.dim 50 is not a multiple of the 6 query heads"),
         ({"rms_norm_eps": 10**400}, "rms_norm_eps is 1000"),
         ({"num_hidden_layers": -1}, "num_hidden_layers is -1"),
         ({"vocab_size": True}, "vocab_size is true"),

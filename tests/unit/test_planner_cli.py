@@ -194,7 +194,7 @@ def test_experts_that_do_not_fit_have_remedies(planned):
         (["--gpu", "h100", "--quantize.dense.mxfp8.enable"], "h100-80g has no mxfp8 matmuls"),
         (["--gpus", "8"], "which size of llama3 is not given"),
         (["--gpu", "a100", "--precision", "float8"], "which size of llama3 is not given"),
-        (["--flavor", "8b", "--local_batch_size", "3", "--global_batch_size", "8"], "8 is no multiple of 3"),
+        (["--flavor", "8b", "--local_batch_size", "3", "--global_batch_size", "8"], "8 is not a multiple of 3"),
         (
             ["--flavor", "8b", "--parallelism.expert_parallel_degree", "2"],
             "needs a model with experts",
@@ -208,7 +208,7 @@ def test_experts_that_do_not_fit_have_remedies(planned):
         ),
         (
             ["--flavor", "8b", "--gpus", "8", "--parallelism.tensor_parallel_degree", "16"],
-            "8 GPUs are no multiple of 16",
+            "8 GPUs are not a multiple of 16",
         ),
         (["--gpus", "9", "--nodes", "1"], "--nodes 1 of 8 GPUs are not --gpus 9"),
         (["--gpu", "a100", "--precision", "float8"], "a100-80g has no float8 matmuls"),

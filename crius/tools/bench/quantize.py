@@ -86,7 +86,7 @@ def _check_tokens(config: RunConfig, formats: Sequence[str], tokens: int) -> Non
     if wrong and not config.quantize.dense.pad_inner_dim:
         unit = max(units[name] for name in wrong)
         raise ConfigError(
-            f"--tokens {tokens} is no multiple of {unit}.",
+            f"--tokens {tokens} is not a multiple of {unit}.",
             where="command line",
             why=f"the gradient of a {wrong[-1]} layer's weight is a matmul over them, in blocks",
             fix=f"--tokens {-(-tokens // unit) * unit}",

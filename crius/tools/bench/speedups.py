@@ -155,7 +155,7 @@ def _conclusion(shapes: Sequence[Shape], flags: Sequence[str], emulated: bool) -
         *([f"always in {HIGH}: {', '.join(kept)}"] if kept else []),
     ]
     if emulated:
-        return [*lines, "emulated: the time of the emulation, which is no speed of the format: no flags follow from it"]
+        return [*lines, "emulated: the emulation's time, which is not a speed of the format: no flags follow from it"]
     return [*lines, f"recommended: {' '.join(flags)}" if flags else f"recommended: {HIGH}; no format is faster"]
 
 

@@ -227,7 +227,7 @@ def _process_fault(kind: Any, values: dict[str, Any]) -> ProcessFault:
 
 def _whole(text: str) -> int:
     if not re.fullmatch(r"\d{1,18}", text, re.ASCII):
-        raise ValueError("is no whole number")
+        raise ValueError("is not a whole number")
     return int(text)
 
 
@@ -242,7 +242,7 @@ def _number(text: str, low: float = -math.inf, high: float = math.inf) -> float:
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        raise ValueError("is no number")
+        raise ValueError("is not a number")
     if not low < value < high:
         raise ValueError(f"is not between {low} and {high}")
     return value

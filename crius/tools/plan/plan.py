@@ -141,7 +141,7 @@ def check_case(case: Case, origin: Callable[[str], str]) -> None:
     if case.num_gpus % total:
         given = {name: degree for name, degree in degrees.items() if degree > 1}
         raise LayoutError(
-            f"{case.num_gpus} GPUs are no multiple of {total}, the product of the degrees given.",
+            f"{case.num_gpus} GPUs are not a multiple of {total}, the product of the degrees given.",
             where=", ".join(f"--{name} {degree}" for name, degree in given.items()),
             why="the degrees multiply to the number of GPUs",
             fix=f"--gpus {-(-case.num_gpus // total) * total}, or leave a degree out",
@@ -162,7 +162,7 @@ def _check_batch(case: Case, origin: Callable[[str], str]) -> None:
         return
     given = [field for field in (name, "training.local_batch_size") if case.given(field)]
     raise ConfigError(
-        f"global_batch_size {total} is no multiple of {unit}: local_batch_size {local} x the ranks given.",
+        f"global_batch_size {total} is not a multiple of {unit}: local_batch_size {local} x the ranks given.",
         where=", ".join(f"--{field} ({origin(field)})" for field in given),
         why="each data-parallel rank takes whole microbatches",
         fix=f"--{name} {-(-total // unit) * unit}, or leave a size or a degree out",

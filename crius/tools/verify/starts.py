@@ -119,14 +119,15 @@ def _of_world_sizes(facts: Facts, steps: int, world_sizes: str, interval: int) -
         )
     words = world_sizes.split(",")
     if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
-        raise ConfigError(f"--world_sizes {world_sizes!r} are no numbers.", where="command line", fix="e.g. 1,2,4")
+        what = f"--world_sizes {world_sizes!r} is not a list of numbers."
+        raise ConfigError(what, where="command line", fix="e.g. 1,2,4")
     parallelism = facts.config.parallelism
     beside = parallelism.tensor_parallel_degree * parallelism.context_parallel_degree
     found = []
     for size in map(int, words):
         if size % beside:
             raise ConfigError(
-                f"--world_sizes {size} is no multiple of the {beside} ranks of tensor and context parallelism.",
+                f"--world_sizes {size} is not a multiple of the {beside} ranks of tensor and context parallelism.",
                 where="command line",
                 fix=f"multiples of {beside}",
             )
