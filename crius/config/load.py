@@ -186,7 +186,7 @@ class RunSources:
             if one and _plain(one.value) != _plain(found[field]):
                 yield ConfigError(
                     f"model.{field} {one.value or ascii('')} conflicts with model.from_hf {token.value}, "
-f"a {found['name']} model with sizes of its own.",
+                    f"a {found['name']} model with sizes of its own.",
                     where="command line" if one.source == "cli" else one.source,
                     fix=f"leave out model.{field}, or model.from_hf",
                 )
@@ -220,8 +220,7 @@ f"a {found['name']} model with sizes of its own.",
         yield from _fill(named, values, f"{token.value}{OF_WEIGHTS}", is_read_only=False)
 
     def rows_are_given(self) -> bool:
-        """Whether ``model.vocab_size`` was given by another source than ``model.from_hf`` or ``checkpoint.init_from``.
-        """
+        """Whether ``model.vocab_size`` was given by another source than ``model.from_hf`` or ``checkpoint.init_from``."""
         origin = self.origin("model.vocab_size")
         return origin != "default" and not origin.endswith((OF_MODEL, OF_WEIGHTS))
 

@@ -270,9 +270,7 @@ def _totals(choices: Sequence[LinearChoice]) -> str:
         extra = _weights(choice.padded for choice in padded) - _weights(choice.local for choice in padded)
         own = extra / _weights(choice.local for choice in padded)
         whole = extra / _weights(choice.local for choice in choices)
-        line += (
-            f"; padding adds {own:.1%} to the weights and FLOPs of {len(padded)} of them, {whole:.2%} to all layers"
-        )
+        line += f"; padding adds {own:.1%} to the weights and FLOPs of {len(padded)} of them, {whole:.2%} to all layers"
     return line
 
 

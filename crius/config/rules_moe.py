@@ -16,7 +16,7 @@ def balance_is_of_sequences(facts: Facts) -> Violations:
             f"moe.aux_loss {asked} must be sequence or none.",
             where=facts.flag("moe.aux_loss"),
             why="a balance loss over a microbatch or a rank's part of the batch depends on how the batch is split: "
-"another layout would give another curve",
+            "another layout would give another curve",
             fix="--moe.aux_loss sequence",
         )
 

@@ -136,7 +136,7 @@ def microbatches_suit(facts: Facts) -> Violations:
     schedule = parallelism.pipeline_parallel_schedule_csv or parallelism.pipeline_parallel_schedule
     yield LayoutError(
         f"{count} microbatches per step do not suit {schedule} on {parallelism.pipeline_parallel_degree} pipeline ranks"
-f"; {shown}.",
+        f"; {shown}.",
         where=", ".join(facts.flag(name) for name in given) or facts.flag(f"{PREFIX}degree"),
         why=f"every multiple of {unit} fills the pipeline",
         fix=fix,
@@ -144,8 +144,7 @@ f"; {shown}.",
 
 
 def split_backward_goes_with(facts: Facts) -> Violations:
-    """A schedule with a split backward needs torch 2.13, blocks that are not compiled, and weights that stay gathered.
-    """
+    """A schedule with a split backward needs torch 2.13, blocks that are not compiled, and weights that stay gathered."""
     config = facts.config
     parallelism = config.parallelism
     if not _is_sound(facts) or not splits_backward(parallelism):
@@ -177,7 +176,7 @@ def split_backward_goes_with(facts: Facts) -> Violations:
             f"{name} {config.activation_checkpoint.mode} does not go with {schedule}.",
             where=facts.flag(name),
             why="the backward visits a block once for each group of weights: full recomputes it each time, selective "
-"fails",
+            "fails",
             fix=f"--{name} none, or {other}",
         )
     if config.compile.enable:

@@ -135,7 +135,7 @@ def included_layers_divide(facts: Facts) -> Violations:
             "; ".join(f"{linear}: {problem}" for linear, problem in problems.items()) + ".",
             where=facts.flag(f"{_DENSE}include"),
             why=f"{kind(dense)} matmuls need both dims divisible by {block(dense)}, after tensor-parallel sharding: on "
-"a GPU the kernel refuses other dims",
+            "a GPU the kernel refuses other dims",
             fix=", or ".join(fixes),
         )
 
@@ -143,7 +143,7 @@ def included_layers_divide(facts: Facts) -> Violations:
 def tokens_divide(facts: Facts) -> Violations:
     """The tokens of a microbatch make whole blocks, because the gradient of a weight contracts over them."""
     config, dense = facts.config, facts.config.quantize.dense
-    needs_none = kind(dense) == "float8" and dense.float8.recipe == "rowwise_with_gw_hp"    # its weight gradient is not
+    needs_none = kind(dense) == "float8" and dense.float8.recipe == "rowwise_with_gw_hp"  # its weight gradient is not
     if not _is_sound(facts) or dense.pad_inner_dim or needs_none or facts.data_parallel_ranks < 1:
         return
     if config.training.seq_len < 1 or list(sequence_divides(facts)):
