@@ -86,8 +86,7 @@ class Change:
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
-    """The differences between two flat configs, in the order of the new one. Settings that only one of them has are
-    included.
+    """The differences between two flat configs, in the order of the new one, with settings that only one of them has.
 
     If an older checkpoint lacks a setting, its value there counts as ``FIRST_BOUNDARIES``, or else as today's default.
     A setting of ``TAKEN_OVER`` that is None in the new config is not a difference.

@@ -240,8 +240,7 @@ def apply_layout(config: RunConfig, layout: Layout) -> RunConfig:
 
 
 def batch_unit(config: RunConfig, layout: Layout) -> int:
-    """Unit of the global batch: data-parallel ranks times microbatches of ``layout``. The batch must be a multiple of
-    it.
+    """Unit of the global batch, which must be a multiple of it: data-parallel ranks times microbatches of ``layout``.
 
     Raises:
         LayoutError: the schedule file of ``config`` cannot be read.

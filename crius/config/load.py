@@ -64,8 +64,7 @@ def recipe_names() -> list[str]:
 
 
 class RunSources:
-    """A cyclopts config hook: fills settings that the command line left open from TOML, and records every value's
-    origin.
+    """A cyclopts config hook: fills open settings from TOML, and records the origin of every value.
 
     Args:
         spellings: dotted names of settings, and the known values of each; case is ignored.
@@ -75,7 +74,7 @@ class RunSources:
             name. Raises CriusError.
 
     Attributes:
-        origins: dotted field name to a phrase such as ``recipe llama3_debug``, for every value that is not a default.
+        origins: dotted field name to a phrase such as ``recipe debug``, for every value that is not a default.
         recipe: name of the recipe that was used; empty if only ``--config`` files were used.
     """
 
@@ -96,8 +95,7 @@ class RunSources:
         return self.origins.get(name, "default")
 
     def __call__(self, app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-        """Fill and check ``arguments``; cyclopts calls this after reading the command line and before converting
-        values.
+        """Fill and check ``arguments``; cyclopts calls this before it converts values.
 
         Raises:
             WrongSettings: some keys or values of the files or of the command line are wrong.
@@ -139,9 +137,7 @@ class RunSources:
         named: Mapping[str, Argument],
         commands: Collection[str],
     ) -> Iterator[CriusError]:
-        """Give the settings of a file to arguments that are not set yet; ``read`` returns the file's name and its
-        table.
-        """
+        """Give the settings of a file to arguments that are not set yet; ``read`` returns its name and its table."""
         try:
             source, table = read()
         except ConfigError as error:
@@ -220,7 +216,7 @@ class RunSources:
         yield from _fill(named, values, f"{token.value}{OF_WEIGHTS}", is_read_only=False)
 
     def rows_are_given(self) -> bool:
-        """Whether ``model.vocab_size`` was given by another source than ``model.from_hf`` or ``checkpoint.init_from``."""
+        """Whether a source other than ``model.from_hf`` and ``checkpoint.init_from`` gave ``model.vocab_size``."""
         origin = self.origin("model.vocab_size")
         return origin != "default" and not origin.endswith((OF_MODEL, OF_WEIGHTS))
 
@@ -322,9 +318,7 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def _settings(table: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Dotted names and values of ``table``, with torchtitan's names replaced by Crius's; then names that are given
-    twice.
-    """
+    """Dotted names and values of ``table``, by Crius's names; then the names that are given twice."""
     settings: dict[str, Any] = {}
     twice = []
     for written, value in _flat(table):
@@ -375,9 +369,7 @@ def _fill(
 
 
 def _wrong_number(argument: Argument, text: str) -> str:
-    """Why ``text`` is not an integer although the setting is one: cyclopts rounds 1.5 to 2, and takes any number of
-    digits.
-    """
+    """Why ``text`` is not an integer, for an integer setting: cyclopts rounds 1.5 to 2, and takes many digits."""
     if int not in (argument.hint, *get_args(argument.hint)):
         return ""
     shown = f"{text[:40]}..." if len(text) > 40 else text

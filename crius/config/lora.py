@@ -50,8 +50,7 @@ def scale_of(rank: int, alpha: float, *, rslora: bool) -> float:
 
 
 def saved_lora(settings: Mapping[str, Any]) -> LoraConfig:
-    """The section ``[lora]`` in the settings of a checkpoint. A checkpoint from before LoRA was built gets the
-    defaults.
+    """The section ``[lora]`` in the settings of a checkpoint. Older checkpoints get the defaults.
 
     Args:
         settings: values by dotted name.

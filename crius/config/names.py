@@ -13,7 +13,12 @@ from crius.errors import ConfigError, CriusError
 
 
 class WrongSettings(ConfigError):
-    """Keys or values of a run are wrong."""
+    """Keys or values of a run are wrong.
+
+    Attributes:
+        problems: one error for each wrong key or value.
+        arguments: arguments of the command line.
+    """
 
     def __init__(self, problems: list[CriusError], arguments: ArgumentCollection) -> None:
         one = ConfigError.together(problems)

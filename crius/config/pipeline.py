@@ -55,7 +55,7 @@ def stages_per_rank(parallelism: ParallelismConfig) -> int:
 
 
 def settle_stages(parallelism: ParallelismConfig, num_layers: int) -> ParallelismConfig:
-    """``parallelism``, with one stage per rank if interleave_1f1b may choose and the model has too few layers for two."""
+    """``parallelism``, with one stage per rank if interleave_1f1b may choose and there are too few layers for two."""
     degree = parallelism.pipeline_parallel_degree
     is_chosen = parallelism.pipeline_parallel_stages_per_rank == -1 and not parallelism.pipeline_parallel_schedule_csv
     is_interleaved = parallelism.pipeline_parallel_schedule == "interleave_1f1b"
@@ -125,9 +125,7 @@ def _microbatch_divisor(parallelism: ParallelismConfig, count: int) -> int:
 
 
 def legal_microbatches(parallelism: ParallelismConfig, share: int) -> list[int]:
-    """Counts of microbatches that the schedule can run and that divide ``share``, the sequences per data-parallel rank
-    and step.
-    """
+    """Counts of microbatches that the schedule can run and that divide ``share``, a rank's sequences per step."""
     return [n for n in range(1, share + 1) if share % n == 0 and microbatches_allowed(parallelism, n)]
 
 
@@ -198,7 +196,7 @@ def layers_of_stages(stages: Sequence[Sequence[str]]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1024)
 def _balanced(costs: tuple[float, ...], stages: int) -> tuple[int, ...]:
-    """Sizes of ``stages`` runs of ``costs`` whose greatest sum is as small as possible; among those the most even sums."""
+    """Sizes of ``stages`` runs of ``costs`` whose greatest sum is as small as possible, then with even sums."""
     low, high = max(costs), sum(costs)
     while high - low > 1e-12 * high:
         limit = (low + high) / 2

@@ -267,7 +267,7 @@ def open_microbatches(training: TrainingConfig, data_parallel_ranks: int, microb
 
 
 def _local_batch_size(share: int, microbatch_unit: int) -> int:
-    """The largest size that leaves enough microbatches to keep the pipeline busy; without a pipeline the largest size."""
+    """The largest size that leaves enough microbatches for the pipeline; without a pipeline the largest size."""
     sizes = [size for size in range(1, AUTO_LOCAL_BATCH_SIZE + 1) if share % size == 0]
     if microbatch_unit == 1:
         return max(sizes)

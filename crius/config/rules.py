@@ -61,9 +61,7 @@ def known_model(facts: Facts) -> Violations:
 
 
 def heads_divide(facts: Facts) -> Violations:
-    """Key/value heads divide the query heads, and the width of a head is even, because a position turns pairs of
-    numbers.
-    """
+    """Key/value heads divide the query heads, and the width of a head is even: a position turns pairs of numbers."""
     model = facts.model
     if model is None or min(model.num_heads, model.num_kv_heads, model.dim) < 1:
         return  # known_model reports it

@@ -17,7 +17,7 @@ def _ranks(facts: Facts) -> int:
 
 
 def expert_parallel_divides(facts: Facts) -> Violations:
-    """Expert parallelism gives each rank the same number of whole experts, and its ranks are ranks that share a layer."""
+    """Expert parallelism gives each rank the same number of whole experts, and its ranks share a layer."""
     degree, model = facts.config.parallelism.expert_parallel_degree, facts.model
     if degree <= 1 or model is None or facts.config.model.num_experts == 0:
         return

@@ -84,7 +84,7 @@ FILES = 128
 
 
 def open_files_suffice(facts: Facts) -> Violations:
-    """The limit of open files suffices: a rank may open a connection to each other rank, and another one in each group."""
+    """The limit of open files suffices. A rank may open a connection to each other rank, and again in each group."""
     needed, there = FILES + facts.num_ranks * 3 // 2, most_open_files()
     if not facts.is_dry and there < needed:
         yield LayoutError(

@@ -66,7 +66,7 @@ def targets_fit_layers(facts: Facts) -> Violations:
 
 
 def lora_goes_with(facts: Facts) -> Violations:
-    """Settings that would change the frozen weights are refused, and combinations with adapters that were never tested."""
+    """Settings that would change the frozen weights, or that were never tested with adapters, are refused."""
     config, lora = facts.config, facts.config.lora
     if not lora.is_on:
         return

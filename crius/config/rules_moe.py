@@ -74,9 +74,7 @@ def some_layer_has_experts(facts: Facts) -> Violations:
 
 
 def groups_have_enough(facts: Facts) -> Violations:
-    """Groups have equal size, at least two experts to be judged by, and the best groups have enough experts for a
-    token.
-    """
+    """Groups have equal size and at least two experts, and the best groups have enough experts for a token."""
     model = facts.model
     groups = getattr(model.config, "num_groups", 1) if model else 1
     if model is None or not facts.has_experts or groups <= 1 or min(model.num_experts, model.top_k) < 1:

@@ -144,7 +144,7 @@ def microbatches_suit(facts: Facts) -> Violations:
 
 
 def split_backward_goes_with(facts: Facts) -> Violations:
-    """A schedule with a split backward needs torch 2.13, blocks that are not compiled, and weights that stay gathered."""
+    """A schedule with a split backward needs torch 2.13, eager blocks, and weights that stay gathered."""
     config = facts.config
     parallelism = config.parallelism
     if not _is_sound(facts) or not splits_backward(parallelism):

@@ -41,9 +41,7 @@ def _is_sound(facts: Facts) -> bool:
 
 
 def _choices(facts: Facts) -> list[LinearChoice]:
-    """Choices of a valid run, for a device without low-precision matmuls: the rules may run on another machine than the
-    GPUs.
-    """
+    """Choices of a valid run, for a device without low-precision matmuls: the rules may run on a host without GPUs."""
     return linear_choices(facts.config, facts.model, facts.plan, accelerated=False)
 
 
@@ -250,9 +248,7 @@ def something_is_converted(facts: Facts) -> Violations:
 
 
 def chunked_loss_has_its_layer(facts: Facts) -> Violations:
-    """The chunked loss uses an output layer in high precision, because it multiplies with the weight of that layer
-    itself.
-    """
+    """The chunked loss multiplies with the weight of the output layer itself, so that layer stays in high precision."""
     if facts.config.kernels.linear_cross_entropy != "chunked" or not _is_sound(facts):
         return
     if list(included_layers_divide(facts)) or not converts_output(_choices(facts), facts.plan):

@@ -73,7 +73,7 @@ def test_the_last_step_is_saved_and_a_second_run_goes_on_from_it(layout, tmp_pat
 
 def test_told_to_save_nothing_it_says_so_and_saves_nothing(tmp_path):
     assert run(short(steps=1), tmp_path, CheckpointConfig(enable=False)) == 0
-    assert "checkpoints: nothing will be saved, for checkpoint.enable is off\n" in log_of(tmp_path)
+    assert "checkpoints: nothing will be saved, because checkpoint.enable is off\n" in log_of(tmp_path)
     assert not (tmp_path / "checkpoints").exists()
 
 
@@ -179,7 +179,7 @@ def test_a_signal_in_the_last_validation_is_told_and_the_validation_made_up_for(
     if enable is None:
         monkeypatch.undo()
         assert run(given, tmp_path) == 0
-        assert "nothing to train: 2 of 2 steps are done; the last validation is made up for" in log_of(tmp_path)
+        assert "nothing to train: 2 of 2 steps are done; the last validation is done now" in log_of(tmp_path)
         found = summary_of(tmp_path)
         assert found["stopped_by"] is None and found["val_loss"] == read_metrics(tmp_path)[-1]["val_loss"]
 

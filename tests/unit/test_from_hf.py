@@ -92,12 +92,12 @@ def test_rows_are_those_of_the_file_but_never_fewer_than_ids(tmp_path):
     few = write(tmp_path, vocab_size=200)
     grown = facts_of(parse(few), 0, None).config
     assert grown.model.vocab_size == 320
-    assert describe_rows(grown, 320, 257).endswith("(the tokenizer's, rounded up to a multiple of 64)")
+    assert describe_rows(grown, 320, 257).endswith("(the token ids, rounded up to a multiple of 64)")
     asked = facts_of(parse([*few, "--model.vocab_size", "256"]), 0, None).config
     assert asked.model.vocab_size == 256
     kept = facts_of(parse(write(tmp_path)), 0, None).config
     assert kept.model.vocab_size == 640
-    assert f"as model.vocab_size 640 says, with the sizes of {tmp_path}" in describe_rows(kept, 640, 257)
+    assert f"as in model.vocab_size 640, with the sizes of {tmp_path}" in describe_rows(kept, 640, 257)
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_a_name_of_the_hub_is_not_fetched(capsys):
 
 
 def test_another_model_beside_it_is_refused(tmp_path, capsys):
-    assert "is given beside model.from_hf" in refused(capsys, [*write(tmp_path), "--model.flavor", "8b"])
+    assert "conflicts with model.from_hf" in refused(capsys, [*write(tmp_path), "--model.flavor", "8b"])
     assert "which is not that of qwen3" in refused(capsys, [*write(tmp_path), "--model.name", "qwen3"])
 
 

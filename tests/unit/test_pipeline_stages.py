@@ -77,7 +77,7 @@ EXPLICIT = {
     ("tok_embeddings,layers.0-2", "layers.3,norm,output"): "",
     ("tok_embeddings,layers.0-2", "layer.3,norm,output"): "no module layer.3, did you mean layers.3",
     ("tok_embeddings,layers.0-2", "layers.2-3,norm,output"): "layers.2 is on 2 stages",
-    ("tok_embeddings,layers.0-1", "layers.3,norm,output"): "layers.2 is on no stage",
+    ("tok_embeddings,layers.0-1", "layers.3,norm,output"): "no stage has module layers.2",
     ("tok_embeddings,layers.1,layers.0,layers.2", "layers.3,norm,output"): "layers.1 is out of order",
     ("tok_embeddings", "layers.0-3,norm,output"): "stage 0 has no layer",
     ("tok_embeddings,layers.0-3,norm,output",): "1 lists of modules are given, but there are 2 stages",
