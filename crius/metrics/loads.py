@@ -1,4 +1,4 @@
-"""How evenly the tokens of a step fell on the experts, from the counts of all ranks, without a wait for the device."""
+"""Balance of the tokens of a step over the experts, from the counts of all ranks, without a wait for the device."""
 
 import logging
 import math
@@ -18,7 +18,7 @@ IDLE_STEPS = 10
 
 
 class ExpertLoads:
-    """Figures of the loads of each step, over all layers with experts.
+    """Measures of the loads of each step, over all layers with experts.
 
     Args:
         model: has experts.

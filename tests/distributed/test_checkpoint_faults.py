@@ -79,7 +79,7 @@ def test_a_slow_save_of_one_rank_is_no_hang_and_a_stuck_one_is_named(
     monkeypatch.setenv("CRIUS_FAULT", f"disk:save=1,error=slow,seconds={seconds},rank=1")
     watchdog = ("--watchdog.startup_seconds", "6", "--checkpoint.interval", "2")
     assert run(flags("fsdp2", *watchdog, steps=4), tmp_path, is_supervised=True) == code
-    assert re.findall("HangError: (.*) does not go on", capfd.readouterr().err) == hangs
+    assert re.findall("HangError: (.*) makes no progress", capfd.readouterr().err) == hangs
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_taken(tmp_path):

@@ -150,9 +150,9 @@ def test_all_that_does_not_fit_is_said_together(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"[1]", "it is no object"),
+        (b"[1]", "it is not an object"),
         (b'{"model_type": "llama", "model_type": "qwen3"}', "is there twice"),
-        (b'{"hidden_size": NaN}', "NaN is no number of JSON"),
+        (b'{"hidden_size": NaN}', "NaN is not a JSON number"),
         (b"\xff\xfe", "is no config.json"),
         (b"[" * 100_000, "nested too deeply"),
         (b" " * (2 << 20), "longer than 1 MiB"),

@@ -189,7 +189,7 @@ def test_interleaving_one_stage_a_rank_has_the_bubble_of_1f1b():
 BAD_FILES = {
     "0F0,0B0\n": "has 1 rows of actions, but pipeline_parallel_degree is 2",
     "0F0,0SEND_F0,0B0\n1F0,1B0\n": "row 1 has '0SEND_F0'",
-    "0F0,0B0\n0F1,0B1\n": "none may be on two",
+    "0F0,0B0\n0F1,0B1\n": "and each stage one rank",
     "0F0,0B0\n1F0\n": "does not run stage 1 forward and backward once",
     "0B0,0F0\n1F0,1B0\n": "waits for itself",
     "": "has 0 rows",
