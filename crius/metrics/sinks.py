@@ -1,4 +1,4 @@
-"""Destinations of the records of a run: one class per sink, one row each in ``build_sinks``."""
+"""Where the records of a run go: one class per sink, one row each in ``build_sinks``."""
 
 import contextlib
 import dataclasses
@@ -21,12 +21,12 @@ log = logging.getLogger("crius.metrics")
 
 
 class ConsoleSink:
-    """Logs each record as one aligned line; on a terminal a bar with the remaining time is shown below the lines.
+    """Logs each record as one aligned line; on a terminal a bar with the remaining time stands below the lines.
 
     Args:
         steps: steps of the run.
-        total_memory_gib: memory of the device; None if it is not known.
-        show_bar: whether to show the bar if standard output is a terminal.
+        total_memory_gib: memory of the device, None where it is not known.
+        show_bar: show the bar where standard output is a terminal.
     """
 
     def __init__(self, steps: int, total_memory_gib: float | None, show_bar: bool) -> None:
@@ -91,7 +91,7 @@ class ConsoleSink:
         )
 
     def close(self) -> None:
-        """Remove the bar."""
+        """Take the bar away."""
         if self._bar:
             with contextlib.suppress(OSError):  # the terminal may be gone
                 self._bar.stop()
@@ -222,14 +222,14 @@ class ForeignSink:
 def build_sinks(
     config: MetricsConfig, run_dir: Path, steps: int, total_memory_gib: float | None, resumed_step: int = 0
 ) -> list[Sink]:
-    """The sinks of rank 0: always metrics.jsonl and the console; TensorBoard and sinks of packages if asked for.
+    """The sinks of rank 0: metrics.jsonl and the console always, TensorBoard and those of packages where asked for.
 
     Args:
         config: the section.
         run_dir: folder of the run.
-        steps: steps of the run.
-        total_memory_gib: memory of the device; None if it is not known.
-        resumed_step: steps that the run did before; their records are kept, later steps are repeated. 0: a new run.
+        steps: of the run.
+        total_memory_gib: memory of the device, None where it is not known.
+        resumed_step: steps that the run has done before; their records go on, later ones come again. 0: a new run.
     """
     sinks: list[Sink] = [
         JsonlSink(run_dir, resumed_step),

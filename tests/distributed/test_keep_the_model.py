@@ -121,7 +121,7 @@ def test_ctrl_c_prints_the_command_that_goes_on_and_it_does(tmp_path):
     code, said = stopped_by_ctrl_c(folder)
     assert code == 130
     done = int(re.search(r"^stopped by SIGINT after (\d+) of 5000 steps, all of them saved in runs/", said, re.M)[1])
-    command = re.search(r"^go on from there: (.*)$", said, re.M)[1]
+    command = re.search(r"^continue from there: (.*)$", said, re.M)[1]
     assert shlex.split(command)[-2:] == ["--job.run_dir", re.search(r"^run folder: (.*) \(", said, re.M)[1]]
     again = subprocess.run(
         f"{command} --training.steps {done + 2}", shell=True, cwd=folder, env=ENVIRON, capture_output=True, text=True
@@ -134,7 +134,7 @@ def test_ctrl_c_prints_the_command_that_goes_on_and_it_does(tmp_path):
 
 def test_ctrl_c_says_what_is_lost_where_nothing_is_saved(tmp_path):
     code, said = stopped_by_ctrl_c(tmp_path, "--checkpoint.no_enable", "--job.run_dir", "run")
-    assert code == 130 and "go on from there" not in said and "\nsaved: nothing\n" in said
+    assert code == 130 and "continue from there" not in said and "\nsaved: nothing\n" in said
     done = summary_of(tmp_path / "run")["steps"]
     assert f"stopped by SIGINT after {done} of 5000 steps, all of them lost: checkpoint.enable is off\n" in said
 

@@ -245,7 +245,7 @@ def test_verbs_beside_train_take_it(tmp_path, capsys):
     assert re.search(r"this run +llama3/custom on 1 rank", capsys.readouterr().out)
     large = ["--model.num_layers", "4000", "--model.dim", "9600", "--model.vocab_size", "640"]
     assert cli.main(["doctor", *flags, *large]) == 1
-    fix = "--model.dim 9600 --model.num_layers 4000 says which GPUs hold it"
+    fix = "--model.dim 9600 --model.num_layers 4000 shows which GPUs have it"
     assert f"crius plan --model.from_hf {tmp_path} --model.vocab_size 640 {fix}" in capsys.readouterr().out
     assert cli.main(["doctor", *flags, "--steps", "0"]) == 1
     said = capsys.readouterr().out

@@ -181,7 +181,7 @@ def test_experts_that_do_not_fit_have_remedies(planned):
     [
         (["--flavor", "8c"], "no flavor 8c"),
         (["--model", "llama4"], "did you mean llama3?"),
-        (["--model", "mixtral"], "which size of mixtral is not given"),
+        (["--model", "mixtral"], "the size of mixtral is not given"),
         (["--model", "deepseek-v3"], "use deepseek-v3-671b"),
         (["--gpu", "h1000"], "GPU 'h1000' is not known, and there is no such file, did you mean h100?"),
         (["--gpus", "-1"], "a count is at least 1"),
@@ -192,8 +192,8 @@ def test_experts_that_do_not_fit_have_remedies(planned):
             "from   --quantize.dense.float8.enable (command line)",
         ),
         (["--gpu", "h100", "--quantize.dense.mxfp8.enable"], "h100-80g has no mxfp8 matmuls"),
-        (["--gpus", "8"], "which size of llama3 is not given"),
-        (["--gpu", "a100", "--precision", "float8"], "which size of llama3 is not given"),
+        (["--gpus", "8"], "the size of llama3 is not given"),
+        (["--gpu", "a100", "--precision", "float8"], "the size of llama3 is not given"),
         (["--flavor", "8b", "--local_batch_size", "3", "--global_batch_size", "8"], "8 is not a multiple of 3"),
         (
             ["--flavor", "8b", "--parallelism.expert_parallel_degree", "2"],
