@@ -1,4 +1,4 @@
-"""A rank that does not go on is named, with what it and all others were at, and the run ends."""
+"""A rank that makes no progress is named, with what it and all others were at, and the run ends."""
 
 import functools
 import json

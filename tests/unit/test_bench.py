@@ -224,7 +224,7 @@ def test_checkpoints_are_timed_in_a_folder_of_their_own(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--gib", "nan"], "have to be positive"),
+        (["--gib", "nan"], "must be positive"),
         (["--gib", "1e9"], "or another --folder"),
         (["--folder", "/dev/null"], "no folder can be made in /dev/null"),
     ],

@@ -240,7 +240,7 @@ def test_what_cannot_be_evaluated_is_refused_first(evaluate, tasks, flags, words
 def test_a_continuation_that_is_longer_than_the_context_is_refused(evaluate, tasks, tmp_path):
     (tmp_path / "long.jsonl").write_text(json.dumps({"context": "a", "continuation": "b" * 99}))
     code, out, err = evaluate("--tasks", tmp_path / "long.jsonl", "--max_length", 50)
-    assert (code, out) == (1, "") and "100 tokens, the model reads 50" in err and "long.jsonl, document 0" in err
+    assert (code, out) == (1, "") and "100 tokens, but the model reads 50" in err and "long.jsonl, document 0" in err
 
 
 def test_two_files_of_one_name_are_refused(tmp_path):

@@ -242,7 +242,7 @@ def test_a_folder_that_is_there_stays(run_dir, tmp_path, alone, capsys):
     (tmp_path / "hf" / "mine.txt").write_text("mine")
     for flags in ([], ["--format", "dcp"]):
         assert cli.main(["export", str(run_dir), str(tmp_path / "hf"), *flags]) == 2
-        assert "is there already" in capsys.readouterr().err
+        assert "already exists" in capsys.readouterr().err
     assert [file.name for file in tmp_path.rglob("*.*")] == ["mine.txt"]
     (tmp_path / "hf" / "mine.txt").unlink()
     assert cli.main(["export", str(run_dir), str(tmp_path / "hf")]) == 0
@@ -255,7 +255,7 @@ def test_a_model_without_names_of_hugging_face_says_which_are_missing(run_dir, t
         export_model(open_source(str(run_dir), -1), str(tmp_path / "hf"))
     names = {ours: theirs for ours, theirs in spec.hf.names.items() if "w3" not in ours}
     monkeypatch.setitem(SPECS, "llama3", replace(spec, hf=replace(spec.hf, names=names)))
-    with pytest.raises(ConfigError, match=r"has no names of Hugging Face for layers\.\*\.feed_forward\.w3\.weight\."):
+    with pytest.raises(ConfigError, match=r"has no Hugging Face names for layers\.\*\.feed_forward\.w3\.weight\."):
         export_model(open_source(str(run_dir), -1), str(tmp_path / "hf"))
     assert list(tmp_path.iterdir()) == []
 

@@ -96,7 +96,7 @@ def test_a_fault_that_is_not_understood_is_refused_with_the_grammar(text):
     ],
 )
 def test_a_fault_that_never_comes_is_refused_with_one_that_does(text, mended):
-    with pytest.raises(ConfigError, match="never comes: the run has steps 1 to 10 and ranks 0 to 3") as caught:
+    with pytest.raises(ConfigError, match="never happens: the run has steps 1 to 10 and ranks 0 to 3") as caught:
         read_faults({"CRIUS_FAULT": text}, 10, 4)
     assert caught.value.fix == f"CRIUS_FAULT={mended}"
     assert read_faults({"CRIUS_FAULT": mended.strip("'")}, 10, 4)
@@ -138,7 +138,7 @@ def test_a_planted_fault_is_in_its_step_alone(where, status):
 
 
 def test_a_fault_for_a_rank_without_the_loss_is_refused():
-    with pytest.raises(ConfigError, match="rank 1, which computes no loss"):
+    with pytest.raises(ConfigError, match="rank 1, which does not compute the loss"):
         plant_in_loss([LossFault(first=1, last=1, factor=math.nan, rank=1)], SumOfInput(), Alone(0, 1, CPU))
 
 
@@ -203,7 +203,7 @@ def test_a_fault_that_did_not_come_is_told(status, caplog, monkeypatch):
     status.update(phase="save")  # of another run of this process
     assert [record.getMessage() for record in caplog.records] == [
         "CRIUS_FAULT plants a fault: raise in save of step 2 on rank 0",
-        "CRIUS_FAULT planted a fault that did not come: raise in save of step 2 on rank 0",
+        "CRIUS_FAULT planted a fault that did not happen: raise in save of step 2 on rank 0",
     ]
 
 

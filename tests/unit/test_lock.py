@@ -91,7 +91,7 @@ def test_a_symbolic_link_is_not_followed(tmp_path):
 
 def test_a_pipe_is_no_lock(tmp_path):
     os.mkfifo(tmp_path / "run.lock")
-    with pytest.raises(EnvironmentError, match="no plain file"):
+    with pytest.raises(EnvironmentError, match="not a regular file"):
         lock.run_lock(tmp_path, "train").__enter__()
 
 

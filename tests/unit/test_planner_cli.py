@@ -121,7 +121,7 @@ def test_an_impossible_case_says_how_many_gpus_and_what_to_change(plan, planned)
     ("case", "host", "is_proposed"),
     [
         (["8b", "--gpus", "1", "--gpu", "rtx-4090"], "needs 120 GiB of memory on the host", True),
-        (["405b", "--gpus", "8"], "needs 6,048 GiB of memory on a host of 8 GPUs, more than most have", False),
+        (["405b", "--gpus", "8"], "needs 6,048 GiB of memory on a host of 8 GPUs, more than most hosts have", False),
         (["8b", "--gpus", "1", "--gpu", "rtx-4090", "--training.no_enable_cpu_offload"], "", False),
     ],
 )

@@ -156,5 +156,5 @@ def test_logging_goes_on_without_its_file(tmp_path, full_disk, capsys):
     assert shown.out == "one\ntwo\n"
     assert shown.err == (
         f"warning: {tmp_path}/logs/rank-0.log cannot be written (No space left on device): its lines are lost, and "
-        "the run goes on\n"
+        "the run continues\n"
     )
