@@ -195,7 +195,7 @@ def train(
     variants = [Variant("base", facts.config, facts.num_ranks)]
     with tempfile.TemporaryDirectory(prefix="crius-bench-") as folder:
         for flags in vs:
-            # decided anew: where documents start, by the tokenizer of the variant, whether it compiles and is exact
+            # decided again: document starts by the variant's tokenizer, whether it compiles and whether it is exact
             anew = {name: getattr(facts.asked, name) for name in ("data", "compile", "debug")}
             base = dataclasses.replace(facts.config, **anew)
             other = _variant(base, flags, Path(folder))

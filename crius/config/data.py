@@ -1,4 +1,4 @@
-"""What is trained and validated on: sections of ``RunConfig``."""
+"""Training and validation data: sections of ``RunConfig``."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -18,7 +18,8 @@ class JobConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchConfig:
-    """What the launcher does about failures and signals. Under torchrun or Slurm these start the processes instead."""
+    """Behaviour of the launcher after failures and signals. Under torchrun or Slurm these start the processes
+    instead."""
 
     max_restarts: int = 3
     """Restarts of all workers from the newest checkpoint after one of them failed. There is no restart without
@@ -114,7 +115,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsConfig:
-    """What the run reports. metrics.jsonl is always written."""
+    """Reports of the run. metrics.jsonl is always written."""
 
     log_interval: int = 10
     """Steps between reports. The first and the last step are always reported."""
@@ -199,14 +200,14 @@ class StabilityConfig:
     """Policies for steps that would harm the weights. Each such step writes ``incidents/step-N.json``."""
 
     nonfinite: Literal["stop", "skip", "rollback"] = "stop"
-    """What to do about a loss or gradient that is not finite. stop: end the run before the update, exit code 1. skip:
-    leave out the update and continue with the next batch. rollback: return to the weights of the last snapshot and
-    continue with the next batch. On a GPU skip and rollback wait for the device in each step; stop does not."""
+    """Policy for a loss or gradient that is not finite. stop: end the run before the update, exit code 1. skip: leave
+    out the update and continue with the next batch. rollback: return to the weights of the last snapshot and continue
+    with the next batch. On a GPU skip and rollback wait for the device in each step; stop does not."""
 
     spike: Literal["stop", "skip", "warn", "off"] = "warn"
-    """What to do about a loss or gradient norm far above the steps before. stop, skip: as for nonfinite, before the
-    update, and with the same wait on a GPU. warn: log a warning and make the update, without a wait. off: do not look
-    for spikes."""
+    """Policy for a loss or gradient norm far above the steps before. stop, skip: as for nonfinite, before the update,
+    and with the same wait on a GPU. warn: log a warning and make the update, without a wait. off: do not look for
+    spikes."""
 
     spike_zscore: float = 6.0
     """Standard deviations above the running mean from which on a value is a spike. The deviation counts as at least 2 %

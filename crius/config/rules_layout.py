@@ -167,7 +167,7 @@ def tensor_parallel_divides(facts: Facts) -> Violations:
     if min(queries, pairs) < 1:
         return  # known_model reports it
 
-    widths = {layer.feed_forward.width for _, layer in model.layers}  # of experts: those that all tokens visit
+    widths = {layer.feed_forward.width for _, layer in model.layers}  # of experts: the shared ones
 
     def undivided(n: int) -> list[str]:
         fitting = {

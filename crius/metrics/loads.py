@@ -63,7 +63,7 @@ class ExpertLoads:
         }
 
     def taken(self, numbers: Mapping[str, float]) -> dict[str, float]:
-        """What of ``numbers``, which have arrived on the host, a record has; warns where experts die.
+        """The part of ``numbers``, which have arrived on the host, that a record has; warns if experts die.
 
         Raises:
             EffectError: experts saw another number of tokens than there were.
@@ -73,7 +73,7 @@ class ExpertLoads:
             raise EffectError(
                 f"the experts' counts differ from the tokens of a step times top_k by {lost:,.0f} in all.",
                 why="a token was lost, or counted twice, on its way to its experts",
-                fix="report it with run.toml; the run can go on from its checkpoint on another layout",
+                fix="report it with run.toml; the run can resume from its checkpoint on another layout",
             )
         idle = int(record.pop("idle", 0.0))
         if idle > self._warned and self._warns:

@@ -318,8 +318,9 @@ def build_runner(job: Job, built: Built) -> Runner:
     if mesh.pp is None:
         sync = GradientSync(built.parts[0], parallelism, training, mesh)
         if training.reproducible:
-            shards = f"{training.virtual_shards} virtual shards of {sizes.local} sequences, {sizes.accumulation} a rank"
-            log.info("reproducible: %s, summed as a tree: %s", shards, sync.describe(mesh.layout, sizes.accumulation))
+            shards = f"{training.virtual_shards} virtual shards of {sizes.local} sequences"
+            how = f"{sizes.accumulation} per rank, summed as a tree: {sync.describe(mesh.layout, sizes.accumulation)}"
+            log.info("reproducible: %s, %s", shards, how)
         elif sizes.accumulation > 1:
             log.info("gradient_sync %s: %s", training.gradient_sync, sync.describe(mesh.layout, sizes.accumulation))
         return Accumulation(built.parts[0], sync, sizes.local)

@@ -330,7 +330,7 @@ class Recovery:
             "and checkpoint %(load_seconds).1f s, %(steps_again)d steps again; goodput %(percent).1f %%",
             found | {"percent": 100 * found["goodput"]},
         )
-        with contextlib.suppress(OSError), self._file.open("a", encoding="utf-8") as file:  # a full disk is no error
+        with contextlib.suppress(OSError), self._file.open("a", encoding="utf-8") as file:  # ignore a full disk
             file.write(json.dumps(found) + "\n")
 
     def ready(self) -> None:

@@ -106,8 +106,8 @@ class Replicas:
 
     Args:
         state: weights and buffers of this rank, by their names in the whole model.
-        names: names to compare, the same on each rank, which has some of them; a name is twice in the list if a rank
-            may have two copies.
+        names: names to compare, the same on each rank, which has some of them; a name occurs twice if a rank may have
+            two copies.
         world: all ranks.
         where: setting that asks for it.
     """

@@ -38,8 +38,8 @@ def quantize(
 ) -> int:
     """Time each distinct linear shape of the model in turns in bfloat16 and in each format, eager and compiled.
 
-    Shapes are those that one rank multiplies under ``parallelism.tensor_parallel_degree``. Weights and inputs are
-    bfloat16, as FSDP passes them; casts and scales are part of the time.
+    Shapes are the ones of one rank under ``parallelism.tensor_parallel_degree``. Weights and inputs are bfloat16, as
+    FSDP passes them; casts and scales are part of the time.
 
     Args:
         config: the model and its tensor-parallel degree.

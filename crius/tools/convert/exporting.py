@@ -362,7 +362,7 @@ def compared(job: Mapping[str, Any]) -> str:
     if "difference" not in found:
         return f"not compared: {found['version']} has no such architecture"
     if found["texts"]:
-        named = f'tokenizer_config.json beside {job["tokenizer"]}: "tokenizer_class": "PreTrainedTokenizerFast"'
+        named = f'tokenizer_config.json next to {job["tokenizer"]}: "tokenizer_class": "PreTrainedTokenizerFast"'
         raise _unproven(f"AutoTokenizer makes other ids of {found['texts'][0]!r}", "its class differs", named)
     scale = found["largest"] or 1.0
     share, rounding = found["difference"] / scale, found["rounding"] / scale

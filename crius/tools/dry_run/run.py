@@ -108,7 +108,7 @@ def _eager(config: RunConfig) -> tuple[RunConfig, list[str]]:
     if config.compile.enable:
         lines.append("compile is left out: memory and operators are those of eager mode")
     if config.parallelism.enable_async_tensor_parallel:
-        lines.append("async tensor parallelism is left out: the collectives include those that it would fuse")
+        lines.append("async tensor parallelism is left out: the collectives include the ones that it would fuse")
     if config.training.enable_cpu_offload:
         lines.append("cpu offload: memory of the host and of the device are counted together")
     if config.kernels.attention == "flex":

@@ -20,7 +20,7 @@ class Oracle:
     """An answer in which every rank sends this rank the same number of rows, and the others even parts of the rest.
 
     Args:
-        rank: index of this rank among those that share the experts.
+        rank: index of this rank among the ranks that share the experts.
         ranks: number of ranks that share them.
         imbalance: load of this rank, divided by the mean of all.
     """

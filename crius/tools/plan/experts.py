@@ -1,4 +1,4 @@
-"""What a layer with experts keeps for its backward, as ``crius.models.moe`` computes it. Torch-free.
+"""Memory that a layer with experts keeps for its backward, as ``crius.models.moe`` computes it. Torch-free.
 
 At an even load: of what tokens bring to its experts, a rank with n times the mean keeps n times as much.
 """

@@ -116,7 +116,7 @@ def _start(found: Found) -> Iterator[str]:
     ]
     yield (
         f"Start with pure FSDP: it fits, with activation checkpointing {workload.activation_checkpoint}, the least "
-        f"that does (GiB: {', '.join(needs)}), at {fitting.tokens_per_second:,.0f} tokens/s a GPU."
+        f"that does (GiB: {', '.join(needs)}), at {fitting.tokens_per_second:,.0f} tokens/s per GPU."
     )
 
 
@@ -229,7 +229,7 @@ class Neighbour:
 
 def neighbours(case: Case, winner: Candidate) -> list[Neighbour]:
     """Each axis one step up and down, each option switched, longer sequences, more GPUs; all else as in the plan,
-    but for recomputation and microbatches, which are chosen anew where the layout changes.
+    except recomputation and microbatches, which are chosen again if the layout changes.
     """
     return [*_of_degrees(case, winner), *_of_options(case, winner.workload), *_of_sizes(case, winner)]
 

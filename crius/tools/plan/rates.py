@@ -41,7 +41,7 @@ class TimeConstants:
         link: share of ``link_bandwidth`` that collectives reach.
         nic: share of ``nic_bandwidth`` that collectives reach.
         hop_seconds: latency of a collective for each node it visits, seconds.
-        overlap_cost: share of hidden communication that slows the compute beside it.
+        overlap_cost: share of hidden communication that slows the compute that hides it.
         tp_exposed: share of tensor parallelism's communication that is not hidden.
         tp_async: factor on it with async tensor parallelism.
         cp_imbalance: share by which attention slows as context parallelism grows.

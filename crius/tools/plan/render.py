@@ -136,7 +136,7 @@ def impossible_lines(
     if smallest is None:
         lines.append(
             f"no layout is legal: degrees must divide {case.num_gpus} GPUs, the model's heads and "
-            f"{case.global_batch_size} sequences a step"
+            f"{case.global_batch_size} sequences per step"
             + f", the expert degree the model's {case.shape.num_experts} experts" * (case.shape.num_experts > 0)
             + "; an integer reshard_after_forward_mode divides the shards and excludes TP and PP"
         )

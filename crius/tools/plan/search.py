@@ -85,7 +85,7 @@ class Found:
 
     @property
     def smallest(self) -> Candidate | None:
-        """The candidate that needs least memory of those that do not fit; None if all fit, or nothing is legal."""
+        """The candidate that does not fit but needs least memory; None if all fit, or nothing is legal."""
         return min(self.too_large.values(), key=lambda one: one.memory.total, default=None)
 
 

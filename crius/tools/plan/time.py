@@ -74,7 +74,7 @@ def all_to_all(size: int, stride: int, hardware: Hardware, constants: TimeConsta
 
 
 def exposed(communication: float, compute: float, cost: float) -> float:
-    """Seconds that communication adds to the compute beside it: the excess, and ``cost`` times the hidden part."""
+    """Seconds that communication adds to simultaneous compute: the excess, and ``cost`` times the hidden part."""
     return max(0.0, communication - compute) + cost * min(communication, compute)
 
 
@@ -86,11 +86,11 @@ BYTES = 2
 
 
 class Communication:
-    """Of one workload on one kind of hardware.
+    """Communication of one workload on one kind of hardware.
 
     Attributes:
-        weights: of a rank before data parallelism splits them.
-        own_weights: those that it updates.
+        weights: weights of a rank before data parallelism splits them.
+        own_weights: weights that the rank updates.
     """
 
     def __init__(self, workload: Workload, hardware: Hardware, constants: TimeConstants) -> None:
@@ -262,12 +262,12 @@ def step_time(workload: Workload, hardware: Hardware, constants: TimeConstants =
 
 
 def tokens_per_second(workload: Workload, hardware: Hardware, constants: TimeConstants = TIME) -> float:
-    """Of one GPU."""
+    """Tokens per second of one GPU."""
     return workload.tokens_per_rank / step_time(workload, hardware, constants).total
 
 
 class _Step:
-    """Of one workload on one kind of hardware."""
+    """The step of one workload on one kind of hardware."""
 
     def __init__(self, workload: Workload, hardware: Hardware, constants: TimeConstants) -> None:
         self._workload, self._hardware, self._constants = workload, hardware, constants
@@ -304,7 +304,7 @@ class _Step:
         busy = compute.total + accumulated
         tensor, context, expert = (scale * part for part in (sent.tensor(), sent.context(), sent.expert()))
         back = busy - forth
-        # a forward has a third of what is sent beside it; what FSDP sends hides behind launches too
+        # a third of the communication is in the forward; FSDP's communication hides behind launches too
         passes_back = 2.0 + (workload.activation_checkpoint != "none")
         idle_forth = self._idle(forth + 1 / 3 * (tensor + expert), scale, 1.0)
         idle_back = self._idle(back + 2 / 3 * (tensor + expert), scale, passes_back)

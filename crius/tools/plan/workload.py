@@ -53,14 +53,14 @@ class Trainer:
         float8: share of float8's peak relative to bfloat16's efficiency, before Blackwell and on it; None: torchao's.
         fuses_casts: quantizing is one kernel without compilation too.
         casts_once: weights that stay on their rank are quantized once per step.
-        waits: share of the compute that communication hidden beside it costs.
+        waits: share of the compute by which hidden communication slows it.
         keeps_weights: ``reshard never`` gathers once per step, not in each microbatch.
         reduces: share of the replicas' reduction that is not hidden.
         overlaps_tensor: factor on the exposed communication of tensor parallelism if it is overlapped.
         overlaps_experts: factor on the exposed all-to-alls if a pipeline rank has several stages.
         experts: factor on permutation and routing to experts.
         loops_over_experts: the host launches each expert of a rank by itself, so it waits for the expert's rows.
-        splits_experts: tensor parallelism splits each expert if it has more ranks than those that share experts;
+        splits_experts: tensor parallelism splits each expert if it has more ranks than the ranks that share experts;
             otherwise it splits none, and each of its ranks sends its part of a sequence to them.
         bias: logarithm of the factor by which its compute is slower than the other constants predict.
     """
