@@ -240,9 +240,8 @@ def chaos(
 ) -> int:
     """Run the real job undisturbed, and once more with one rank killed in each of ``kills`` attempts, and compare.
 
-    Half of the kills come when a rank reaches a phase of a step, the other half from outside at random moments, some of
-    them during compilation. All choices are drawn from ``seed``; the state of the run at a moment depends on the
-    machine.
+    Half of the kills come when a rank reaches a phase of a step, half from outside at random moments, some during
+    compilation. ``seed`` decides all choices; the state of the run at a moment depends on the machine.
 
     Args:
         facts: facts about the run on this machine.
@@ -250,8 +249,8 @@ def chaos(
         kills: number of kills.
         seed: seed of all draws.
         steps: steps of training.
-        world_sizes: numbers of ranks, joined by commas; each attempt gets one, split into replicas and shards at
-            random; empty: always those of the run. Needs ``training.reproducible``.
+        world_sizes: numbers of ranks, joined by commas; each attempt gets one, as random replicas and shards; empty:
+            the run's. Needs ``training.reproducible``.
         layouts: layouts, joined by commas; each attempt gets one, the undisturbed run the first; see ``tolerance_of``.
         timeout: seconds that each of the two runs may take.
         as_json: print JSON instead of lines.
