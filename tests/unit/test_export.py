@@ -140,7 +140,7 @@ def test_other_logits_are_refused_and_nothing_stays(run_dir, tmp_path, monkeypat
     monkeypatch.setattr(exporting, "config_of", lambda *of: {**right(*of), "rope_theta": 4e5})
     assert cli.main(["export", str(run_dir), str(tmp_path / "hf")]) == 1
     said = capsys.readouterr().err
-    assert "not the model: max difference" in said and "more than 1.0e-05" in said
+    assert "differs from the model: max difference" in said and "gives at most 1.0e-05" in said
     assert list(tmp_path.iterdir()) == []
 
 
@@ -224,7 +224,7 @@ def test_a_step_is_one_of_the_run(run_dir, tmp_path, alone):
     assert not same(tensors_of(tmp_path / "1"), tensors_of(tmp_path / "2"))
     export_model(open_source(str(run_dir / "checkpoints" / "step-00000001"), -1), str(tmp_path / "named"))
     assert same(tensors_of(tmp_path / "1"), tensors_of(tmp_path / "named"))
-    with pytest.raises(ConfigError, match=r"no checkpoint of step 7 in(.|\n)*there are: 1, 2"):
+    with pytest.raises(ConfigError, match=r"no checkpoint of step 7 in(.|\n)*its steps are: 1, 2"):
         open_source(str(run_dir), 7)
 
 

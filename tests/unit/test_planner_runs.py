@@ -293,7 +293,7 @@ def test_blame_goes_to_what_was_measured_and_else_to_the_links_or_the_device():
     assert "slower than at its calibration" in blame(plan, spent(plan), 1.0, 2)
     on_gpus = planned([*BIG, "--training.local_batch_size", "1"], GPUS, KNOWN["h100-80g"])
     assert "look at the links (fsdp" in blame(on_gpus, spent(on_gpus), 99.0, 2)
-    assert "allocator began anew" in blame(on_gpus, spent(on_gpus, retries=3), 1.0, 2)
+    assert "allocator restarted" in blame(on_gpus, spent(on_gpus, retries=3), 1.0, 2)
 
 
 # ---- out of memory
