@@ -135,7 +135,7 @@ def test_without_an_interval_every_kill_costs_steps(tmp_path, capsys):
     ("options", "faults", "said"),
     [
         ({"kill_at": "7,21"}, "", "'7,21' is not a list of steps of this run"),
-        ({"kill_at": ""}, "", "'' are not steps"),
+        ({"kill_at": ""}, "", "'' is not a list of steps"),
         ({"kill_at": "4", "layouts": "fsdp2,tp2,1"}, "", "3 --layouts for 2 starts"),
         ({"steps": 0}, "", "--steps 0 is not positive"),
         ({}, "kill:step=3", "CRIUS_FAULT has the fault: kill in forward of step 3 on rank 0"),
