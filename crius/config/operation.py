@@ -215,7 +215,7 @@ class StabilityConfig:
 
     window: int = 100
     """Steps that the standard deviation is taken over, at least 10. The running mean is taken over the last fifth of
-    them, at least 5 steps. The first steps of a run, as many as this, are only observed. Spikes enter neither."""
+    them, at least 5 steps. That many first steps are only observed. Spikes enter neither."""
 
     max_consecutive: int = 5
     """Stop after this many skipped steps in a row, or after this many returns to the same snapshot. Under spike warn,

@@ -56,9 +56,9 @@ class TrainingConfig:
     """Keep sharded weights, gradients and optimizer state in host memory: least device memory, slow."""
 
     reproducible: bool = False
-    """Sum gradients in an order that does not depend on the number of data-parallel ranks, so that the curve is the
-    same to the last bit on 1, 2, 4, ... ranks. The batch is cut into virtual_shards, and each shard is computed by
-    itself. Slower; see docs/reproducible.md."""
+    """Sum gradients in an order that does not depend on the number of data-parallel ranks: the curve is then the same
+    to the last bit on 1, 2, 4, ... ranks. The batch is cut into virtual_shards, and each shard is computed by itself.
+    Slower; see docs/reproducible.md."""
 
     virtual_shards: int = 8
     """Parts of the global batch under reproducible, each a microbatch: a power of two that the data-parallel ranks

@@ -60,8 +60,8 @@ class SpikeMonitor:
 
     Args:
         zscore: standard deviations above the mean from which on a value is a spike.
-        window: number of values to keep. The mean is taken over a fifth of them, at least 5; as many first values are
-            only observed.
+        window: number of values to keep. The mean is taken over the last fifth of them, at least 5; the same number of
+            first values is only observed.
     """
 
     def __init__(self, zscore: float, window: int) -> None:
